@@ -36,6 +36,7 @@ from ligerzoo.kernels.lora_experts import lora_experts_mlp
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
+from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.route import Routing, route, route_sigmoid
@@ -52,6 +53,7 @@ __all__ = [
     "FilterBounds",
     "GatedActivation",
     "LowRank",
+    "LowRankTerms",
     "Reduction",
     "Routing",
     "SampledTokens",

@@ -8,23 +8,26 @@ Backward:  dup = dy * a(gate),   dgate = dy * up * a'(gate).
 `glu` saves gate and up. `glu_linear(gate, up, W)` computes `glu(gate, up) @ W.T` and saves gate, up and W. Its backward
 kernel recomputes y at the cost of one more store. A linear layer after `glu` saves y too, which is a fifth of what a
 Llama layer saves for backward. With a low-rank update of W it also saves the update's matrices and its product with y,
-which has few columns; see `lora_linears`.
+which has few columns; see `lora_linears`. Low-rank terms of gate and up are added in registers, see `low_rank_glu`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels import low_rank_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product
+from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
+from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
@@ -43,8 +46,11 @@ def linear_reference(
     bias: Tensor | None = None,
     activation: Activation = "silu",
     update: LowRank | None = None,
+    terms: LowRankTerms | None = None,
 ) -> Tensor:
     """`glu_linear` in plain torch."""
+    if terms is not None:
+        gate, up = terms.add(gate, up)
     y = reference(gate, up, activation).to(weight.dtype)
     z = F.linear(y, weight, bias)
     return z if update is None else z + low_rank_product(y, update)
@@ -134,32 +140,43 @@ class _GLU(FusedFunction):
 
 
 class _GLULinear(FusedFunction):
+    """The last arguments are the scales and the tensors of `LowRankTerms`, none without terms."""
+
     @staticmethod
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation,
-        a: Tensor | None, b: Tensor | None, scale: float,
+        a: Tensor | None, b: Tensor | None, scale: float, scales: Sequence[float], *factors: Tensor,
     ) -> Tensor:  # fmt: skip
-        y, h = _forward(gate, up, activation, weight.dtype), None
+        y, h = _activated(gate, up, activation, weight.dtype, scales, *factors), None
         if a is None or b is None:
             z = linear(y, weight, bias)
         else:
             rows = y.view(-1, y.shape[-1])
             h = F.linear(rows, a.to(y.dtype))
-            recomputable((h,), _inner, gate, up, a, activation, weight.dtype, level=Recompute.BLOCK)
+            recomputable(
+                (h,), _inner, gate, up, a, activation, weight.dtype, scales, *factors, level=Recompute.BLOCK
+            )  # fmt: skip
             z = linear_with_update(rows, weight, bias, h, b, scale).view(*y.shape[:-1], len(weight))
-        ctx.save_for_backward(gate, up, weight, a, b, h)
-        ctx.activation, ctx.scale = activation, scale
+        ctx.save_for_backward(gate, up, weight, a, b, h, *factors)
+        ctx.activation, ctx.scale, ctx.scales = activation, scale, scales
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight, a, b, h = ctx.saved_tensors
-        needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _ = ctx.needs_input_grad
-        dgate, dup, dweight, da, db, dz_rows = None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
+        gate, up, weight, a, b, h, *factors = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _, _, *needs_factors = ctx.needs_input_grad
+        dgate, dup, dweight, dh, da, db, dz_rows = None, None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
+        dfactors: Sequence[Tensor | None] = [None] * len(factors)
         needs_y = needs_weight or needs_a
-        dh = None if a is None else ctx.scale * (dz_rows @ b.to(dz.dtype))
-        if needs_gate or needs_up:
+        if a is not None:
+            dh, db = update_gradients(dz_rows, b, h, ctx.scale, needs_b)
+        if factors and (needs_gate or needs_up or any(needs_factors)):
+            terms = LowRankTerms(*factors, *ctx.scales)
+            dgate, dup, y = low_rank_glu.backward(dz @ weight, gate, up, terms, dh, a, ctx.activation, needs_y)
+            if any(needs_factors):
+                dfactors = _term_gradients(dgate, dup, terms, needs_factors)
+        elif needs_gate or needs_up:
             if dh is None:
                 dy = dz @ weight
             else:
@@ -167,20 +184,43 @@ class _GLULinear(FusedFunction):
                 dy = torch.addmm(dy_rows, dz_rows, weight, out=dy_rows).view(gate.shape)
             dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_y)
         elif needs_y:
-            y = _forward(gate, up, ctx.activation, weight.dtype)
+            y = _activated(gate, up, ctx.activation, weight.dtype, ctx.scales, *factors)
         if needs_weight:
             dweight = dz_rows.T @ y.view(-1, y.shape[-1])
         if dh is not None and needs_a:
             da = (dh.T @ y.view(-1, y.shape[-1])).to(a.dtype)
-        if needs_b:
-            db = (ctx.scale * (dz_rows.T @ h)).to(b.dtype)
         dbias = dz_rows.sum(0) if needs_bias else None
-        return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None, da, db, None
+        dgate, dup = dgate if needs_gate else None, dup if needs_up else None
+        return dgate, dup, dweight, dbias, None, da, db, None, None, *dfactors
 
 
-def _inner(gate: Tensor, up: Tensor, a: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
-    """Returns the product of `glu` and A, (T, r)."""
-    return F.linear(_forward(gate, up, activation, dtype).view(-1, gate.shape[-1]), a.to(dtype))
+def _activated(
+    gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype, scales: Any, *factors: Any
+) -> Tensor:  # fmt: skip
+    """Returns y, with the terms of these scales and tensors."""
+    if not factors:
+        return _forward(gate, up, activation, dtype)
+    return low_rank_glu.forward(gate, up, LowRankTerms(*factors, *scales), activation, dtype)
+
+
+def _inner(
+    gate: Tensor, up: Tensor, a: Tensor, activation: Activation, dtype: torch.dtype, scales: Any, *factors: Any
+) -> Tensor:  # fmt: skip
+    """Returns the product of y and A, (T, r)."""
+    y = _activated(gate, up, activation, dtype, scales, *factors)
+    return F.linear(y.view(-1, gate.shape[-1]), a.to(dtype))
+
+
+def _term_gradients(
+    dgate: Tensor, dup: Tensor, terms: LowRankTerms, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the gradients of the tensors of the terms."""
+    needs_h, needs_gate_b, needs_up_b = needs
+    gate_h, up_h = terms.h.reshape(-1, terms.h.shape[-1]).split([terms.gate_b.shape[1], terms.up_b.shape[1]], 1)
+    dgate, dup = (gradient.view(-1, gradient.shape[-1]) for gradient in (dgate, dup))
+    dgate_h, dgate_b = update_gradients(dgate, terms.gate_b, gate_h, terms.gate_scale, needs_gate_b)
+    dup_h, dup_b = update_gradients(dup, terms.up_b, up_h, terms.up_scale, needs_up_b)
+    return torch.cat([dgate_h, dup_h], 1).view(terms.h.shape) if needs_h else None, dgate_b, dup_b
 
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
@@ -190,6 +230,23 @@ def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
         raise ValueError(
             f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
             "expected the same shape and dtype"
+        )
+
+
+def _check_terms(gate: Tensor, terms: LowRankTerms, update: LowRank | None) -> None:
+    h, gate_b, up_b = terms[:3]
+    outputs, ranks = gate.shape[-1], [gate_b.shape[-1], up_b.shape[-1]]
+    expected = (*gate.shape[:-1], sum(ranks)), (outputs, ranks[0]), (outputs, ranks[1])
+    if (h.shape, gate_b.shape, up_b.shape) != expected or h.dtype != gate.dtype:
+        raise ValueError(
+            f"glu_linear: gate is {tuple(gate.shape)} {gate.dtype}, h of terms {tuple(h.shape)} {h.dtype}, gate_b "
+            f"{tuple(gate_b.shape)} and up_b {tuple(up_b.shape)}; expected shapes (..., I), (..., r + s), (I, r) and "
+            "(I, s), and h in the dtype of gate"
+        )
+    if (highest := max(*ranks, 0 if update is None else len(update.a))) > low_rank_glu.MAX_RANK:
+        raise ValueError(
+            f"glu_linear: terms and update have ranks up to {highest}; expected at most {low_rank_glu.MAX_RANK} with "
+            "terms. For higher ranks, add the products to gate and up, as lora_linears does"
         )
 
 
@@ -236,6 +293,7 @@ def glu_linear(
     bias: Tensor | None = None,
     *,
     update: LowRank | None = None,
+    terms: LowRankTerms | None = None,
     activation: Activation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
@@ -248,6 +306,8 @@ def glu_linear(
             autocast's dtype under autocast.
         bias: (H,) or None.
         update: low-rank update of the weight, with matrices (r, I) and (H, r) of any floating-point dtype; or None.
+        terms: low-rank terms that are added to `gate` and `up`, of ranks up to `low_rank_glu.MAX_RANK`, which is
+            then the maximum for `update` too; or None.
         activation: see `activation_linear`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
@@ -255,8 +315,8 @@ def glu_linear(
         (..., H).
 
     Raises:
-        ValueError: the shapes or dtypes of `gate` and `up` differ, `weight`, `bias` or `update` has the wrong shape,
-            or the activation is unknown.
+        ValueError: the shapes or dtypes of `gate` and `up` differ, `weight`, `bias`, `update` or `terms` has the wrong
+            shape, or the activation is unknown.
     """
     _check("glu_linear", gate, up, activation)
     check_floats("glu_linear", weight=weight)
@@ -272,7 +332,10 @@ def glu_linear(
             f"glu_linear: weight is {tuple(weight.shape)}, the matrices of update {tuple(a.shape)} and "
             f"{tuple(b.shape)}; expected shapes (H, I), (r, I) and (H, r)"
         )
+    if terms is not None:
+        _check_terms(gate, terms, update)
     weight, bias = autocast(weight, bias)
     if uses_triton(gate, up, weight, backend=backend):
-        return _GLULinear.apply(gate, up, weight, bias, activation, a, b, scale)
-    return linear_reference(gate, up, weight, bias, activation, update)
+        factors, scales = ((), ()) if terms is None else (terms[:3], terms[3:])
+        return _GLULinear.apply(gate, up, weight, bias, activation, a, b, scale, scales, *factors)
+    return linear_reference(gate, up, weight, bias, activation, update, terms)

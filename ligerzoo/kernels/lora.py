@@ -13,6 +13,9 @@ matrices y_i and dx are written once by a product with few columns, which then n
 
 Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B. A
 checkpointed block saves no h_i, so that its recomputation ends before the layers; see `recompute`.
+
+dh_i and dB_i are computed in one pass over dy_i, see `low_rank_gradients`. The updates of the gate and up projections
+of a gated linear unit are added by its kernels instead, see `low_rank_glu`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+from ligerzoo.kernels.low_rank_gradients import low_rank_gradients, scaled_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
 
 
@@ -68,12 +72,22 @@ def linear_with_update(
         scale: factor of the update.
     """
     b = b.to(h.dtype)
-    if bias is None:
-        y = h.new_empty(len(h), len(b))
-        torch.addmm(y, h, b.T, beta=0, alpha=scale, out=y)
-    else:
-        y = torch.addmm(bias, h, b.T, alpha=scale)
+    y = scaled_product(h, b.T, scale) if bias is None else torch.addmm(bias, h, b.T, alpha=scale)
     return torch.addmm(y, x, weight.T, out=y)
+
+
+def update_gradients(
+    dy: Tensor, b: Tensor, h: Tensor, scale: float, needs_b: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns the gradients of h, (T, r), and of b, or None if that is not needed. dy is (T, O)."""
+    return low_rank_gradients(dy, b, h, scale) if needs_b else (scaled_product(dy, b.to(dy.dtype), scale), None)
+
+
+def stacked_a(dtype: torch.dtype, *all_a: Tensor) -> Tensor:
+    """Returns the rows of all A in this dtype, which a checkpointed block does not keep."""
+    a = _stack(dtype, *all_a)
+    recomputable((a,), _stack, dtype, *all_a, level=Recompute.BLOCK)
+    return a
 
 
 def reference(
@@ -103,8 +117,7 @@ class _LoRALinears(FusedFunction):
         needs_weights, _, needs_a, _ = _quarters(needed)
         source = x if dropped is None else dropped
         present = [a for a in all_a if a is not None]
-        a = _stack(x.dtype, *present)
-        recomputable((a,), _stack, x.dtype, *present, level=Recompute.BLOCK)
+        a = stacked_a(x.dtype, *present)
         h = _inner(source, a)
         recomputable((h,), _inner, source, a, level=Recompute.BLOCK)
         parts, rows = iter(h.split([len(a) for a in present], 1)), x.reshape(-1, x.shape[-1])
@@ -140,10 +153,9 @@ class _LoRALinears(FusedFunction):
         db: list[Tensor | None] = [None] * len(rows)
         for i, (dy, b, scale) in enumerate(zip(rows, all_b, ctx.scales, strict=True)):
             if b is not None:
-                part = next(parts)
-                low.append(scale * (dy @ b.to(dy.dtype)))
-                db[i] = (scale * (dy.T @ part)).to(b.dtype) if needs_b[i] else None
-        dh = torch.cat(low, 1)
+                low_dy, db[i] = update_gradients(dy, b, next(parts), scale, needs_b[i])
+                low.append(low_dy)
+        dh = low[0] if len(low) == 1 else torch.cat(low, 1)
 
         dx = dropped = None
         if needs_x:
@@ -155,12 +167,12 @@ class _LoRALinears(FusedFunction):
         if needs_dropped:
             dropped = (dh @ a).view(ctx.shape)
 
-        da: list[Tensor | None] = [None] * len(rows)
+        da: Sequence[Tensor | None] = [None] * len(rows)
         if any(needs_a):
-            stacked = iter((dh.T @ source.reshape(-1, source.shape[-1])).split(ranks))
-            for i, dtype in enumerate(ctx.dtypes_of_a):
-                part = None if dtype is None else next(stacked)
-                da[i] = part.to(dtype) if part is not None and needs_a[i] else None
+            dtypes = ctx.dtypes_of_a
+            stacked = (dh.T @ source.reshape(-1, source.shape[-1])).to(next(filter(None, dtypes)))
+            parts = iter(stacked.split(ranks))
+            da = [None if dtype is None else next(parts).to(dtype) for dtype in dtypes]
         dw = [
             dy.T @ x.reshape(-1, x.shape[-1]) if needs else None for dy, needs in zip(rows, needs_weights, strict=True)
         ]
@@ -170,7 +182,7 @@ class _LoRALinears(FusedFunction):
 
 def _stack(dtype: torch.dtype, *all_a: Tensor) -> Tensor:
     """Returns the rows of all A in this dtype."""
-    return torch.cat([a.to(dtype) for a in all_a])
+    return (torch.cat(all_a) if len(all_a) > 1 else all_a[0]).to(dtype)
 
 
 def _inner(x: Tensor, a: Tensor) -> Tensor:

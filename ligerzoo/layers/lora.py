@@ -17,18 +17,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linears
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
-from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, uses_triton
+from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms, stacked_a
+from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
 from ligerzoo.layers.linear import Linear, fusible_parameters, linear
-from ligerzoo.layers.plain import dequantized, is_plain_tensor, is_unmodified
+from ligerzoo.layers.plain import dequantized, is_plain, is_plain_tensor, is_unmodified
 from ligerzoo.layers.routers import Router
 
 
@@ -290,6 +291,50 @@ def project_jointly(
         if len(dropouts) == 1 and all(is_plain_tensor(*layer._parameters.values()) for layer in layers):
             return _project(x, layers, backend, level)
     return tuple(layer(x) for layer in layers)
+
+
+def project_in_parts(
+    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, backend: Backend, level: Recompute
+) -> tuple[Tensor, Tensor, LowRankTerms] | None:
+    """Returns the products of x and the weights of `gate` and `up`, and their low-rank updates as terms.
+
+    None if `ligerzoo.kernels.glu_linear` does not add the terms: without gradients, without the kernels, or if one of
+    both layers has no update, or more than a plain one.
+
+    Args:
+        x: (..., H).
+        gate: linear layer.
+        up: linear layer.
+        down: linear layer that reads the gated linear unit.
+        backend: see `ligerzoo.kernels.glu_linear`.
+        level: see `project_jointly`.
+    """
+    if not (torch.is_grad_enabled() and _has_plain_update(gate) and _has_plain_update(up)):
+        return None
+    weights, biases = [gate.weight, up.weight], [gate.bias, up.bias]
+    gate_update, up_update, down_update = gate._update, up._update, update_of(down)
+    ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
+    if max(ranks) > MAX_RANK or not uses_triton(x, *weights, backend=backend):
+        return None
+    a = stacked_a(x.dtype, gate_update.a, up_update.a)
+    gate_y, up_y, h = linears(x, [*weights, a], [*biases, None], backend=backend)
+    if is_recording():
+        recomputable(
+            (gate_y, up_y), lambda x, *_: linears(x, weights, biases, backend=backend), x, *weights, *biases,
+            level=level,
+        )  # fmt: skip
+        recomputable((h,), lambda x, a: linears(x, [a], backend=backend), x, a, level=Recompute.BLOCK)
+    return gate_y, up_y, LowRankTerms(h, gate_update.b, up_update.b, gate_update.scale, up_update.scale)
+
+
+def _has_plain_update(layer: nn.Module) -> TypeGuard[LoRALinear]:
+    """Whether a linear layer adds an update in this call, without dropout or DoRA."""
+    return (
+        is_plain(layer, LoRALinear)
+        and layer.lora_enabled
+        and layer.lora_magnitude_vector is None
+        and not layer.lora_dropout
+    )
 
 
 def _project(

@@ -8,10 +8,19 @@ from torch import Tensor, nn
 from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear, check_features, fusible_parameters
-from ligerzoo.layers.lora import LoRALinear, has_dropped_input, inner_bias, project_jointly, rescale, update_of
+from ligerzoo.layers.lora import (
+    LoRALinear,
+    has_dropped_input,
+    inner_bias,
+    project_in_parts,
+    project_jointly,
+    rescale,
+    update_of,
+)
 from ligerzoo.layers.plain import is_plain
 
 
@@ -52,9 +61,9 @@ class GatedMLP(nn.Module):
         is_fusible = is_plain(down, Linear, nn.Linear, LoRALinear) and not has_dropped_input(down)
         if not (torch.is_grad_enabled() and is_fusible):
             return down(self.gated(x))  # type: ignore[no-any-return]
-        gate, up = self.project(x)
+        gate, up, terms = self.project_in_parts(x)
         y = glu_linear(
-            gate, up, down.weight, inner_bias(down), update=update_of(down), activation=self.activation,
+            gate, up, down.weight, inner_bias(down), update=update_of(down), terms=terms, activation=self.activation,
             backend=self.backend,
         )  # fmt: skip
         return rescale(y, down)
@@ -77,6 +86,16 @@ class GatedMLP(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., H) -> gate and up features, (..., I) each, which backward may recompute."""
         return project_jointly(x, self.gate_proj, self.up_proj, backend=self.backend, level=Recompute.MLP)
+
+    def project_in_parts(self, x: Tensor) -> tuple[Tensor, Tensor, LowRankTerms | None]:
+        """(..., H) -> gate and up features, (..., I) each, and low-rank terms for `glu_linear` to add to them."""
+        parts = project_in_parts(
+            x, self.gate_proj, self.up_proj, self.down_proj, backend=self.backend, level=Recompute.MLP
+        )
+        if parts is None:
+            gate, up = self.project(x)
+            return gate, up, None
+        return parts
 
 
 class MLP(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import kernels
-from ligerzoo.kernels import LowRank
+from ligerzoo.kernels import LowRank, LowRankTerms
 from tests.kernels.machine import DTYPES, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.oracles import (
     angles,
@@ -108,7 +108,13 @@ def _lora_linears(
     return result
 
 
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, or fp16 if kernels of this machine cannot multiply matrices in it."""
+    return torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+
+
 def _lora_linears_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = _multiplied(dtype)
     shapes = (4, 33), (17, 4), (2, 33), (8, 2)
     updates = [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
     return [*_linears_inputs(batch, dtype, device), *updates]
@@ -123,8 +129,24 @@ def _lora_glu_linear(
 
 
 def _lora_glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = _multiplied(dtype)
     updates = [numbers(*shape, dtype=dtype, device=device) for shape in ((4, 33), (17, 4))]
     return [*_glu_linear_inputs(batch, dtype, device), *updates]
+
+
+def _glu_linear_with_terms(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor, h: Tensor, gate_b: Tensor,
+    up_b: Tensor, function: Callable[..., Any] = kernels.glu_linear,
+) -> Tensor:  # fmt: skip
+    update, terms = LowRank(a, b, 0.5), LowRankTerms(h, gate_b, up_b, 0.5, 2.0)
+    result: Tensor = function(gate, up, weight, bias, update=update, terms=terms)
+    return result
+
+
+def _glu_linear_with_terms_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = (batch, 3, 6), (33, 4), (33, 2)
+    terms = [numbers(*shape, dtype=_multiplied(dtype), device=device) for shape in shapes]
+    return [*_lora_glu_linear_inputs(batch, dtype, device), *terms]
 
 
 def _lora_experts(
@@ -163,7 +185,7 @@ def _cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[T
 
 
 def _experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+    dtype = _multiplied(dtype)
     return [
         numbers(8 * batch, 17, dtype=dtype, device=device),
         torch.rand(8 * batch, 3, device=device).argsort(-1)[:, :2],
@@ -215,7 +237,7 @@ def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
 
 
 def _delta_rule_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+    dtype = _multiplied(dtype)
     return [
         *(numbers(batch, 3, 1, 8, dtype=dtype, device=device) for _ in range(2)),
         numbers(batch, 3, 2, 5, dtype=dtype, device=device),
@@ -310,6 +332,12 @@ OPERATIONS = [
         _lora_glu_linear,
         partial(_lora_glu_linear, function=kernel_file("glu").linear_reference),
         _lora_glu_linear_inputs,
+    ),
+    Operation(
+        "glu_linear-terms",
+        _glu_linear_with_terms,
+        partial(_glu_linear_with_terms, function=kernel_file("glu").linear_reference),
+        _glu_linear_with_terms_inputs,
     ),
     Operation(
         "lora_experts_mlp",
@@ -415,6 +443,7 @@ _TYPICAL = {
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
     "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm", "xielu",
     "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
+    "glu_linear-terms",
     "apply_sinks",
 }  # fmt: skip
 """One operation of each kernel, and of each autograd function that returns an input."""

@@ -14,6 +14,7 @@ from ligerzoo.kernels.experts import _Needs
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.lora_experts import Projection
+from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.route import SigmoidOptions
 from ligerzoo.kernels.weighted_glu import Biases
@@ -306,6 +307,27 @@ def _lora_experts_backward(device: str) -> Samples:
     ]
 
 
+def _low_rank_gradients(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 9), "b": t(9, 3), "h": t(5, 3), "scale": 0.5}
+    return [common, common | {"dy": transposed(common["dy"]), "b": common["b"].float()}]
+
+
+def _low_rank_glu_forward(device: str) -> Samples:
+    t = partial(new, device=device)
+    terms = LowRankTerms(t(5, 5), t(33, 3), t(33, 2), 0.5, 2.0)
+    common = {"gate": t(5, 33), "up": t(5, 33), "terms": terms, "activation": "silu", "dtype": torch.float32}
+    half = terms._replace(h=t(5, 5).half())
+    return [common, common | {"gate": t(5, 33).half(), "up": t(5, 33).half(), "terms": half, "activation": "gelu"}]
+
+
+def _low_rank_glu_backward(device: str) -> Samples:
+    t = partial(new, device=device)
+    common = {"dy": t(5, 33), **_low_rank_glu_forward(device)[0], "dh": t(5, 4), "a": t(4, 33)}
+    del common["dtype"]
+    return [common | {"needs_y": True}, common | {"dh": None, "a": None, "needs_y": False}]
+
+
 def _route(device: str) -> Samples:
     t = partial(new, device=device)
     return [
@@ -523,6 +545,9 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "experts_backward": _experts_backward,
     "lora_experts_forward": _lora_experts_forward,
     "lora_experts_backward": _lora_experts_backward,
+    "low_rank_gradients": _low_rank_gradients,
+    "low_rank_glu_forward": _low_rank_glu_forward,
+    "low_rank_glu_backward": _low_rank_glu_backward,
     "route": _route,
     "route_sigmoid": _route_sigmoid,
     "latent_decode_attention": _latent_decode_attention,

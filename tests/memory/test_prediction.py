@@ -111,18 +111,19 @@ def test_flops_of_updates_are_those_of_their_products() -> None:
 
 
 def test_recomputed_blocks_with_updates_run_each_product_once() -> None:
-    """But for the products of A, which a recomputed block runs twice, and no down projection."""
+    """But for the products of A in attention, which a recomputed block runs twice, and no down projection."""
     model, tokens, blocks, rank = adapted_llama(rank=16), 4096, 16, 16
     whole, mlp, block = (
         simulate_step(model, 1, tokens, [level] * 16).flops
         for level in (Recompute.NOTHING, Recompute.MLP, Recompute.BLOCK)
     )
-    gate_and_up = blocks * 2 * (2048 * 8192 + rank * (2048 + 8192))
+    gate_and_up = blocks * 2 * 2048 * 8192  # the products of A are kept, those of B are never written
     assert mlp - whole == 2 * tokens * gate_and_up
     qkv, o = 2048 * (2048 + 2 * 512) + rank * (3 * 2048 + 2048 + 2 * 512), 2048 * 2048 + rank * (2048 + 2048)
     attention = blocks * 4 * 2048 * (tokens * (tokens + 1) // 2)
-    repeated = blocks * rank * ((3 + 1 + 2) * 2048 + 8192)
-    assert block - whole == 2 * tokens * (gate_and_up + blocks * (qkv + o) + repeated) + attention
+    updates_of_mlp = rank * (2 * (2048 + 8192) + 8192)
+    repeated = rank * (3 + 1) * 2048
+    assert block - whole == 2 * tokens * (gate_and_up + blocks * (qkv + o + updates_of_mlp + repeated)) + attention
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"dora": True}])

@@ -48,6 +48,11 @@ class FusedGatedMLP(GatedMLP):
         """(..., H) -> gate and up features, (..., I) each."""
         return self.gate_up_proj(x).split(self.sizes, -1)
 
+    def project_in_parts(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        """(..., H) -> gate and up features, (..., I) each, without terms to add."""
+        gate, up = self.project(x)
+        return gate, up, None
+
     def _declare(self, x: Tensor, gate: Tensor, up: Tensor) -> None:
         """Declares nothing: backward does not recompute the fused projection."""
 

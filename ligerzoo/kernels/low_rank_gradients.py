@@ -1,0 +1,163 @@
+"""Two gradients of a low-rank update y = s h B^T that read dy, in one pass over it.
+
+    dh = s dy @ B,   dB = s dy^T @ h
+
+dy has as many columns as the layer has outputs, h and B have as many as the rank. So the time is that of reading dy,
+which two products of torch read twice.
+
+A program computes partial sums for some columns of dy: dh of its rows over these columns, dB of these columns over its
+rows. Both are fp32. A second kernel adds them up in one order, multiplies them by s, and rounds once.
+
+The partial sums of dh are `rank / COLUMNS` times as large as dy, in elements of 4 bytes that are written and read. So
+the kernels run up to a rank of 32, and in 2-byte dtypes, where matrix units compute the products. torch computes all
+others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, next_power_of_2, uses_triton
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.registration import register
+
+MAX_RANK = 32
+
+_ROWS, _COLUMNS, _WARPS, _STAGES = 32, 512, 8, 3
+"""The tile of dy that a program reads at once, and how. To be tuned on a GPU: 2 programs of rank 16 per multiprocessor.
+
+No product has 64 rows or more, for which Triton would use `wgmma`, see `delta_chunks.PREPARE`.
+"""
+_MIN_ROWS = 128
+"""Fewest rows per program: fewer would write more partial sums of dB."""
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+
+_PARTS, _SUMS, _SUM_WARPS = 16, 256, 4
+"""Partial sums that a program of the second kernel reads at once, results per program, and warps."""
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Computes scale * a @ b, rounded once."""
+    y = a.new_empty(len(a), b.shape[1])
+    return torch.addmm(y, a, b, beta=0, alpha=scale, out=y)
+
+
+def reference(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`low_rank_gradients` in plain torch: the specification, the CPU path and the test oracle."""
+    return scaled_product(dy, b.to(dy.dtype), scale), scaled_product(dy.T, h, scale).to(b.dtype)
+
+
+@kernel
+def _partial_kernel(
+    dy_ptr, b_ptr, h_ptr, dh_ptr, db_ptr, dy_stride, h_stride, n_rows, n_cols, rows_per_program,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    col_blocks = tl.cdiv(n_cols, COLS)
+    row_block, col_block = tl.program_id(0).to(tl.int64) // col_blocks, tl.program_id(0).to(tl.int64) % col_blocks
+    first_row, first_col = row_block * rows_per_program, col_block * COLS
+    dy_ptr += first_row * dy_stride + first_col
+    h_ptr += first_row * h_stride
+    b_ptr += first_col * RANK
+    dh_ptr += (col_block * n_rows + first_row) * RANK
+    db_ptr += (row_block * n_cols + first_col) * RANK
+
+    rows, cols, ranks = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, PADDED)
+    in_cols, in_rank = cols < n_cols - first_col, ranks < RANK
+    # Both products are transposed: the rank is their number of rows, and warps share the columns.
+    b_offsets, b_mask = cols[:, None] * RANK + ranks[None, :], in_cols[:, None] & in_rank[None, :]
+    b = tl.trans(tl.load(b_ptr + b_offsets, mask=b_mask, other=0.0).to(dy_ptr.dtype.element_ty))
+    db = tl.zeros((PADDED, COLS), dtype=tl.float32)
+    n_rows = tl.minimum(rows_per_program, n_rows - first_row).to(tl.int32)
+    for first in range(0, n_rows, ROWS):
+        in_rows = rows < n_rows - first
+        dy_mask, h_mask = in_rows[:, None] & in_cols[None, :], in_rows[:, None] & in_rank[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=dy_mask, other=0.0)
+        h = tl.load(h_ptr + rows[:, None] * h_stride + ranks[None, :], mask=h_mask, other=0.0)
+        dh = tl.trans(tl.dot(b, tl.trans(dy)))
+        tl.store(dh_ptr + rows[:, None] * RANK + ranks[None, :], dh, mask=h_mask)
+        db = tl.dot(tl.trans(h), dy, db)
+        # Offsets within a tile fit in 32 bits, those of all rows may not.
+        dy_ptr += ROWS * dy_stride
+        h_ptr += ROWS * h_stride
+        dh_ptr += ROWS * RANK
+    tl.store(db_ptr + b_offsets, tl.trans(db), mask=b_mask)
+
+
+@jit
+def _sum_of_parts(parts_ptr, sum_ptr, block, n_parts, n_sums, scale, PARTS: tl.constexpr, SUMS: tl.constexpr):
+    """Writes the sums of a block of columns of (n_parts, n_sums), times the scale."""
+    sums = block.to(tl.int64) * SUMS + tl.arange(0, SUMS)
+    in_sums = sums < n_sums
+    total = tl.zeros((PARTS, SUMS), dtype=tl.float32)
+    for first in range(0, n_parts, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        mask = (parts < n_parts)[:, None] & in_sums[None, :]
+        total += tl.load(parts_ptr + parts.to(tl.int64)[:, None] * n_sums + sums[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + sums, (scale * tl.sum(total, axis=0)).to(sum_ptr.dtype.element_ty), mask=in_sums)
+
+
+@kernel
+def _sum_kernel(
+    dh_parts_ptr, db_parts_ptr, dh_ptr, db_ptr, n_dh_parts, n_db_parts, n_dh, n_db, scale,
+    PARTS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    program, dh_programs = tl.program_id(0), tl.cdiv(n_dh, SUMS)
+    if program < dh_programs:
+        _sum_of_parts(dh_parts_ptr, dh_ptr, program, n_dh_parts, n_dh, scale, PARTS, SUMS)
+    else:
+        _sum_of_parts(db_parts_ptr, db_ptr, program - dh_programs, n_db_parts, n_db, scale, PARTS, SUMS)
+
+
+def _blocks(dy: Tensor) -> tuple[int, int]:
+    """The rows per program, and the number of blocks of columns: as many programs as run at the same time."""
+    col_blocks = cdiv(dy.shape[1], _COLUMNS)
+    row_blocks = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy) // col_blocks)
+    return max(_MIN_ROWS, cdiv(cdiv(len(dy), row_blocks), _ROWS) * _ROWS), col_blocks
+
+
+def _allocate(dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(len(dy), b.shape[1]), b.new_empty(b.shape)
+
+
+def _peak(dy: Tensor, b: Tensor) -> int:
+    (rows_per_program, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
+    partial_sums = col_blocks * n_rows + cdiv(n_rows, rows_per_program) * n_cols
+    return 4 * rank * partial_sums + rank * n_rows * dy.element_size() + b.nbytes
+
+
+@register("low_rank_gradients", fake=_allocate, flops=lambda dy, b: 4 * dy.numel() * b.shape[1], peak=_peak)
+def _gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    dh, db = _allocate(dy, b)
+    dy, h, b = as_rows(dy), as_rows(h), b.contiguous()
+    (rows_per_program, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
+    row_blocks = cdiv(n_rows, rows_per_program)
+    dh_parts = dh.new_empty((col_blocks, *dh.shape), dtype=torch.float32)
+    db_parts = db.new_empty((row_blocks, *db.shape), dtype=torch.float32)
+    _partial_kernel[row_blocks * col_blocks](
+        dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), n_rows, n_cols, rows_per_program,
+        rank, max(16, next_power_of_2(rank)), _ROWS, _COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    _sum_kernel[cdiv(dh.numel(), _SUMS) + cdiv(db.numel(), _SUMS)](
+        dh_parts, db_parts, dh, db, col_blocks, row_blocks, dh.numel(), db.numel(), scale, _PARTS, _SUMS,
+        num_warps=_SUM_WARPS,
+    )  # fmt: skip
+    return dh, db
+
+
+def low_rank_gradients(
+    dy: Tensor, b: Tensor, h: Tensor, scale: float, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Computes dh = scale * dy @ b, (T, r) in the dtype of `dy`, and db = scale * dy.T @ h, (O, r) in that of `b`.
+
+    Args:
+        dy: (T, O), any strides.
+        b: (O, r), of any dtype: rounded to that of `dy`.
+        h: (T, r), in the dtype of `dy`, any strides.
+        scale: factor of both.
+        backend: "auto" or "triton" (the kernels where they are supported) or "torch" (the reference).
+    """
+    is_supported = dy.element_size() == 2 and dy.numel() > 0 and 0 < b.shape[1] <= MAX_RANK
+    if is_supported and uses_triton(dy, b, h, backend=backend):
+        return _gradients(dy, b, h, scale)
+    return reference(dy, b, h, scale)

@@ -1,0 +1,204 @@
+"""Gated linear units that add low-rank terms to gate and up, and the layer that uses them."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation
+from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.glu import glu_linear, linear_reference
+from ligerzoo.kernels.lora import LowRank
+from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
+from ligerzoo.layers import GatedMLP
+from ligerzoo.layers.adapt import adapt
+from ligerzoo.layers.lora import LoRAOptions
+from tests.covering import covering
+from tests.kernels.accuracy import assert_as_exact_as, in_fp64, judge, judge_draws
+from tests.kernels.compiling import compile_both_passes
+from tests.kernels.layouts import laid_out, offset, padded, sliced, swapped, transposed
+from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.oracles import numbers
+
+OPTIONS = {
+    "dtype": ROUNDED_DTYPES,
+    "shape": [(4, 300), (5, 33), (2, 3, 130), (150, 40), *on_gpu_too([], [(1000, 4095), (513, 14336)])],
+    "ranks": [(1, 1), (16, 16), (3, 17), (32, 8)],
+    "down_rank": [None, 2, 32],
+    "b_is_fp32": [False, True],
+    "has_bias": [False, True],
+    "activation": list(ACTIVATIONS),
+    "layout": [torch.clone, offset, sliced, padded, transposed, swapped],
+    "frozen": [None, 0, 1, 2, 3, 4, 5],
+}
+
+
+def inputs(
+    shape: tuple[int, ...], ranks: tuple[int, int], down_rank: int | None, dtype: torch.dtype, b_dtype: torch.dtype,
+    device: str,
+) -> list[Tensor]:  # fmt: skip
+    """Returns gate, up, weight, bias, h and B of gate and up, and A and B of down."""
+    columns, outputs = shape[-1], 13
+    gate, up = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
+    weight = numbers(outputs, columns, dtype=dtype, device=device, scale=columns**-0.5)
+    bias, h = (numbers(*size, dtype=dtype, device=device) for size in ((outputs,), (*shape[:-1], sum(ranks))))
+    all_b = [numbers(columns, rank, dtype=b_dtype, device=device, scale=0.3) for rank in ranks]
+    down = [] if down_rank is None else [(down_rank, columns), (outputs, down_rank)]
+    return [gate, up, weight, bias, h, *all_b, *(numbers(*s, dtype=b_dtype, device=device, scale=0.3) for s in down)]
+
+
+def applied(
+    function: Callable[..., Tensor], activation: Activation, has_bias: bool
+) -> Callable[..., Tensor]:  # fmt: skip
+    """Returns the function of `inputs`."""
+
+    def apply(
+        gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor, h: Tensor, gate_b: Tensor, up_b: Tensor, *down: Tensor
+    ) -> Tensor:
+        terms, update = LowRankTerms(h, gate_b, up_b, 0.5, -2.0), LowRank(*down, 1.5) if down else None
+        z = function(gate, up, weight, bias if has_bias else None, update=update, terms=terms, activation=activation)
+        return z if has_bias else z + 0 * bias.sum()
+
+    return apply
+
+
+@pytest.mark.parametrize("options", covering(OPTIONS)[:: 1 if ON_GPU else 4])
+def test_pairs_of_options(options: dict[str, Any], device: str) -> None:
+    chosen = dict(options)
+    dtype, layout, activation = chosen.pop("dtype"), chosen.pop("layout"), chosen.pop("activation")
+    b_dtype = torch.float32 if chosen.pop("b_is_fp32") else dtype
+    has_bias, frozen = chosen.pop("has_bias"), chosen.pop("frozen")
+    function, reference = (applied(f, activation, has_bias) for f in (glu_linear, linear_reference))
+
+    def judge_draw(seed: int) -> None:
+        torch.manual_seed(seed)
+        tensors = laid_out(inputs(**chosen, dtype=dtype, b_dtype=b_dtype, device=device), layout)
+        if frozen is not None:
+            tensors[frozen].requires_grad_(False)
+        judge(function, reference, tensors, layout)
+
+    judge_draws(judge_draw, seed=0)
+
+
+def test_no_rows(device: str) -> None:
+    tensors = inputs((0, 7), (4, 2), 3, torch.float32, torch.float32, device)
+    function, reference = (applied(f, "silu", True) for f in (glu_linear, linear_reference))
+    judge(function, reference, tensors)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [8, MAX_RANK])
+def test_no_product_uses_wgmma(rank: int, dtype: torch.dtype) -> None:
+    """See `delta_chunks.PREPARE` for the reason."""
+    pytest.importorskip("triton")
+    tensors = inputs((64, 256), (rank, rank), rank, dtype, torch.float32, "cpu")
+    kernels = compile_both_passes(applied(glu_linear, "silu", True), tensors)
+    assert {"_forward_kernel", "_backward_kernel"} <= {compiled.metadata.name for compiled in kernels}
+    assert not any("wgmma" in compiled.asm["ptx"] for compiled in kernels)
+
+
+@pytest.mark.parametrize(
+    "shapes, problem",
+    [
+        ({4: (5, 5)}, r"h of terms \(5, 5\)"),
+        ({5: (33, 3)}, r"gate_b \(33, 3\)"),
+        ({6: (32, 2)}, r"up_b \(32, 2\)"),
+        ({4: (5, 42), 5: (33, 40)}, "ranks up to 40; expected at most 32"),
+    ],
+)
+def test_messages(shapes: dict[int, tuple[int, ...]], problem: str) -> None:
+    tensors = inputs((5, 33), (4, 2), None, torch.float32, torch.float32, "cpu")
+    for i, shape in shapes.items():
+        tensors[i] = torch.ones(shape)
+    with pytest.raises(ValueError, match=f"glu_linear: .*{problem}"):
+        applied(glu_linear, "silu", True)(*tensors)
+
+
+def test_h_of_another_dtype_is_an_error() -> None:
+    tensors = inputs((5, 33), (4, 2), None, torch.float32, torch.float32, "cpu")
+    tensors[4] = tensors[4].double()
+    with pytest.raises(ValueError, match=r"glu_linear: .* torch.float64"):
+        applied(glu_linear, "silu", True)(*tensors)
+
+
+# The layer
+
+
+def adapted(
+    device: str, dtype: torch.dtype, names: tuple[str, ...], options: dict[str, Any], dora: bool = False
+) -> GatedMLP:
+    mlp = GatedMLP(24, 40, bias=True, device=device, dtype=dtype)
+    for name in names:
+        adapt(getattr(mlp, name), LoRAOptions(rank=options.get(name, 4)), dora=dora)
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return mlp
+
+
+def terms_of(mlp: GatedMLP, x: Tensor) -> LowRankTerms | None:
+    return mlp.project_in_parts(x)[2]
+
+
+ALL = ("gate_proj", "up_proj", "down_proj")
+
+
+@needs_triton
+@pytest.mark.parametrize("names", [ALL, ALL[:2]], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+def test_the_layer_is_as_exact_as_without_terms(
+    names: tuple[str, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp = adapted(device, dtype, names, {})
+    x = numbers(2, 5, 24, dtype=dtype, device=device)
+    upstream = torch.randn(2, 5, 24, device=device, dtype=dtype)
+    assert terms_of(mlp, x) is not None
+
+    def results(mlp: GatedMLP, x: Tensor, upstream: Tensor) -> list[Tensor]:
+        y = mlp(x)
+        return [y, *torch.autograd.grad(y, [x, *(p for p in mlp.parameters() if p.requires_grad)], upstream)]
+
+    actual = results(mlp, x, upstream)
+    truth = results(deepcopy(mlp).double(), *in_fp64([x, upstream]))
+    monkeypatch.setattr("ligerzoo.layers.mlp.project_in_parts", lambda *_, **__: None)
+    for case in zip(actual, results(mlp, x, upstream), truth, strict=True):
+        assert_as_exact_as(*case)
+
+
+@needs_triton
+def test_the_layer_has_terms_only_for_plain_updates_of_gate_and_up(device: str) -> None:
+    x = torch.randn(3, 24, device=device)
+    assert terms_of(adapted(device, torch.float32, ALL, {}), x) is not None
+    assert terms_of(adapted(device, torch.float32, ("gate_proj", "down_proj"), {}), x) is None
+    assert terms_of(adapted(device, torch.float32, ALL, {}, dora=True), x) is None
+    assert terms_of(adapted(device, torch.float32, ALL, {"up_proj": MAX_RANK + 1}), x) is None
+    assert terms_of(adapted(device, torch.float32, ALL, {"down_proj": MAX_RANK + 1}), x) is None
+    mlp = adapted(device, torch.float32, ALL, {})
+    with torch.no_grad():
+        assert terms_of(mlp, x) is None
+    mlp.backend = "torch"
+    assert terms_of(mlp, x) is None
+    mlp = adapted(device, torch.float32, ALL, {})
+    mlp.gate_proj.lora_enabled = False  # type: ignore[assignment]
+    assert terms_of(mlp, x) is None
+    mlp = adapted(device, torch.float32, ALL, {})
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert terms_of(mlp, x) is None
+
+
+@needs_triton
+def test_the_products_of_the_updates_are_not_written(device: str) -> None:
+    """Backward keeps gate and up without them, and as many bytes."""
+    mlp = adapted(device, torch.float32, ALL, {})
+    x = torch.randn(6, 24, device=device, requires_grad=True)
+    gate, up, _ = mlp.project_in_parts(x)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        mlp(x)
+    wide = [t for t in saved if t.shape == (6, 40)]
+    assert len(wide) == 2
+    assert torch.equal(wide[0], gate)
+    assert torch.equal(wide[1], up)
