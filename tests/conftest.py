@@ -15,7 +15,7 @@ import torch
 import torch.utils._device
 from torch import Tensor
 
-from tests.covering import covering_rows
+from tests.selection import mark_combinations, mark_repeated_checkpoints
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
 
@@ -32,41 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def _parameters(item: pytest.Item) -> list[tuple[int, ...]]:
-    """Returns the parameters of a test case; those of one `parametrize` with several names are one parameter.
-
-    Values are identified by `id`, since many cannot be hashed: all cases of a test share the objects of its lists.
-    """
-    values = {name: id(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
-    together = []
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        together.append(tuple(values.pop(name.strip()) for name in names))
-    return together + [(value,) for value in values.values()]
-
-
-def _mark_more_than_pairs(items: list[pytest.Item]) -> None:
-    """Marks `thorough` the cases of a test with three or more parameters that add no new pair of values.
-
-    Stacked `parametrize` markers give all combinations: 81 of four parameters with three values, where each pair of
-    values occurs 9 times. A fault that needs three particular values at once is rare. So `make test` covers every value
-    and every pair of values of each test; `make test-thorough` and GPU runs cover every combination. Cases with other
-    markers (such as `gpu`) are counted separately, because they may be skipped.
-    """
-    cases: dict[tuple[str, ...], list[pytest.Item]] = {}
-    for item in items:
-        marks = [str(mark) for mark in item.own_markers if mark.name != "parametrize"]
-        if len(_parameters(item)) > 2:
-            cases.setdefault((item.nodeid.partition("[")[0], *marks), []).append(item)
-    for group in cases.values():
-        taken = {group[i] for i in covering_rows([_parameters(item) for item in group])}
-        for item in group:
-            if item not in taken:
-                item.add_marker(pytest.mark.thorough)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_more_than_pairs(items)
+    mark_repeated_checkpoints(items)
+    mark_combinations(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -90,7 +58,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    # Without a GPU, `torch.manual_seed` formats the stack for three kinds of devices, which takes a millisecond.
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     torch.set_float32_matmul_precision("highest")  # an earlier test may have changed it
     torch.backends.cudnn.allow_tf32 = False  # or transformers' convolutions would round to 10 bits
 

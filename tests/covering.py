@@ -50,6 +50,10 @@ def long_cases(options: Mapping[str, Sequence[Any]]) -> list[Any]:
     return [pytest.param(row, marks=() if i in taken else pytest.mark.thorough) for i, row in enumerate(rows)]
 
 
+every_backend = pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
+"""Backends for tests that compile a whole model: half of the time is that of AOTAutograd, not of tracing our code."""
+
+
 def covering_rows(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
     """Returns the indices of a few rows in which every pair of values occurs that occurs in any row.
 

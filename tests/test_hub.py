@@ -475,7 +475,7 @@ print(json.dumps([seen, len(versions)]))
 """
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: float) -> None:
     directory = tmp_path / "model"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ from ligerzoo.models import (
 )
 from ligerzoo.models.moe import RoutedConfig
 from tests.models.tiny import Tiny
-from tests.models.zoo import TEXT_CHECKPOINTS, once_per_kind
+from tests.models.zoo import TEXT_CHECKPOINTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,7 +79,7 @@ def test_experts_and_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tiny", once_per_kind([tiny for tiny in TEXT_CHECKPOINTS if issubclass(config_class(tiny), RoutedConfig)]), ids=str
+    "tiny", [tiny for tiny in TEXT_CHECKPOINTS if issubclass(config_class(tiny), RoutedConfig)], ids=str
 )
 def test_dense_mlps_and_experts_only_where_a_layer_has_them(tmp_path: Path, tiny: Tiny) -> None:
     tiny.write(tmp_path)

@@ -14,7 +14,7 @@ from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions, project_jointly
 from tests.adapters.models import gemma2, gradients, llama, mixtral, phi3, randomize, token_ids
-from tests.covering import long_cases
+from tests.covering import every_backend, long_cases
 
 ALL = ["q_proj", "o_proj", "gate_proj", "down_proj", "experts", "gate", "lm_head", "embed_tokens"]
 MODELS: dict[str, Any] = {"llama": llama, "mixtral": mixtral, "phi3": phi3, "gemma2": gemma2}
@@ -304,7 +304,8 @@ def test_autocast_and_bf16() -> None:
 
 
 @pytest.mark.parametrize("case", long_cases({"name": ["llama", "mixtral"], "dora": [False, True]}), ids=str)
-def test_compiled_training(case: dict[str, Any]) -> None:
+@every_backend
+def test_compiled_training(case: dict[str, Any], backend: str) -> None:
     torch._dynamo.reset()
     name, dora = case["name"], case["dora"]
     model, ids = MODELS[name](), token_ids()
@@ -312,7 +313,7 @@ def test_compiled_training(case: dict[str, Any]) -> None:
     adapters.add_lora(model, targets=targets, dora=dora)
     randomize(model)
     expected = gradients(model, ids)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     compiled(ids, labels=ids).loss.backward()
     for key, value in expected.items():
         torch.testing.assert_close(model.get_parameter(key).grad, value, rtol=1e-4, atol=1e-6)

@@ -755,7 +755,7 @@ def test_killed_save_leaves_old_or_new_checkpoint(tmp_path: Path, endless_saver:
     duration = float(endless_saver.stdout.readline())
     moments = random.Random(0)
     version = interrupted = 0
-    for attempt in range(50):
+    for attempt in range(20):
         endless_saver.stdin.write(f"{version}\n")
         endless_saver.stdin.flush()
         child = int(endless_saver.stdout.readline())

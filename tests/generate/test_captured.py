@@ -142,6 +142,7 @@ def test_finished_rows_leave(generate: Callable[..., Tensor], device: str) -> No
     assert {graph.rows for graph in captured._GRAPHS[model]._idle.values()} > {6}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["growing", "static"])

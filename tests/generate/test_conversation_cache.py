@@ -29,6 +29,7 @@ KINDS: dict[str, Callable[[Any], KVCache]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_with_a_cache_equal_calls_without(family: str, kind: str) -> None:

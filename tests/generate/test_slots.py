@@ -115,6 +115,7 @@ class Rows:
         return self.slots._batch.rows, self.slots._batch.capacity
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(BUILD))
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.no_grad()

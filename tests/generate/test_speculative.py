@@ -240,9 +240,12 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((counts - expected)[kept] ** 2 / expected[kept]).sum()), int(kept.sum()) - 1
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lookup", marks=pytest.mark.thorough), "assistant"])
-def test_samples_follow_the_filtered_softmax_over_three_tokens(kind: str) -> None:
-    draws, tokens, filters = 1200, 3, {"temperature": 1.2, "top_k": 6, "top_p": 0.95}
+@pytest.mark.parametrize(
+    "kind, draws",
+    [("assistant", 400), *(pytest.param(kind, 1200, marks=pytest.mark.thorough) for kind in ("lookup", "assistant"))],
+)
+def test_samples_follow_the_filtered_softmax_over_three_tokens(kind: str, draws: int) -> None:
+    tokens, filters = 3, {"temperature": 1.2, "top_k": 6, "top_p": 0.95}
     torch.manual_seed(0)
     sizes = TINY | {"vocab_size": 8, "num_hidden_layers": 1, "initializer_range": 0.25}
     model = Llama(LlamaConfig(**sizes))
@@ -265,7 +268,7 @@ def test_samples_follow_the_filtered_softmax_over_three_tokens(kind: str) -> Non
         logits = model(torch.cat([ids.expand(len(continuations), -1), continuations], 1)).logits[:, -tokens - 1 : -1]
     logps = filter_logits(logits.double(), **filters).log_softmax(-1).gather(2, continuations[..., None])  # type: ignore[arg-type]
     statistic, freedom = chi_square(counts, draws * logps.sum((1, 2)).exp())
-    assert freedom > 25
+    assert freedom > draws / 48
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
@@ -315,6 +318,7 @@ def test_streamers_receive_one_token_at_a_time() -> None:
     assert streamers[1].has_ended
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequences", ["growing", "slots"])
 @pytest.mark.parametrize("kind", ["lookup", "itself", "assistant"])
 @pytest.mark.parametrize("new_cache", ["growing", "static"])

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
@@ -270,7 +269,7 @@ def test_compiled_models_compute_with_the_kernels(family: str) -> None:
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return aot_eager(graph, inputs)
+        return graph.forward
 
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert abs(compiled(ids, labels=ids, use_cache=False).loss - expected) < 1e-5

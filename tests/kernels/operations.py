@@ -449,15 +449,13 @@ _TYPICAL = {
 """One operation of each kernel, and of each autograd function that returns an input."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-every_kernel = pytest.mark.parametrize(
-    "operation",
-    on_gpu_too(
-        [operation for operation in OPERATIONS if operation.name in _TYPICAL],
-        [operation for operation in OPERATIONS if operation.name not in _TYPICAL],
-    ),
-    ids=lambda operation: operation.name,
+KERNELS = on_gpu_too(
+    [operation for operation in OPERATIONS if operation.name in _TYPICAL],
+    [operation for operation in OPERATIONS if operation.name not in _TYPICAL],
 )
 """For tests that hardly depend on options: one operation per kernel on a CPU, where tests are slow, all on a GPU."""
+
+every_kernel = pytest.mark.parametrize("operation", KERNELS, ids=lambda operation: operation.name)
 
 every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
 one_divergence = pytest.mark.parametrize("of", on_gpu_too(["jsd"], [name for name in DIVERGENCES if name != "jsd"]))

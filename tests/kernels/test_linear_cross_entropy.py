@@ -1,7 +1,7 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle, islice, pairwise, product
+from itertools import cycle, pairwise, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 from ligerzoo import kernels
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
+from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.op_recorder import Recorder
@@ -74,28 +75,28 @@ def test_options(options: dict[str, Any], pattern: str, rows: int, rows_per_chun
         judge(partial(linear_cross_entropy, **options), partial(linear_cross_entropy_oracle, **options), inputs)
 
 
-def combinations(device: str) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Yields every combination of the options: numbers, and tensors."""
+def combinations(device: str, strength: int) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Yields numbers and tensors of options, of which any `strength` occur with and without each other."""
     tensors = {
         "bias": numbers(33, device=device),
         "token_weight": (torch.rand(7, device=device) + 0.5).requires_grad_(),
         "class_weight": torch.rand(33, device=device) + 0.5,
     }
     amounts = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
-    for chosen in product([False, True], repeat=len(amounts) + len(tensors)):
-        names = {name for name, on in zip((*amounts, *tensors), chosen, strict=True) if on}
+    for chosen in covering({name: [False, True] for name in (*amounts, *tensors)}, strength):
+        names = {name for name, is_on in chosen.items() if is_on}
         yield (
             {name: value for name, value in amounts.items() if name in names},
             {name: value for name, value in tensors.items() if name in names},
         )
 
 
+@pytest.mark.parametrize("strength", [3, pytest.param(4 if INTERPRETING else 8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("options", REDUCTIONS, ids=str)
-def test_every_combination_of_options(options: dict[str, Any], rows_per_chunk: SetChunk, device: str) -> None:
+def test_combinations_of_options(options: dict[str, Any], strength: int, rows_per_chunk: SetChunk, device: str) -> None:
     hidden, weight, target = make(7, 17, 33, device=device)
     chunks = cycle([7, 1, 3])
-    every = 11 if INTERPRETING else 1  # coprime to the cycle of chunk sizes, so each option meets each size
-    for amounts, tensors in islice(combinations(device), 0, None, every):
+    for amounts, tensors in combinations(device, strength):
         rows_per_chunk(next(chunks))
         if options == {"reduction": "mean"} and "token_weight" in tensors:
             # The weights' gradient is a difference here, whose rounding error exceeds what `judge` allows.

@@ -12,8 +12,8 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.registration import OPS
 from tests.kernels.accuracy import as_tuple, assert_as_exact_as, assert_equal, in_fp64
 from tests.kernels.loss.samples import SAMPLES as LOSS_SAMPLES
-from tests.kernels.machine import needs_triton
-from tests.kernels.operations import Operation, every_kernel
+from tests.kernels.machine import ON_GPU, needs_triton
+from tests.kernels.operations import KERNELS, Operation
 from tests.kernels.oracles import angles, numbers, targets
 from tests.kernels.samples import SAMPLES
 
@@ -33,6 +33,9 @@ ON_ANY_MACHINE = {
     "sink_gradients",
 }
 
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+"""All checks of `opcheck`; the last one compiles."""
+
 META_ONLY = {"ligerzoo::attention_on_meta", "ligerzoo::attention_on_meta_backward"}
 """Ops that replace torch's attention on meta tensors: they allocate, and compute nothing."""
 
@@ -44,9 +47,11 @@ def test_every_op_is_checked() -> None:
 
 @pytest.mark.no_poison  # opcheck compares what two runs write
 @pytest.mark.parametrize("name", [n if n in ON_ANY_MACHINE else pytest.param(n, marks=needs_triton) for n in OP_NAMES])
-def test_opcheck(name: str, device: str) -> None:
-    for sample in ALL_SAMPLES[name](device):
-        torch.library.opcheck(OPS[name].overload, OPS[name].flat_arguments(**sample))
+@pytest.mark.parametrize("compiled", ["the first sample", pytest.param("every sample", marks=pytest.mark.thorough)])
+def test_opcheck(name: str, compiled: str, device: str) -> None:
+    for i, sample in enumerate(ALL_SAMPLES[name](device)):
+        checks = OPCHECKS if compiled == "every sample" or i == 0 else OPCHECKS[:-1]
+        torch.library.opcheck(OPS[name].overload, OPS[name].flat_arguments(**sample), test_utils=checks)
 
 
 def gradients_of(
@@ -65,7 +70,15 @@ def _fresh_compiler() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@every_kernel
+@pytest.mark.parametrize(
+    "operation",
+    [
+        # A CPU without the interpreter compiles the plain torch of the others.
+        pytest.param(operation, marks=() if INTERPRETING or ON_GPU or operation.always_fused else pytest.mark.thorough)
+        for operation in KERNELS
+    ],
+    ids=lambda operation: operation.name,
+)
 def test_compiled_equals_eager_at_any_batch_without_compiling_a_third_time(operation: Operation, device: str) -> None:
     if INTERPRETING and operation.always_fused:
         pytest.skip("compiles on a CPU to the same ops without the interpreter")

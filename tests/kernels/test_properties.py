@@ -1,7 +1,6 @@
 """Properties of every operation: accuracy in all dtypes and layouts, no input modified, only needed gradients."""
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligerzoo.kernels.dispatch import INTERPRETING
+from tests.covering import covering
 from tests.kernels.accuracy import (
     as_tuple,
     assert_as_exact_as,
@@ -59,13 +59,16 @@ def test_zero_rows(operation: Operation, device: str) -> None:
         assert gradient is None or torch.equal(gradient, torch.zeros_like(t))
 
 
+@pytest.mark.parametrize("strength", [2, pytest.param(None, marks=pytest.mark.thorough)], ids=["pairs", "all"])
 @every_kernel
-def test_gradients_of_every_subset_of_inputs(operation: Operation, device: str) -> None:
+def test_gradients_of_subsets_of_inputs(operation: Operation, strength: int | None, device: str) -> None:
+    """Subsets in which every two inputs need gradients together, one without the other, and neither; or all subsets."""
     inputs = operation.inputs(2, torch.float32, device)
     upstream = upstream_of(operation, inputs)
     outputs, gradients = differentiate(operation.function, inputs, upstream)
-    trainable = [t.requires_grad for t in inputs]
-    for needed in product(*([False, True] if t else [False] for t in trainable)):
+    choices = {str(i): [True, False] if t.requires_grad else [False] for i, t in enumerate(inputs)}
+    for subset in covering(choices, strength or len(choices)):
+        needed = subset.values()
         if any(needed):
             frozen = [t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True)]
             some_outputs, some_gradients = differentiate(operation.function, frozen, upstream)

@@ -97,6 +97,7 @@ def run_block(model: CausalLM, x: Tensor, level: Recompute) -> tuple[dict[int, A
     return {address: storage for address, storage in storages.items() if address not in excluded}, y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [Recompute.NOTHING, Recompute.ELEMENTWISE, Recompute.MLP])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_bytes_are_as_simulated(kind: str, level: Recompute, device: str) -> None:
@@ -111,6 +112,7 @@ def test_kept_bytes_are_as_simulated(kind: str, level: Recompute, device: str) -
     assert kept == simulate_step(on_meta(model), 1, T, [level] * 3).kept[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [Recompute.ELEMENTWISE, Recompute.MLP])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,7 @@ from tests.kernels.oracles import numbers, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch uses it in jvp
 
-SAMPLES = 3
+SAMPLES = 2
 
 
 class Case:

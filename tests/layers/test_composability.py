@@ -56,8 +56,8 @@ class Model(nn.Module):
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
-    """Two or three layers with random attention, MLP and window each."""
+def models(draw: st.DrawFn, fewest: int = 2, most: int = 3) -> Model:
+    """Layers with random attention, MLP and window each."""
     heads, kv_heads, head_dim = draw(st.sampled_from([(4, 4, 4), (4, 2, 6), (4, 1, 8), (3, 3, 10)]))
     interleaved, partial = draw(st.booleans()), draw(st.booleans())
     rotary = RotaryEmbedding(head_dim // 2 // 2 * 2 if partial else head_dim, 100.0, interleaved=interleaved)
@@ -83,7 +83,9 @@ def models(draw: st.DrawFn) -> Model:
         return MoE(*routed) if kind == "mixture" else SharedExpertMoE(*routed, GatedMLP(H, 8), nn.Linear(H, 1))
 
     embedding = ScaledEmbedding(V, H, 4.0) if draw(st.booleans()) else nn.Embedding(V, H)
-    layers = [make_block(lambda: make_norm(H), attention(), feed_forward()) for _ in range(draw(st.integers(2, 3)))]
+    layers = [
+        make_block(lambda: make_norm(H), attention(), feed_forward()) for _ in range(draw(st.integers(fewest, most)))
+    ]
     head = LMHead(H, V, softcap=draw(st.sampled_from([None, 5.0])), logit_scale=draw(st.sampled_from([1.0, 0.25])))
     decoder = Decoder(embedding, layers, make_norm(H), input_scale=draw(st.sampled_from([1.0, 3.0])))
     model = Model(decoder, head, is_tied=draw(st.booleans()))
@@ -227,14 +229,14 @@ def test_saved_and_loaded(tmp_path_factory: pytest.TempPathFactory, model: Model
 
 @seed(5)
 @settings(EXAMPLES, max_examples=2)
-@given(models())
+@given(models(1, 1))
 def test_compiled(model: Model) -> None:
     assert_compiled_is_eager(model)
 
 
 @pytest.mark.thorough
 @seed(5)
-@settings(EXAMPLES, max_examples=4)
+@settings(EXAMPLES, max_examples=6)
 @given(models())
 def test_more_models_compiled(model: Model) -> None:
     assert_compiled_is_eager(model)

@@ -179,16 +179,16 @@ def test_an_unknown_optimizer() -> None:
 
 
 def test_a_page_names_a_batch_that_fits() -> None:
-    setting = TrainingSetting(batch_size=8, seq_length=8192)
-    page = predict_training(llama(**LLAMA_1B), setting, gpu_memory=12)
-    assert "1,235,814,400 (1.24 B)" in page
+    setting, config = TrainingSetting(batch_size=8, seq_length=8192), llama(**LLAMA_1B | {"num_hidden_layers": 4})
+    page = predict_training(config, setting, gpu_memory=8)
+    assert "505,956,352 (506 M)" in page
     assert "nothing recomputed" in page
     assert "everything recomputed" in page
     assert "GFLOP" in page
     line = next(line for line in page.splitlines() if "fits" in line)
     assert line.startswith("batch size 8 needs at least ")
-    assert line.endswith("with activation budget 12:")
-    assert "does not fit 2 GiB" in predict_training(llama(**LLAMA_1B), setting, gpu_memory=2)
+    assert line.endswith("with activation budget 8:")
+    assert "does not fit 2 GiB" in predict_training(config, setting, gpu_memory=2)
 
 
 def test_adapters_train_less(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import generate
 from ligerzoo.models import CausalLMOutput, Llama, LlamaConfig
 from ligerzoo.text.padding import BatchEncoding
+from tests.covering import every_backend
 from tests.models.zoo import CHECKPOINTS
 
 VOCAB = 70
@@ -440,13 +441,14 @@ def test_compiled_by_inductor(device: str) -> None:
     assert_compiled_is_eager(llama(num_hidden_layers=1).to(device), "inductor", [(2, 24)], padded=True)
 
 
+@every_backend
 @pytest.mark.parametrize("capacity", [None, pytest.param(64, marks=pytest.mark.thorough)])
-def test_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None:
+def test_compiled_model_fills_a_cache(device: str, capacity: int | None, backend: str) -> None:
     """A cache that was passed, or one that the model creates."""
     model = llama(num_hidden_layers=1).to(device)
     tokens, _ = tokens_and_labels(2, 12, device)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     with torch.no_grad():
         expected = model(tokens).logits
         cache = None if capacity is None else model.new_cache(capacity)
@@ -461,7 +463,8 @@ def test_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=2e-5)
 
 
-def test_generate_with_the_result_of_torch_compile(device: str) -> None:
+@every_backend
+def test_generate_with_the_result_of_torch_compile(device: str, backend: str) -> None:
     """Compiles for the prompt, the first token and all other tokens."""
     model = llama(num_hidden_layers=1).to(device)
     tokens, _ = tokens_and_labels(2, 10, device)
@@ -469,7 +472,7 @@ def test_generate_with_the_result_of_torch_compile(device: str) -> None:
     mask[0, :3] = 0
     expected = model.generate(tokens, mask, max_new_tokens=20)
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter)
     assert torch.equal(generate(compiled, tokens, mask, max_new_tokens=20), expected)
     assert 0 < counter.frame_count <= 3

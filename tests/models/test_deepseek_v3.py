@@ -14,6 +14,7 @@ from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.models import DeepseekV3, DeepseekV3Config, Glm4MoeLite, Glm4MoeLiteConfig
+from tests.covering import every_backend
 from tests.files.test_quantized import dequantized_by_block, random_fp8
 from tests.models.comparing import all_gradients, assert_close, raw_bytes, stored_tensors
 from tests.models.tiny import Tiny
@@ -124,10 +125,11 @@ def test_recomputed_activations_give_the_same_gradients(directory: Path, level: 
     assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
 
 
-def test_compiled_in_one_graph(directory: Path) -> None:
+@every_backend
+def test_compiled_in_one_graph(directory: Path, backend: str) -> None:
     model, tokens = AutoModel.from_pretrained(directory), torch.randint(101, (2, 12))
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(tokens, labels=tokens).loss, model(tokens, labels=tokens).loss)
 
 

@@ -19,6 +19,7 @@ from ligerzoo.convert.gemma3 import ARCHITECTURE
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.info import describe
 from ligerzoo.models import Gemma3, Gemma3Config, Gemma3VisionConfig
+from tests.covering import every_backend
 from tests.models.comparing import (
     TOLERANCE,
     all_gradients,
@@ -93,6 +94,7 @@ def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 @prompts(*PROMPTS)
+@pytest.mark.every_checkpoint
 def test_logits_loss_and_gradients(models: tuple[Gemma3, PreTrainedModel], rows: list[Row]) -> None:
     ours, theirs = models
     p = prompt_for(ours, rows)
@@ -139,6 +141,7 @@ def test_greedy_generation(models: tuple[Gemma3, PreTrainedModel], rows: list[Ro
     assert torch.equal(got, expected)
 
 
+@pytest.mark.every_checkpoint
 def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is Gemma3
@@ -308,13 +311,14 @@ def test_frozen_tower(model: Gemma3) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
-def test_compiled(model: Gemma3) -> None:
+@every_backend
+def test_compiled(model: Gemma3, backend: str) -> None:
     """Full graph."""
     p = prompt_for(model, PROMPTS["a padded batch"])
     inputs = {"input_ids": p.ids, "attention_mask": p.mask, "labels": labels_for(p), **p.images}
     expected = all_gradients(model, **inputs)
     torch._dynamo.reset()
-    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+    torch.compile(model, backend=backend, fullgraph=True)(**inputs).loss.backward()
     got = gradients(model)
     model.zero_grad()
     assert got.keys() == expected.keys()

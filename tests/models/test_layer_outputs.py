@@ -15,6 +15,7 @@ from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import Attention, LatentAttention
 from ligerzoo.models import CausalLM, CausalLMOutput, Llama, LlamaConfig, Mixtral, MixtralConfig
+from tests.covering import every_backend
 from tests.models import prompts, tiny_mllama
 from tests.models.comparing import assert_close, gradients, load_both
 from tests.models.tiny import Tiny
@@ -245,6 +246,7 @@ def test_activation_checkpointing_changes_nothing(model: CausalLM, device: str) 
         assert_close(got[name], gradient, name)
 
 
+@every_backend
 @pytest.mark.parametrize(
     "model, recompute",
     [
@@ -255,7 +257,7 @@ def test_activation_checkpointing_changes_nothing(model: CausalLM, device: str) 
     ],
     indirect=["model"],
 )
-def test_compiled_into_one_graph(model: CausalLM, device: str, recompute: bool) -> None:
+def test_compiled_into_one_graph(model: CausalLM, device: str, recompute: bool, backend: str) -> None:
     tokens = torch.randint(70, (2, 20), device=device)
     expected = model(tokens, labels=tokens, **asked(model))
     loss_of_outputs(expected).backward()
@@ -264,7 +266,7 @@ def test_compiled_into_one_graph(model: CausalLM, device: str, recompute: bool) 
     if recompute:
         model.gradient_checkpointing_enable()
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     got = torch.compile(model, backend=counter, fullgraph=True)(tokens, labels=tokens, **asked(model))
     assert counter.frame_count == 1
     assert list(got) == list(expected)

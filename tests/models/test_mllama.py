@@ -79,6 +79,7 @@ def labels_for(p: Prompt, vocab_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
+@pytest.mark.every_checkpoint
 def test_logits_loss_and_gradients(models: tuple[Mllama, PreTrainedModel], rows: list[Row]) -> None:
     ours, theirs = models
     p = prompt_for(ours, rows)
@@ -135,6 +136,7 @@ def test_greedy_generation(models: tuple[Mllama, PreTrainedModel], rows: list[Ro
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **options))
 
 
+@pytest.mark.every_checkpoint
 def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is Mllama

@@ -27,7 +27,7 @@ from tests.models.comparing import (
     under_their_names,
 )
 from tests.models.tiny import Tiny, stays_fp32
-from tests.models.zoo import TEXT_CHECKPOINTS, once_per_kind
+from tests.models.zoo import TEXT_CHECKPOINTS
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -55,15 +55,6 @@ def models(directory: Path, device: str) -> tuple[CausalLM, PreTrainedModel]:
     return load_both(directory, torch.float32, device, AutoModelForCausalLM)
 
 
-once_for_each_kind = pytest.mark.parametrize("tiny", once_per_kind(TEXT_CHECKPOINTS), indirect=True, ids=str)
-"""Runs a test for one checkpoint of each kind of model, and for the others in thorough runs.
-
-`test_logits_loss_and_gradients` and `test_saving_writes_what_was_loaded` run for every checkpoint. They show that each
-gives the right model, with every weight where it belongs; what layers do with padding, caches, segments and other
-dtypes is tested once per kind.
-"""
-
-
 def random_tokens(tiny: Tiny, device: str) -> Tensor:
     return torch.randint(tiny.config["vocab_size"], (2, tiny.tokens), device=device)
 
@@ -78,6 +69,7 @@ def assert_same_gradients(ours: CausalLM, theirs: PreTrainedModel) -> None:
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
+@pytest.mark.every_checkpoint
 def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     ours, theirs = models
     tokens = random_tokens(tiny, device)
@@ -93,7 +85,6 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
     assert_same_gradients(ours, theirs)
 
 
-@once_for_each_kind
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
     is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
@@ -115,7 +106,6 @@ def window_is_within(model: CausalLM, padding: int) -> bool:
     return any(window is not None and window <= padding for window in windows)
 
 
-@once_for_each_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str, side: str) -> None:
     """On a CPU, compares padding positions too. On a GPU, excludes those that attend to no text."""
@@ -138,7 +128,6 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
     assert_same_gradients(ours, theirs)
 
 
-@once_for_each_kind
 @torch.no_grad()
 def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Compares tokens generated beyond every sliding window, after left padding, and logits computed with a cache.
@@ -172,7 +161,6 @@ def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel],
         assert [results[i].tokens for i in range(len(tokens))] == got[:, tokens.shape[1] :].tolist()
 
 
-@once_for_each_kind
 def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Segments A and B of [A | B | padding] have the logits, loss and gradients of separate sequences."""
     model, _ = models
@@ -201,6 +189,7 @@ def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: st
         assert_close(got[name], gradient, f"gradient of {name}", largest if gradient.numel() == 1 else None)
 
 
+@pytest.mark.every_checkpoint
 def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory)

@@ -25,6 +25,7 @@ from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.models import Labels, Llama, LlamaConfig, MixtralConfig, SequenceClassifier
 from ligerzoo.models.sequence_classifier import classification_loss
+from tests.covering import every_backend
 from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors
 from tests.models.tiny import EMBEDDING, Tiny
 from tests.models.tiny_llama import LLAMA
@@ -252,7 +253,8 @@ def test_a_cache(classifier: SequenceClassifier, device: str) -> None:
 # Modes
 
 
-def test_checkpointing_outputs_and_compilation(classifier: SequenceClassifier, device: str) -> None:
+@every_backend
+def test_checkpointing_outputs_and_compilation(classifier: SequenceClassifier, device: str, backend: str) -> None:
     tokens, mask = padded(70, device, "right")
     labels = torch.tensor([0, 1, -100], device=device)
     options = {"attention_mask": mask, "labels": labels, "output_hidden_states": True, "output_attentions": True}
@@ -264,7 +266,7 @@ def test_checkpointing_outputs_and_compilation(classifier: SequenceClassifier, d
     classifier.zero_grad()
     classifier.gradient_checkpointing_enable()
     torch._dynamo.reset()
-    compiled = torch.compile(classifier, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(classifier, backend=backend, fullgraph=True)
     for model in (classifier, compiled):
         out = model(tokens, **options)
         out.loss.backward()

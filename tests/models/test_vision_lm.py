@@ -114,6 +114,7 @@ def labels_for(p: Prompt) -> Tensor:
     return p.ids.masked_fill(~has_label, -100)
 
 
+@pytest.mark.every_checkpoint
 @every_prompt
 def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], rows: list[Row]) -> None:
     ours, theirs = models
@@ -177,6 +178,7 @@ def test_greedy_generation(models: tuple[VisionLM, PreTrainedModel], name: str) 
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **types, **options))
 
 
+@pytest.mark.every_checkpoint
 def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is architecture_of(tiny.config["model_type"]).model_class
@@ -426,13 +428,18 @@ def test_frozen_tower(model: VisionLM) -> None:
 
 @pytest.mark.parametrize("hub_row", LATER_ON_THE_HUB, indirect=True, ids=lambda row: row.config["model_type"])
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")  # used by Inductor
-@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
-def test_compiled(model: VisionLM, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param("aot_eager", marks=pytest.mark.thorough),
+        pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
+    ],
+)
+def test_compiled(model: VisionLM, backend: str) -> None:
     """Full graph: images of one size, then of others; after Qwen2-VL, a padded batch with videos."""
-    batches, backend = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]], backend or "eager"
-    if isinstance(model, Qwen2_5VL):
-        batches, backend = [PROMPTS["a padded batch"]], "aot_eager" if backend == "eager" else backend
-    if isinstance(model, Qwen3VL | Qwen3_5):
+    batches = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]]
+    if isinstance(model, Qwen2_5VL | Qwen3VL | Qwen3_5):
         batches = [PROMPTS["a padded batch"]]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)

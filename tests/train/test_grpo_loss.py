@@ -74,6 +74,7 @@ def relative_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     return (error / sum(float(gradient.double().square().sum()) for gradient in expected.values())) ** 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_packed_completions_train_as_those_alone(checkpoint: Path, name: str, variant: str) -> None:

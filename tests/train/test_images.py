@@ -323,6 +323,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
             assert error < tolerance * (expected[name].norm() + 1e-6 * norm), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.thorough) if kind == "qwen3_5_moe" else kind for kind in KINDS]
 )

@@ -3,7 +3,7 @@
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,7 @@ ARCHITECTURES = {row.config["model_type"]: row for row in reversed(TEXT_CHECKPOI
 """One checkpoint of each architecture."""
 
 FAST = ("llama", "mixtral", "gemma2", "phi3", "qwen3")
+FAST_ROWS = [ARCHITECTURES[model_type] for model_type in FAST]
 
 OTHERS = [row for row in {model_of(row): row for row in TEXT_CHECKPOINTS}.values() if row not in ARCHITECTURES.values()]
 
@@ -276,19 +277,24 @@ def assert_packing_is_as_exact_as_float32(method: str, models: tuple[CausalLM, C
         assert error < 1e-5, f"{method}: {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        row if row in map(ARCHITECTURES.get, FAST) else pytest.param(row, marks=pytest.mark.thorough)
-        for row in [*ARCHITECTURES.values(), *OTHERS]
-    ],
-    ids=str,
-)
-def test_every_checkpoint(row: Tiny, tmp_path: Path) -> None:
+def check_packing(row: Tiny, directory: Path, methods: Iterable[str]) -> None:
     """In fp64 to 1e-9; in fp32 to 1e-6 of the norm of the gradients, or what fp32 allows."""
-    models = models_of(row, tmp_path, "float32")
+    models = models_of(row, directory, "float32")
     exact = tuple(copy.deepcopy(model).double() for model in models)
-    for method in METHODS:
+    for method in methods:
         assert_packing_is_exact(method, (exact[0], exact[1]), 1e-9)
         if method != AMPLIFIES_ROUNDING:
             assert_packing_is_as_exact_as_float32(method, models)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model_type", FAST)
+def test_every_method(model_type: str, method: str, tmp_path: Path) -> None:
+    check_packing(ARCHITECTURES[model_type], tmp_path, [method])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("row", [row for row in [*ARCHITECTURES.values(), *OTHERS] if row not in FAST_ROWS], ids=str)
+def test_every_checkpoint(row: Tiny, tmp_path: Path) -> None:
+    check_packing(row, tmp_path, METHODS)

@@ -259,7 +259,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(ligerzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_gives_the_same_weights(
     checkpoint: Path, data: Path, tmp_path: Path, kills: int
 ) -> None:
