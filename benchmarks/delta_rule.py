@@ -6,6 +6,7 @@
 Shapes of Qwen3.5-4B and 27B (16 key heads, 32 and 48 value heads of 128) at 8192 tokens, as one text and packed from
 texts of several lengths. flash-linear-attention and causal-conv1d run where they are installed. `benchmarks.row`
 describes the method. fla shares key heads among value heads itself, which is faster than transformers' repeated heads.
+It compiles and tunes its kernels for 100 s or more per shape where Triton's cache is empty: `--patience`.
 """
 
 from __future__ import annotations

@@ -31,10 +31,13 @@ TRAINERS = {
 ATTENTION = ("attention_sinks", "latent_attention")
 SUITES = (
     "operations", "losses", "launching", "scaling", "training", "memory", "generation", *STEPS, *TRAINERS, "loading",
-    *ATTENTION,
+    *ATTENTION, "delta_rule",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
-PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
+PEERS = (
+    "torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy",
+    "flash-linear-attention",
+)  # fmt: skip
 HIGHLIGHTS = (
     "rms norm 16384 x 4096",
     "rms norm 2048 x 4096",
@@ -216,6 +219,15 @@ def attention_figures(results: Mapping[str, Json]) -> list[str]:
     return ["## Attention of gpt-oss and DeepSeek-V3", paragraph(about), operation_table("attention", rows)]
 
 
+def delta_rule_figures(result: Json) -> list[str]:
+    """The layers of Qwen3.5's linear attention."""
+    about = (
+        f"Tokens x key heads x value heads x head size, bf16. {measured_on(result)}. Each call is timed with its "
+        "launches by the host, after the L2 cache is flushed."
+    )
+    return ["## Linear attention", paragraph(about), operation_table("layer", measured(result["rows"]))]
+
+
 def memory_figures(result: Json) -> list[str]:
     """Predicted and measured peaks."""
     about = (
@@ -291,6 +303,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
         ("losses", loss_figures),
         ("scaling", scaling_figures),
         ("launching", launch_figures),
+        ("delta_rule", delta_rule_figures),
     ):
         if name in results:
             parts += figures(results[name])
