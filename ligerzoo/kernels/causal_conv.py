@@ -374,7 +374,7 @@ def _backward(
         BACKWARD_CHANNELS, x.dtype == torch.float32, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     if partial is not None:
-        column_sums_(gradients.dweight.view(-1), partial.view(batch * runs, -1))
+        column_sums_(gradients.dweight.view(-1), partial.flatten(1))
     return gradients
 
 
