@@ -6,7 +6,9 @@ m, and the square root of v, are stored as a number in e4m3 (see `fp8`) times th
 
 The root has the range of m. A v without a root would need twice the exponents, and become 0 where m does not: the next
 update would divide by eps. For the same reason, a positive root is at least the smallest positive code. A scale is a
-power of two, so that a number that does not change keeps its code when the scale changes.
+power of two, so that a number that does not change keeps its code when the scale changes. An infinite moment is stored
+as the largest code, and does not change the scale. Far smaller roots than the largest of their block, by 2^16 or more,
+are stored larger than they are: clip gradients.
 
 Codes are rounded stochastically, such that the expectations are m and v (that of v, not of its root): one update
 changes v by 1 - b2 or less, which is less than half of the distance of two codes, and would be lost. The standard
@@ -28,7 +30,7 @@ from torch.autograd.graph import increment_version
 from ligerzoo.kernels.adamw import BETA, log_of, store_rounded, update, updated
 from ligerzoo.kernels.checks import NOT_NEGATIVE, check_floats, check_numbers
 from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
-from ligerzoo.kernels.fp8 import FP8
+from ligerzoo.kernels.fp8 import FP8, MAX, saturated
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.philox import random_block
 from ligerzoo.kernels.registration import needs_dispatch
@@ -39,6 +41,9 @@ SCALED = 256
 
 MIX = 0x9E3779B1
 """An odd number near 2^32 divided by the golden ratio: the upper bits of its product with a word depend on all bits."""
+
+LAST = 0x7E
+"""The code of the largest number, 448."""
 
 _BLOCK, _WARPS = 1024, 2
 _SMALLEST = 2.0**-50
@@ -77,9 +82,9 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 def encode(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of fp32 numbers, rounded with the upper bits of the words' products with `MIX`."""
     scales, wide = _scales(x.abs())
-    bits = (x / wide * 2.0**-120).view(torch.int32)
+    bits = ((x / wide).clamp(-MAX, MAX) * 2.0**-120).view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF) + ((words * MIX & 0xFFFFFFFF) >> 12).to(torch.int32)
-    return _codes((bits >> 24 & 0x80) | (magnitude >> 20)), scales
+    return _codes((bits >> 24 & 0x80) | (magnitude >> 20).clamp_max(LAST)), scales
 
 
 def encode_root(v: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,18 +93,19 @@ def encode_root(v: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     The upper 16 bits of the words decide.
     """
     scales, wide = _scales(v.sqrt())
-    scaled = v / wide / wide
+    scaled = (v / wide / wide).clamp_max(MAX**2)
     lower = (scaled.sqrt() * 2.0**-120).view(torch.int32) >> 20
     squares, next_squares = (_magnitude(code).square() for code in (lower, lower + 1))
     is_next = (words >> 16).float() * 2.0**-16 * (next_squares - squares) < scaled - squares
-    return _codes(torch.where(v > 0, (lower + is_next).clamp_min(1), lower)), scales
+    return _codes(torch.where(v > 0, (lower + is_next).clamp(1, LAST), lower)), scales
 
 
 def _scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the scale of each block, and that of each element."""
     count = magnitudes.numel()
     blocks = torch.nn.functional.pad(magnitudes.reshape(-1), (0, -count % SCALED)).view(-1, SCALED)
-    exponents = blocks.amax(1).clamp_min(_SMALLEST).view(torch.int32) & 0x7F800000
+    largest = blocks.nan_to_num(0.0, posinf=0.0).amax(1)
+    exponents = largest.clamp_min(_SMALLEST).view(torch.int32) & 0x7F800000
     scales = (exponents - (7 << 23)).view(torch.float32)
     return scales, scales.repeat_interleave(SCALED)[:count].view(magnitudes.shape)
 
@@ -119,6 +125,12 @@ def _load_codes(codes_ptr, scales_ptr, offsets, blocks, mask, n):
     scale = tl.load(scales_ptr + blocks, mask=blocks * offsets.shape[1] < n, other=1.0)
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return tl.where(code > 127, -magnitude, magnitude) * scale[:, None]
+
+
+@jit
+def _largest_of(magnitudes):
+    """The largest finite number of each row."""
+    return tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 1)
 
 
 @jit
@@ -165,20 +177,20 @@ def _kernel(
     words = tl.reshape(random_block(key, step.to(tl.int64), group, BLOCK), (ROWS, SCALED))
     store_rounded(p_ptr, offsets, p, words, mask, STOCHASTIC)
 
-    scale, inverse = _scale_of(tl.max(tl.abs(m), 1), SMALLEST)
-    bits = _upper_bits(m * inverse[:, None])
+    scale, inverse = _scale_of(_largest_of(tl.abs(m)), SMALLEST)
+    bits = _upper_bits(saturated(m * inverse[:, None]))
     magnitude = (bits & 0x7FFFFFFF) + (words * MIX >> 12).to(tl.int32)
-    tl.store(m_ptr + offsets, ((bits >> 24 & 0x80) | (magnitude >> 20)).to(tl.uint8), mask=mask)
+    tl.store(m_ptr + offsets, ((bits >> 24 & 0x80) | tl.minimum(magnitude >> 20, 0x7E)).to(tl.uint8), mask=mask)
     tl.store(m_scales_ptr + blocks, scale, mask=has_elements)
 
-    scale, inverse = _scale_of(tl.sqrt_rn(tl.max(v, 1)), SMALLEST)
-    scaled = v * inverse[:, None] * inverse[:, None]
+    scale, inverse = _scale_of(tl.sqrt_rn(_largest_of(v)), SMALLEST)
+    scaled = tl.minimum(v * inverse[:, None] * inverse[:, None], 448.0 * 448.0)
     lower = _upper_bits(tl.sqrt(scaled)) >> 20
     square, next_square = _magnitude_of(lower), _magnitude_of(lower + 1)
     square, next_square = square * square, next_square * next_square
     is_next = (words >> 16).to(tl.float32) * 1.52587890625e-5 * (next_square - square) < scaled - square
     code = lower + is_next.to(tl.int32)
-    tl.store(root_ptr + offsets, tl.where(v > 0.0, tl.maximum(code, 1), code).to(tl.uint8), mask=mask)
+    tl.store(root_ptr + offsets, tl.where(v > 0.0, tl.minimum(tl.maximum(code, 1), 0x7E), code).to(tl.uint8), mask=mask)
     tl.store(root_scales_ptr + blocks, scale, mask=has_elements)
 
 

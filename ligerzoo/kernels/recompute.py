@@ -208,12 +208,18 @@ class _Recipe:
             inputs = [one.read() if isinstance(one, _Saved | _Derived) else one for one in self._inputs]
             with torch.no_grad():
                 result = self._function(*inputs)
-            outputs = result if isinstance(result, tuple) else (result,)
+            outputs = tuple(_owning(one) for one in (result if isinstance(result, tuple) else (result,)))
         self._remaining -= 1
         self._outputs = outputs if self._remaining else None
         if not self._remaining:
             self._remaining = self._readers  # for another backward through the same graph
         return outputs
+
+
+def _owning(output: Tensor) -> Tensor:
+    """Returns a contiguous tensor at the beginning of its storage, as the declared one."""
+    is_owning = output.is_contiguous() and output.storage_offset() == 0
+    return output if is_owning else output.clone(memory_format=torch.contiguous_format)
 
 
 def _read(packed: _Saved | _Derived) -> Tensor:

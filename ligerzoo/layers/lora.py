@@ -253,7 +253,7 @@ def rescale(y: Tensor, layer: nn.Module, level: Recompute | None = None) -> Tens
 
 def _rescale(y: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
     y = (y * factors).to(y.dtype)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def inner_bias(layer: nn.Module) -> Tensor | None:
@@ -299,7 +299,7 @@ def project_in_parts(
     """Returns the products of x and the weights of `gate` and `up`, and their low-rank updates as terms.
 
     None if `ligerzoo.kernels.glu_linear` does not add the terms: without gradients, without the kernels, or if one of
-    both layers has no update, or more than a plain one.
+    both layers has a bias, no update, or more than a plain one.
 
     Args:
         x: (..., H).
@@ -311,26 +311,24 @@ def project_in_parts(
     """
     if not (torch.is_grad_enabled() and _has_plain_update(gate) and _has_plain_update(up)):
         return None
-    weights, biases = [gate.weight, up.weight], [gate.bias, up.bias]
+    weights = [gate.weight, up.weight]
     gate_update, up_update, down_update = gate._update, up._update, update_of(down)
     ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
     if max(ranks) > MAX_RANK or not uses_triton(x, *weights, backend=backend):
         return None
     a = stacked_a(x.dtype, gate_update.a, up_update.a)
-    gate_y, up_y, h = linears(x, [*weights, a], [*biases, None], backend=backend)
+    gate_y, up_y, h = linears(x, [*weights, a], backend=backend)
     if is_recording():
-        recomputable(
-            (gate_y, up_y), lambda x, *_: linears(x, weights, biases, backend=backend), x, *weights, *biases,
-            level=level,
-        )  # fmt: skip
+        recomputable((gate_y, up_y), lambda x, *weights: linears(x, weights, backend=backend), x, *weights, level=level)
         recomputable((h,), lambda x, a: linears(x, [a], backend=backend), x, a, level=Recompute.BLOCK)
     return gate_y, up_y, LowRankTerms(h, gate_update.b, up_update.b, gate_update.scale, up_update.scale)
 
 
 def _has_plain_update(layer: nn.Module) -> TypeGuard[LoRALinear]:
-    """Whether a linear layer adds an update in this call, without dropout or DoRA."""
+    """Whether a linear layer without a bias adds an update in this call, without dropout or DoRA."""
     return (
         is_plain(layer, LoRALinear)
+        and layer.bias is None
         and layer.lora_enabled
         and layer.lora_magnitude_vector is None
         and not layer.lora_dropout

@@ -122,6 +122,20 @@ def test_the_parameter_and_its_moments_have_independent_bits(backend: Any, devic
     assert torch.corrcoef(draws).sub(torch.eye(3, device=device)).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_an_infinite_moment_does_not_reach_its_neighbours(value: float, backend: Any, device: str) -> None:
+    results = []
+    for outlier in (0.0, value):
+        tensors = inputs({"dtype": FP32, "gradient_dtype": FP32, "shape": (2 * SCALED,), "step": 1}, device)
+        for step in range(1, 4):
+            tensors[1][7] = outlier if step == 1 else 0.0
+            tensors[6].fill_(step)
+            adamw_update_fp8(*tensors, key=FIRST_KEY, backend=backend)
+        results.append(torch.cat([tensors[0][:7], tensors[0][8:]]))
+    assert torch.equal(*results)
+
+
 def test_zeros_remain_zeros() -> None:
     zeros = torch.zeros(300)
     words = words_like(zeros, FIRST_KEY, torch.ones(()), 0)

@@ -13,6 +13,7 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.glu import glu_linear, linear_reference
 from ligerzoo.kernels.lora import LowRank
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
+from ligerzoo.kernels.recompute import Recompute, recomputing
 from ligerzoo.layers import GatedMLP
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRAOptions
@@ -129,9 +130,10 @@ def test_h_of_another_dtype_is_an_error() -> None:
 
 
 def adapted(
-    device: str, dtype: torch.dtype, names: tuple[str, ...], options: dict[str, Any], dora: bool = False
-) -> GatedMLP:
-    mlp = GatedMLP(24, 40, bias=True, device=device, dtype=dtype)
+    device: str, dtype: torch.dtype, names: tuple[str, ...], options: dict[str, Any], dora: bool = False,
+    bias: bool = False,
+) -> GatedMLP:  # fmt: skip
+    mlp = GatedMLP(24, 40, bias=bias, device=device, dtype=dtype)
     for name in names:
         adapt(getattr(mlp, name), LoRAOptions(rank=options.get(name, 4)), dora=dora)
     for parameter in mlp.parameters():
@@ -174,6 +176,7 @@ def test_the_layer_has_terms_only_for_plain_updates_of_gate_and_up(device: str) 
     assert terms_of(adapted(device, torch.float32, ALL, {}), x) is not None
     assert terms_of(adapted(device, torch.float32, ("gate_proj", "down_proj"), {}), x) is None
     assert terms_of(adapted(device, torch.float32, ALL, {}, dora=True), x) is None
+    assert terms_of(adapted(device, torch.float32, ALL, {}, bias=True), x) is None
     assert terms_of(adapted(device, torch.float32, ALL, {"up_proj": MAX_RANK + 1}), x) is None
     assert terms_of(adapted(device, torch.float32, ALL, {"down_proj": MAX_RANK + 1}), x) is None
     mlp = adapted(device, torch.float32, ALL, {})
@@ -187,6 +190,24 @@ def test_the_layer_has_terms_only_for_plain_updates_of_gate_and_up(device: str) 
     mlp = adapted(device, torch.float32, ALL, {})
     mlp.up_proj.register_forward_hook(lambda *_: None)
     assert terms_of(mlp, x) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+def test_recomputed_features_have_the_same_gradients(rows: int, bias: bool, device: str) -> None:
+    """Up to 64 rows, a kernel for few rows returns the outputs of several layers as views of one tensor."""
+    mlp = adapted(device, torch.float16, ALL[:2], {}, bias=bias)
+    x = torch.randn(rows, 24, device=device, dtype=torch.float16, requires_grad=True)
+    inputs = [x, mlp.gate_proj.lora_B, mlp.up_proj.lora_A]
+
+    def gradients(level: Recompute) -> tuple[Tensor, ...]:
+        with recomputing(level):
+            y = mlp(x)
+        return torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    for kept, recomputed in zip(gradients(Recompute.NOTHING), gradients(Recompute.MLP), strict=True):
+        assert torch.equal(kept, recomputed)
 
 
 @needs_triton

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -220,6 +221,16 @@ def test_states_keep_their_dtype() -> None:
         assert loaded.state[parameter]["exp_avg"].dtype == torch.float32
         assert torch.equal(loaded.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
         assert loaded.state[parameter]["exp_avg"] is not optimizer.state[parameter]["exp_avg"]
+
+
+@pytest.mark.parametrize("saved, loading", list(permutations(("adamw", "stochastic", "adamw-fp8"), 2)))
+def test_states_of_other_optimizers_are_refused(saved: str, loading: str) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(64, 64))]}]
+    optimizer = make_optimizer(copy.deepcopy(groups), KINDS[saved][0], lr=0.1, **KINDS[saved][1])
+    train(optimizer, parameters_of(optimizer), range(1))
+    other = make_optimizer(groups, KINDS[loading][0], lr=0.1, **KINDS[loading][1])
+    with pytest.raises(ValueError, match=r"^load_state_dict: the state is of .*; expected one of"):
+        other.load_state_dict(optimizer.state_dict())
 
 
 @kinds

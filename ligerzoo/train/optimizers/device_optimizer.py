@@ -69,6 +69,7 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("first_index", first)
+        group["optimizer"] = type(self).__name__
         names = group.get("param_names", range(first, first + len(group["params"])))
         for name, parameter in zip(names, group["params"], strict=True):
             device = group["params"][0].device

@@ -57,11 +57,20 @@ class Fp8AdamW(DeviceOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in `torch.optim.Optimizer`.
+
+        Raises:
+            ValueError: see the class.
+        """
+        super().add_param_group(param_group)
+        if any(local(parameter) is not parameter for parameter in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise ValueError("Fp8AdamW: a parameter is sharded; expected whole parameters, or StochasticAdamW")
+
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if parameter.numel() < FEWEST_ELEMENTS:
             return adamw_state(parameter, group)
-        if local(parameter) is not parameter:
-            raise ValueError("Fp8AdamW: a parameter is sharded; expected whole parameters, or StochasticAdamW")
         state = {}
         for name in ("exp_avg", "exp_avg_sq_root"):
             state[name] = torch.zeros_like(parameter, dtype=FP8, memory_format=torch.contiguous_format)

@@ -134,6 +134,11 @@ def _refuse_meta(groups: Any) -> list[Any]:
 def _refuse_other_parameters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Raises ValueError if a state belongs to other parameters: torch matches them by their order alone."""
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        if own.get("optimizer") != saved.get("optimizer"):
+            raise ValueError(
+                f"load_state_dict: the state is of {saved.get('optimizer', 'another optimizer')}; expected one of "
+                f"{type(optimizer).__name__}"
+            )
         names = own.get("param_names") or [f"number {i}" for i in range(len(own["params"]))]
         for i, (name, parameter) in enumerate(zip(names, own["params"], strict=True)):
             saved_name = saved.get("param_names", names)[i : i + 1]
