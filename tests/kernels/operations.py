@@ -145,7 +145,7 @@ def _glu_linear_with_terms(
 
 def _glu_linear_with_terms_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     shapes = (batch, 3, 6), (33, 4), (33, 2)
-    terms = [numbers(*shape, dtype=_multiplied(dtype), device=device) for shape in shapes]
+    terms = [numbers(*shape, dtype=_multiplied(dtype), device=device, scale=0.3) for shape in shapes]
     return [*_lora_glu_linear_inputs(batch, dtype, device), *terms]
 
 
