@@ -119,11 +119,16 @@ def _codes(bits: Tensor) -> Tensor:
 
 
 @jit
+def _magnitude_of(code):
+    return (code << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@jit
 def _load_codes(codes_ptr, scales_ptr, offsets, blocks, mask, n):
     """Numbers in fp32, (blocks, SCALED)."""
     code = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.int32)
     scale = tl.load(scales_ptr + blocks, mask=blocks * offsets.shape[1] < n, other=1.0)
-    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    magnitude = _magnitude_of(code & 0x7F)
     return tl.where(code > 127, -magnitude, magnitude) * scale[:, None]
 
 
@@ -139,11 +144,6 @@ def _scale_of(largest, SMALLEST: tl.constexpr):
     exponents = tl.maximum(largest, SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000
     scale = exponents - (7 << 23)
     return scale.to(tl.float32, bitcast=True), ((254 << 23) - scale).to(tl.float32, bitcast=True)
-
-
-@jit
-def _magnitude_of(code):
-    return (code << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @jit
