@@ -169,10 +169,8 @@ class _LoRALinears(FusedFunction):
 
         da: Sequence[Tensor | None] = [None] * len(rows)
         if any(needs_a):
-            dtypes = ctx.dtypes_of_a
-            stacked = (dh.T @ source.reshape(-1, source.shape[-1])).to(next(filter(None, dtypes)))
-            parts = iter(stacked.split(ranks))
-            da = [None if dtype is None else next(parts).to(dtype) for dtype in dtypes]
+            parts = iter((dh.T @ source.reshape(-1, source.shape[-1])).split(ranks))
+            da = [None if dtype is None else next(parts).to(dtype) for dtype in ctx.dtypes_of_a]
         dw = [
             dy.T @ x.reshape(-1, x.shape[-1]) if needs else None for dy, needs in zip(rows, needs_weights, strict=True)
         ]

@@ -169,7 +169,7 @@ def _allocate_backward(dy: Tensor, gate: Tensor, needs_y: bool) -> tuple[Tensor,
 
 
 def _backward_flops(gate: Tensor, a: Tensor | None) -> int:
-    """Those of dh @ a: as those of activation functions, the products that are computed again do not count."""
+    """Those of dh @ a. Products that are computed again are left out, as activation functions are."""
     return 0 if a is None else 2 * gate.numel() * len(a)
 
 

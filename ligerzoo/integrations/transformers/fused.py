@@ -53,9 +53,6 @@ class FusedGatedMLP(GatedMLP):
         gate, up = self.project(x)
         return gate, up, None
 
-    def _declare(self, x: Tensor, gate: Tensor, up: Tensor) -> None:
-        """Declares nothing: backward does not recompute the fused projection."""
-
 
 _CLASSES: Mapping[type, tuple[str, str, type]] = {
     Attention: ("q_proj", "qkv_proj", FusedAttention),
