@@ -175,8 +175,9 @@ class CausalMask(Mask):
     def _mask_mod(self) -> Callable[..., Tensor]:
         start = None if self.segment_start is None else self.segment_start.int()  # half the bytes to load
 
-        # torch.compile takes the default of an argument as a constant, but not an attribute of the mask.
-        def sees(b: Tensor, head: Tensor, q: Tensor, key: Tensor, window: int | None = self.window) -> Tensor:
+        # torch.compile takes the default of an argument as a constant, but not an attribute of the mask. Before torch
+        # 2.12, it compiles again for another default only if the argument is keyword-only.
+        def sees(b: Tensor, head: Tensor, q: Tensor, key: Tensor, *, window: int | None = self.window) -> Tensor:
             visible = key <= q
             if window is not None:
                 visible = visible & (q - key < window)

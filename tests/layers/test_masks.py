@@ -259,8 +259,13 @@ def test_causal_masks_load_only_the_starts_of_segments(packed: bool, window: int
 PADDED, PACKED = torch.arange(40)[None] > 2, torch.tensor([0, 7, 40])
 
 
-def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_before_2_12", [False, True])
+def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
+    monkeypatch: pytest.MonkeyPatch, is_before_2_12: bool
+) -> None:
     """By default, torch compiles a function at most 8 times, and then runs FlexAttention without a kernel."""
+    if is_before_2_12:
+        monkeypatch.setattr(torch._dynamo.config, "skip_guards_on_constant_func_defaults", True)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
