@@ -237,13 +237,10 @@ def test_triton_is_imported_at_the_first_launch_only() -> None:
 
 
 def test_importing_the_package_is_fast() -> None:
-    script = "import time, torch; start = time.perf_counter(); import ligerzoo; print(time.perf_counter() - start)"
-    seconds = []
-    for _attempt in range(4):  # the first may find cold disks, and any may find a busy machine
-        seconds.append(fresh_interpreter(script))
-        if seconds[-1] <= 0.3:
-            return
-    pytest.fail(f"import ligerzoo takes {seconds} s more than import torch")
+    """By the time of the processor, which other work on the machine does not change much."""
+    script = "import time, torch; start = time.process_time(); import ligerzoo; print(time.process_time() - start)"
+    seconds = min(fresh_interpreter(script) for _attempt in range(2))
+    assert seconds <= 0.3, f"import ligerzoo takes {seconds} s more than import torch"
 
 
 def test_the_version_is_the_package_s() -> None:

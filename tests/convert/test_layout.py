@@ -490,10 +490,10 @@ def test_tensors_that_do_not_match_the_layout(
 def test_enormous_numbers_of_experts_are_refused_quickly(tmp_path: Path, layout: str, number: int) -> None:
     write(tmp_path, LAYOUTS[layout](ours()), num_experts=number)
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(LigerzooError) as caught:
         Toy.from_pretrained(tmp_path)
-    seconds, (_, most) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+    seconds, (_, most) = time.process_time() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(str(caught.value)) < 1000
     assert seconds < 2

@@ -103,10 +103,12 @@ def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, t
     command = [*torchrun, "-m", "ligerzoo", *arguments(again)]
     local = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(command, env=local, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline, pids = time.monotonic() + 120, []
     while len(checkpoints(killed)) < 2 and process.poll() is None and time.monotonic() < deadline:
+        if not pids and checkpoints(killed):  # listing them takes longer than a step
+            pids = processes_under(process.pid)
         time.sleep(0.002)
-    for pid in processes_under(process.pid):
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
