@@ -28,6 +28,7 @@ from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_tr
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
+from ligerzoo.kernels.low_rank_glu_gradients import low_rank_glu_gradients
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
@@ -168,30 +169,29 @@ class _GLULinear(FusedFunction):
         needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _, _, *needs_factors = ctx.needs_input_grad
         dgate, dup, dweight, dh, da, db, dz_rows = None, None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
         dfactors: Sequence[Tensor | None] = [None] * len(factors)
-        needs_y = needs_weight or needs_a
         if a is not None:
             dh, db = update_gradients(dz_rows, b, h, ctx.scale, needs_b)
         if factors and (needs_gate or needs_up or any(needs_factors)):
             terms = LowRankTerms(*factors, *ctx.scales)
-            dgate, dup, y = low_rank_glu.backward(dz @ weight, gate, up, terms, dh, a, ctx.activation, needs_y)
-            if any(needs_factors):
-                dfactors = _term_gradients(dgate, dup, terms, needs_factors)
+            found = low_rank_glu_gradients(dz @ weight, gate, up, terms, dh, a, ctx.activation, needs_weight)
+            (dgate, dup, dterm_h, _, y), (dgate_b, dup_b, da) = found, found.of_factors(terms, a)
+            dfactors = [d if needs else None for d, needs in zip((dterm_h, dgate_b, dup_b), needs_factors, strict=True)]
         elif needs_gate or needs_up:
             if dh is None:
                 dy = dz @ weight
             else:
                 dy_rows = dh @ a.to(dz.dtype)
                 dy = torch.addmm(dy_rows, dz_rows, weight, out=dy_rows).view(gate.shape)
-            dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_y)
-        elif needs_y:
+            dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_weight or needs_a)
+        elif needs_weight or needs_a:
             y = _activated(gate, up, ctx.activation, weight.dtype, ctx.scales, *factors)
         if needs_weight:
             dweight = dz_rows.T @ y.view(-1, y.shape[-1])
-        if dh is not None and needs_a:
+        if dh is not None and needs_a and da is None:
             da = (dh.T @ y.view(-1, y.shape[-1])).to(a.dtype)
         dbias = dz_rows.sum(0) if needs_bias else None
         dgate, dup = dgate if needs_gate else None, dup if needs_up else None
-        return dgate, dup, dweight, dbias, None, da, db, None, None, *dfactors
+        return dgate, dup, dweight, dbias, None, da if needs_a else None, db, None, None, *dfactors
 
 
 def _activated(
@@ -209,18 +209,6 @@ def _inner(
     """Returns the product of y and A, (T, r)."""
     y = _activated(gate, up, activation, dtype, scales, *factors)
     return F.linear(y.view(-1, gate.shape[-1]), a.to(dtype))
-
-
-def _term_gradients(
-    dgate: Tensor, dup: Tensor, terms: LowRankTerms, needs: Sequence[bool]
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Returns the gradients of the tensors of the terms."""
-    needs_h, needs_gate_b, needs_up_b = needs
-    gate_h, up_h = terms.h.reshape(-1, terms.h.shape[-1]).split([terms.gate_b.shape[1], terms.up_b.shape[1]], 1)
-    dgate, dup = (gradient.view(-1, gradient.shape[-1]) for gradient in (dgate, dup))
-    dgate_h, dgate_b = update_gradients(dgate, terms.gate_b, gate_h, terms.gate_scale, needs_gate_b)
-    dup_h, dup_b = update_gradients(dup, terms.up_b, up_h, terms.up_scale, needs_up_b)
-    return torch.cat([dgate_h, dup_h], 1).view(terms.h.shape) if needs_h else None, dgate_b, dup_b
 
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
@@ -307,7 +295,8 @@ def glu_linear(
         bias: (H,) or None.
         update: low-rank update of the weight, with matrices (r, I) and (H, r) of any floating-point dtype; or None.
         terms: low-rank terms that are added to `gate` and `up`, of ranks up to `low_rank_glu.MAX_RANK`, which is
-            then the maximum for `update` too; or None.
+            then the maximum for `update` too; or None. Added in registers if `gate` and `weight` have the same
+            2-byte dtype, and by torch if not.
         activation: see `activation_linear`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
@@ -336,6 +325,8 @@ def glu_linear(
         _check_terms(gate, terms, update)
     weight, bias = autocast(weight, bias)
     if uses_triton(gate, up, weight, backend=backend):
+        if terms is not None and not (gate.dtype == weight.dtype and weight.element_size() == 2):
+            (gate, up), terms = terms.add(gate, up), None
         factors, scales = ((), ()) if terms is None else (terms[:3], terms[3:])
         return _GLULinear.apply(gate, up, weight, bias, activation, a, b, scale, scales, *factors)
     return linear_reference(gate, up, weight, bias, activation, update, terms)

@@ -1,10 +1,12 @@
 """Gated linear units whose gate and up projections have low-rank updates, which the kernels add in registers.
 
-Forward:   y = a(g) * u,   g = gate + s_g h_g B_g^T,   u = up + s_u h_u B_u^T,   in fp32, rounded once.
-Backward:  du = dy * a(g),   dg = dy * u * a'(g),   dy = dz W + dh A of a down projection with an update too.
+y = a(g) * u,   g = gate + s_g h_g B_g^T,   u = up + s_u h_u B_u^T,   in fp32, rounded once.
 
 gate and up are the products of the frozen weights. So the products of the updates, which are as large, are neither
-written nor read: only h and B, which have few columns. Saved: gate, up, h, B. g and u are computed again in backward.
+written nor read: only h and B, which have few columns. Saved: gate, up, h, B. g and u are computed again in backward,
+see `low_rank_glu_gradients`.
+
+The kernels run in 2-byte dtypes, where matrix units compute the products. `glu_linear` adds others with torch.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, cdiv, empty_gradient, next_power_of_2
-from ligerzoo.kernels.grouped_mm import input_precision
+from ligerzoo.kernels.dispatch import as_rows, cdiv, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 
 MAX_RANK = 32
 """Of gate, up and down. Matrices of higher ranks would fill the registers, and their products would take longer."""
 
-_ROWS, _COLUMNS, _TILES, _WARPS = 16, 128, 8, 4
-"""A program's tile, the number of tiles, one below the other, and warps.
+_ROWS, _COLUMNS, _TILES, _WARPS, _STAGES = 16, 128, 8, 4, 3
+"""A program's tile, the number of tiles, one below the other, warps, and tiles that are loaded ahead.
 
 Fewer than 64 rows: see `delta_chunks.PREPARE`.
 """
@@ -61,7 +62,7 @@ def reference(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activat
 
 
 @jit
-def _load_columns(b_ptr, col_stride, rank_stride, cols, in_cols, RANK: tl.constexpr, PADDED: tl.constexpr):
+def load_columns(b_ptr, col_stride, rank_stride, cols, in_cols, RANK: tl.constexpr, PADDED: tl.constexpr):
     """Columns of B^T, (PADDED, COLS), with zeros after the rank."""
     ranks = tl.arange(0, PADDED)[:, None]
     offsets = ranks * rank_stride + cols[None, :].to(tl.int64) * col_stride
@@ -69,77 +70,54 @@ def _load_columns(b_ptr, col_stride, rank_stride, cols, in_cols, RANK: tl.conste
 
 
 @jit
-def _product(h_ptr, h_stride, rows, in_rows, b, RANK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows of h @ B^T, in fp32."""
+def load_rows(h_ptr, h_stride, rows, in_rows, RANK: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of h, (ROWS, PADDED), with zeros after the rank."""
     ranks = tl.arange(0, PADDED)[None, :]
-    h = tl.load(h_ptr + rows[:, None] * h_stride + ranks, mask=in_rows[:, None] & (ranks < RANK), other=0.0)
-    return tl.dot(h, b, input_precision=PRECISION)
+    return tl.load(h_ptr + rows[:, None] * h_stride + ranks, mask=in_rows[:, None] & (ranks < RANK), other=0.0)
+
+
+@jit
+def load_with_term(x_ptr, x_stride, rows, cols, mask, scale, h, b):
+    """x + scale * h @ b, in fp32."""
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x + scale * tl.dot(h, b)
 
 
 @kernel
 def _forward_kernel(
     gate_ptr, up_ptr, h_ptr, gate_b_ptr, up_b_ptr, y_ptr, gate_stride, up_stride, h_stride, gate_scale, up_scale,
     n_rows, n_cols, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, TILES: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    COLS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     col_tiles = tl.cdiv(n_cols, COLS)
     first = tl.program_id(0).to(tl.int64) // col_tiles * (ROWS * TILES)
     cols = tl.program_id(0) % col_tiles * COLS + tl.arange(0, COLS)
     in_cols = cols < n_cols
-    gate_b = _load_columns(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(h_ptr.dtype.element_ty)
-    up_b = _load_columns(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(h_ptr.dtype.element_ty)
-    for tile in range(TILES):
-        rows = first + tile * ROWS + tl.arange(0, ROWS)
-        in_rows = rows < n_rows
-        mask = in_rows[:, None] & in_cols[None, :]
-        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + rows[:, None] * up_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        gate += gate_scale * _product(h_ptr, h_stride, rows, in_rows, gate_b, GATE_RANK, PADDED, PRECISION)
-        up += up_scale * _product(h_ptr + GATE_RANK, h_stride, rows, in_rows, up_b, UP_RANK, PADDED, PRECISION)
-        activated, _ = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
+    gate_b = load_columns(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(h_ptr.dtype.element_ty)
+    up_b = load_columns(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(h_ptr.dtype.element_ty)
+    rows = first + tl.arange(0, ROWS)
+    gate_h = load_rows(h_ptr, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
+    up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)
+    for _ in tl.range(TILES, num_stages=STAGES):
+        # Triton loads the tiles of gate and up ahead, but none as small as those of h.
+        next_rows = rows + ROWS
+        next_gate_h = load_rows(h_ptr, h_stride, next_rows, next_rows < n_rows, GATE_RANK, PADDED)
+        next_up_h = load_rows(h_ptr + GATE_RANK, h_stride, next_rows, next_rows < n_rows, UP_RANK, PADDED)
+        mask = (rows < n_rows)[:, None] & in_cols[None, :]
+        gate = load_with_term(gate_ptr, gate_stride, rows, cols, mask, gate_scale, gate_h, gate_b)
+        up = load_with_term(up_ptr, up_stride, rows, cols, mask, up_scale, up_h, up_b)
+        activated, _ = activate(gate, ACTIVATION, False)
         y = (activated * up).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y, mask=mask)
-
-
-@kernel
-def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, h_ptr, gate_b_ptr, up_b_ptr, dh_ptr, a_ptr, dgate_ptr, dup_ptr, y_ptr,
-    dy_stride, gate_stride, up_stride, h_stride, gate_scale, up_scale, n_rows, n_cols,
-    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, TILES: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, NEEDS_Y: tl.constexpr,
-):  # fmt: skip
-    col_tiles = tl.cdiv(n_cols, COLS)
-    first = tl.program_id(0).to(tl.int64) // col_tiles * (ROWS * TILES)
-    cols = tl.program_id(0) % col_tiles * COLS + tl.arange(0, COLS)
-    in_cols = cols < n_cols
-    gate_b = _load_columns(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(h_ptr.dtype.element_ty)
-    up_b = _load_columns(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(h_ptr.dtype.element_ty)
-    if DOWN_RANK:
-        a = _load_columns(a_ptr, 1, n_cols, cols, in_cols, DOWN_RANK, PADDED).to(dh_ptr.dtype.element_ty)
-    for tile in range(TILES):
-        rows = first + tile * ROWS + tl.arange(0, ROWS)
-        in_rows = rows < n_rows
-        mask = in_rows[:, None] & in_cols[None, :]
-        target = rows[:, None] * n_cols + cols[None, :]
-        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + rows[:, None] * up_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        gate += gate_scale * _product(h_ptr, h_stride, rows, in_rows, gate_b, GATE_RANK, PADDED, PRECISION)
-        up += up_scale * _product(h_ptr + GATE_RANK, h_stride, rows, in_rows, up_b, UP_RANK, PADDED, PRECISION)
-        if DOWN_RANK:
-            dy += _product(dh_ptr, DOWN_RANK, rows, in_rows, a, DOWN_RANK, PADDED, PRECISION)
-        activated, slope = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
-        tl.store(dgate_ptr + target, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
-        tl.store(dup_ptr + target, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
-        if NEEDS_Y:
-            tl.store(y_ptr + target, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
+        rows, gate_h, up_h = next_rows, next_gate_h, next_up_h
 
 
 def _programs(n_rows: int, n_cols: int) -> int:
     return cdiv(n_rows, _ROWS * _TILES) * cdiv(n_cols, _COLUMNS)
 
 
-def _padded(*ranks: int) -> int:
+def padded_rank(*ranks: int) -> int:
+    """Rows of the matrices in the kernels."""
     return max(16, next_power_of_2(max(ranks)))
 
 
@@ -159,44 +137,7 @@ def forward(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activatio
     ranks = gate_b.shape[1], up_b.shape[1]
     _forward_kernel[_programs(*gate.shape)](
         gate, up, h, gate_b.contiguous(), up_b.contiguous(), y, gate.stride(0), up.stride(0), h.stride(0), *terms[3:],
-        *gate.shape, *ranks, _padded(*ranks), _ROWS, _COLUMNS, _TILES, activation, input_precision(), num_warps=_WARPS,
+        *gate.shape, *ranks, padded_rank(*ranks), _ROWS, _COLUMNS, _TILES, _STAGES, activation,
+        num_warps=_WARPS,
     )  # fmt: skip
     return y
-
-
-def _allocate_backward(dy: Tensor, gate: Tensor, needs_y: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), empty_gradient(dy, needs_y)
-
-
-def _backward_flops(gate: Tensor, a: Tensor | None) -> int:
-    """Those of dh @ a. Products that are computed again are left out, as activation functions are."""
-    return 0 if a is None else 2 * gate.numel() * len(a)
-
-
-@register("low_rank_glu_backward", fake=_allocate_backward, flops=_backward_flops)
-def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, terms: LowRankTerms, dh: Tensor | None, a: Tensor | None,
-    activation: Activation, needs_y: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of gate and up for that of y, dy + dh @ a, and y if it is needed.
-
-    Args:
-        dy: (..., I).
-        gate: (..., I).
-        up: (..., I).
-        terms: see `LowRankTerms`.
-        dh: (T, r) or None.
-        a: (r, I), of any dtype: rounded to that of dy; or None.
-        activation: see `activation_linear`.
-        needs_y: whether y is needed. Without elements if not.
-    """
-    dgate, dup, y = _allocate_backward(dy, gate, needs_y)
-    dy, gate, up, h, gate_b, up_b = (as_rows(t) for t in (dy, gate, up, *terms[:3]))
-    ranks = gate_b.shape[1], up_b.shape[1], 0 if a is None else len(a)
-    dh, a = (None if t is None else t.contiguous() for t in (dh, a))
-    _backward_kernel[_programs(*gate.shape)](
-        dy, gate, up, h, gate_b.contiguous(), up_b.contiguous(), dh, a, dgate, dup, y,
-        dy.stride(0), gate.stride(0), up.stride(0), h.stride(0), *terms[3:], *gate.shape, *ranks, _padded(*ranks),
-        _ROWS, _COLUMNS, _TILES, activation, input_precision(), needs_y, num_warps=_WARPS,
-    )  # fmt: skip
-    return dgate, dup, y

@@ -6,7 +6,7 @@ dy has as many columns as the layer has outputs, h and B have as many as the ran
 which two products of torch read twice.
 
 A program computes partial sums for some columns of dy: dh of its rows over these columns, dB of these columns over its
-rows. Both are fp32. A second kernel adds them up in one order, multiplies them by s, and rounds once.
+rows. Both are fp32. A second kernel adds them up in one order and rounds once.
 
 The partial sums of dh are `rank / COLUMNS` times as large as dy, in elements of 4 bytes that are written and read. So
 the kernels run up to a rank of 32, and in 2-byte dtypes, where matrix units compute the products. torch computes all
@@ -51,7 +51,7 @@ def reference(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, T
 
 @kernel
 def _partial_kernel(
-    dy_ptr, b_ptr, h_ptr, dh_ptr, db_ptr, dy_stride, h_stride, n_rows, n_cols, rows_per_program,
+    dy_ptr, b_ptr, h_ptr, dh_ptr, db_ptr, dy_stride, h_stride, scale, n_rows, n_cols, rows_per_program,
     RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     col_blocks = tl.cdiv(n_cols, COLS)
@@ -70,24 +70,28 @@ def _partial_kernel(
     b = tl.trans(tl.load(b_ptr + b_offsets, mask=b_mask, other=0.0).to(dy_ptr.dtype.element_ty))
     db = tl.zeros((PADDED, COLS), dtype=tl.float32)
     n_rows = tl.minimum(rows_per_program, n_rows - first_row).to(tl.int32)
+    h_mask = (rows < n_rows)[:, None] & in_rank[None, :]
+    h = tl.load(h_ptr + rows[:, None] * h_stride + ranks[None, :], mask=h_mask, other=0.0)
     for first in range(0, n_rows, ROWS):
-        in_rows = rows < n_rows - first
-        dy_mask, h_mask = in_rows[:, None] & in_cols[None, :], in_rows[:, None] & in_rank[None, :]
+        dy_mask = (rows < n_rows - first)[:, None] & in_cols[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=dy_mask, other=0.0)
-        h = tl.load(h_ptr + rows[:, None] * h_stride + ranks[None, :], mask=h_mask, other=0.0)
-        dh = tl.trans(tl.dot(b, tl.trans(dy)))
+        # Triton loads the tiles of dy ahead, but none as small as those of h.
+        h_ptr += ROWS * h_stride
+        next_mask = (rows < n_rows - first - ROWS)[:, None] & in_rank[None, :]
+        next_h = tl.load(h_ptr + rows[:, None] * h_stride + ranks[None, :], mask=next_mask, other=0.0)
+        dh = scale * tl.trans(tl.dot(b, tl.trans(dy)))
         tl.store(dh_ptr + rows[:, None] * RANK + ranks[None, :], dh, mask=h_mask)
         db = tl.dot(tl.trans(h), dy, db)
         # Offsets within a tile fit in 32 bits, those of all rows may not.
         dy_ptr += ROWS * dy_stride
-        h_ptr += ROWS * h_stride
         dh_ptr += ROWS * RANK
-    tl.store(db_ptr + b_offsets, tl.trans(db), mask=b_mask)
+        h, h_mask = next_h, next_mask
+    tl.store(db_ptr + b_offsets, scale * tl.trans(db), mask=b_mask)
 
 
 @jit
-def _sum_of_parts(parts_ptr, sum_ptr, block, n_parts, n_sums, scale, PARTS: tl.constexpr, SUMS: tl.constexpr):
-    """Writes the sums of a block of columns of (n_parts, n_sums), times the scale."""
+def _sum_of_parts(parts_ptr, sum_ptr, block, n_parts, n_sums, PARTS: tl.constexpr, SUMS: tl.constexpr):
+    """Writes the sums of a block of columns of (n_parts, n_sums)."""
     sums = block.to(tl.int64) * SUMS + tl.arange(0, SUMS)
     in_sums = sums < n_sums
     total = tl.zeros((PARTS, SUMS), dtype=tl.float32)
@@ -95,19 +99,27 @@ def _sum_of_parts(parts_ptr, sum_ptr, block, n_parts, n_sums, scale, PARTS: tl.c
         parts = first + tl.arange(0, PARTS)
         mask = (parts < n_parts)[:, None] & in_sums[None, :]
         total += tl.load(parts_ptr + parts.to(tl.int64)[:, None] * n_sums + sums[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + sums, (scale * tl.sum(total, axis=0)).to(sum_ptr.dtype.element_ty), mask=in_sums)
+    tl.store(sum_ptr + sums, tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty), mask=in_sums)
 
 
 @kernel
 def _sum_kernel(
-    dh_parts_ptr, db_parts_ptr, dh_ptr, db_ptr, n_dh_parts, n_db_parts, n_dh, n_db, scale,
+    dh_parts_ptr, db_parts_ptr, dh_ptr, db_ptr, n_dh_parts, n_db_parts, n_dh, n_db,
     PARTS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     program, dh_programs = tl.program_id(0), tl.cdiv(n_dh, SUMS)
     if program < dh_programs:
-        _sum_of_parts(dh_parts_ptr, dh_ptr, program, n_dh_parts, n_dh, scale, PARTS, SUMS)
+        _sum_of_parts(dh_parts_ptr, dh_ptr, program, n_dh_parts, n_dh, PARTS, SUMS)
     else:
-        _sum_of_parts(db_parts_ptr, db_ptr, program - dh_programs, n_db_parts, n_db, scale, PARTS, SUMS)
+        _sum_of_parts(db_parts_ptr, db_ptr, program - dh_programs, n_db_parts, n_db, PARTS, SUMS)
+
+
+def sum_parts(dh_parts: Tensor, dh: Tensor, db_parts: Tensor, db: Tensor) -> None:
+    """Writes the sums over the first dimension of fp32 parts to `dh` and `db`, rounded to their dtypes."""
+    _sum_kernel[cdiv(dh.numel(), _SUMS) + cdiv(db.numel(), _SUMS)](
+        dh_parts, db_parts, dh, db, len(dh_parts), len(db_parts), dh.numel(), db.numel(), _PARTS, _SUMS,
+        num_warps=_SUM_WARPS,
+    )  # fmt: skip
 
 
 def _columns(dy: Tensor) -> int:
@@ -141,13 +153,10 @@ def _gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, 
     dh_parts = dh.new_empty((col_blocks, *dh.shape), dtype=torch.float32)
     db_parts = db.new_empty((row_blocks, *db.shape), dtype=torch.float32)
     _partial_kernel[row_blocks * col_blocks](
-        dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), n_rows, n_cols, rows_per_program,
+        dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), scale, n_rows, n_cols, rows_per_program,
         rank, max(16, next_power_of_2(rank)), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
-    _sum_kernel[cdiv(dh.numel(), _SUMS) + cdiv(db.numel(), _SUMS)](
-        dh_parts, db_parts, dh, db, col_blocks, row_blocks, dh.numel(), db.numel(), scale, _PARTS, _SUMS,
-        num_warps=_SUM_WARPS,
-    )  # fmt: skip
+    sum_parts(dh_parts, dh, db_parts, db)
     return dh, db
 
 

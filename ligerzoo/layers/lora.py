@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linears
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
@@ -178,7 +177,7 @@ class LoRAMatrixLayer(LoRALayer):
 
     def dropped(self, x: Tensor) -> Tensor | None:
         """Returns x after dropout; None without dropout."""
-        return F.dropout(x, self.lora_dropout) if self.lora_dropout else None
+        return torch.native_dropout(x, self.lora_dropout, True)[0] if self.lora_dropout else None
 
     def merged_weight(self, parameter: str) -> Tensor:
         with torch.no_grad():
@@ -298,8 +297,8 @@ def project_in_parts(
 ) -> tuple[Tensor, Tensor, LowRankTerms] | None:
     """Returns the products of x and the weights of `gate` and `up`, and their low-rank updates as terms.
 
-    None if `ligerzoo.kernels.glu_linear` does not add the terms: without gradients, without the kernels, or if one of
-    both layers has a bias, no update, or more than a plain one.
+    None if `ligerzoo.kernels.glu_linear` does not add the terms in registers: without gradients, without the kernels,
+    in fp32, or if one of both layers has a bias, no update, or more than a plain one.
 
     Args:
         x: (..., H).
@@ -314,7 +313,8 @@ def project_in_parts(
     weights = [gate.weight, up.weight]
     gate_update, up_update, down_update = gate._update, up._update, update_of(down)
     ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
-    if max(ranks) > MAX_RANK or not uses_triton(x, *weights, backend=backend):
+    (of_products,) = autocast(x.new_empty(0))
+    if max(ranks) > MAX_RANK or of_products.element_size() != 2 or not uses_triton(x, *weights, backend=backend):
         return None
     a = stacked_a(x.dtype, gate_update.a, up_update.a)
     gate_y, up_y, h = linears(x, [*weights, a], backend=backend)

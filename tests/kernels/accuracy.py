@@ -111,15 +111,24 @@ def judge(
 ) -> None:
     """Checks outputs and gradients with `assert_as_exact_as`, for random upstream gradients in the given layout.
 
-    See `differentiate` for `is_repeatable`.
+    The error of one number is luck. So several draws of upstream gradients are checked together if an input that needs
+    a gradient has one element. See `differentiate` for `is_repeatable`.
     """
     before = [t.detach().clone() for t in inputs]
-    upstream = [layout(torch.randn_like(output)) for output in as_tuple(reference(*inputs))]
-    outputs, gradients = differentiate(function, inputs, upstream, is_repeatable)
-    assert_equal([t.detach() for t in inputs], before)
-    expected = differentiate(reference, inputs, upstream)
-    truth = differentiate(reference, in_fp64(inputs), in_fp64(upstream))
-    for case in zip(outputs, expected[0], truth[0], strict=True):
+    draws = []
+    for _draw in range(16 if any(t.requires_grad and t.numel() == 1 for t in inputs) else 1):
+        upstream = [layout(torch.randn_like(output)) for output in as_tuple(reference(*inputs))]
+        actual = differentiate(function, inputs, upstream, is_repeatable)
+        assert_equal([t.detach() for t in inputs], before)
+        expected = differentiate(reference, inputs, upstream)
+        truth = differentiate(reference, in_fp64(inputs), in_fp64(upstream))
+        draws.append((actual, expected, truth))
+    for case in zip(*(outputs for outputs, _ in draws[0]), strict=True):
         assert_as_exact_as(*case, ulps)
-    for case in zip(gradients, expected[1], truth[1], strict=True):
+    for case in zip(*(stacked([draw[i][1] for draw in draws]) for i in range(3)), strict=True):
         assert_as_exact_as(*case, ulps)
+
+
+def stacked(draws: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Returns the results of all draws as one tensor each."""
+    return [None if ts[0] is None else torch.stack(ts) for ts in zip(*draws, strict=True)]

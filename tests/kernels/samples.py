@@ -314,18 +314,17 @@ def _low_rank_gradients(device: str) -> Samples:
 
 
 def _low_rank_glu_forward(device: str) -> Samples:
-    t = partial(new, device=device)
+    t = partial(new, device=device, dtype=torch.float16)
     terms = LowRankTerms(t(5, 5), t(33, 3), t(33, 2), 0.5, 2.0)
-    common = {"gate": t(5, 33), "up": t(5, 33), "terms": terms, "activation": "silu", "dtype": torch.float32}
-    half = terms._replace(h=t(5, 5).half())
-    return [common, common | {"gate": t(5, 33).half(), "up": t(5, 33).half(), "terms": half, "activation": "gelu"}]
+    common = {"gate": t(5, 33), "up": t(5, 33), "terms": terms, "activation": "silu", "dtype": torch.float16}
+    return [common, common | {"terms": terms._replace(gate_b=t(33, 3).float()), "activation": "gelu"}]
 
 
-def _low_rank_glu_backward(device: str) -> Samples:
-    t = partial(new, device=device)
-    common = {"dy": t(5, 33), **_low_rank_glu_forward(device)[0], "dh": t(5, 4), "a": t(4, 33)}
+def _low_rank_glu_gradients(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 33), **_low_rank_glu_forward(device)[0], "down_dh": t(5, 4), "a": t(4, 33).float()}
     del common["dtype"]
-    return [common | {"needs_y": True}, common | {"dh": None, "a": None, "needs_y": False}]
+    return [common | {"needs_y": True}, common | {"down_dh": None, "a": None, "needs_y": False}]
 
 
 def _route(device: str) -> Samples:
@@ -547,7 +546,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "lora_experts_backward": _lora_experts_backward,
     "low_rank_gradients": _low_rank_gradients,
     "low_rank_glu_forward": _low_rank_glu_forward,
-    "low_rank_glu_backward": _low_rank_glu_backward,
+    "low_rank_glu_gradients": _low_rank_glu_gradients,
     "route": _route,
     "route_sigmoid": _route_sigmoid,
     "latent_decode_attention": _latent_decode_attention,

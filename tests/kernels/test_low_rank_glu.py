@@ -21,7 +21,7 @@ from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes
 from tests.kernels.layouts import laid_out, offset, padded, sliced, swapped, transposed
-from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS = {
@@ -91,14 +91,14 @@ def test_no_rows(device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [8, MAX_RANK])
-def test_no_product_uses_wgmma(rank: int, dtype: torch.dtype) -> None:
+def test_no_product_uses_wgmma(rank: int) -> None:
     """See `delta_chunks.PREPARE` for the reason."""
     pytest.importorskip("triton")
-    tensors = inputs((64, 256), (rank, rank), rank, dtype, torch.float32, "cpu")
+    tensors = inputs((64, 256), (rank, rank), rank, torch.bfloat16, torch.float32, "cpu")
     kernels = compile_both_passes(applied(glu_linear, "silu", True), tensors)
-    assert {"_forward_kernel", "_backward_kernel"} <= {compiled.metadata.name for compiled in kernels}
+    names = {"_forward_kernel", "_partial_kernel", "_sum_kernel"}
+    assert names <= {compiled.metadata.name for compiled in kernels}
     assert not any("wgmma" in compiled.asm["ptx"] for compiled in kernels)
 
 
@@ -150,7 +150,7 @@ ALL = ("gate_proj", "up_proj", "down_proj")
 
 @needs_triton
 @pytest.mark.parametrize("names", [ALL, ALL[:2]], ids=str)
-@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_the_layer_is_as_exact_as_without_terms(
     names: tuple[str, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,22 +172,23 @@ def test_the_layer_is_as_exact_as_without_terms(
 
 @needs_triton
 def test_the_layer_has_terms_only_for_plain_updates_of_gate_and_up(device: str) -> None:
-    x = torch.randn(3, 24, device=device)
-    assert terms_of(adapted(device, torch.float32, ALL, {}), x) is not None
-    assert terms_of(adapted(device, torch.float32, ("gate_proj", "down_proj"), {}), x) is None
-    assert terms_of(adapted(device, torch.float32, ALL, {}, dora=True), x) is None
-    assert terms_of(adapted(device, torch.float32, ALL, {}, bias=True), x) is None
-    assert terms_of(adapted(device, torch.float32, ALL, {"up_proj": MAX_RANK + 1}), x) is None
-    assert terms_of(adapted(device, torch.float32, ALL, {"down_proj": MAX_RANK + 1}), x) is None
-    mlp = adapted(device, torch.float32, ALL, {})
+    x = torch.randn(3, 24, device=device, dtype=HALF_DTYPE)
+    assert terms_of(adapted(device, HALF_DTYPE, ALL, {}), x) is not None
+    assert terms_of(adapted(device, torch.float32, ALL, {}), x.float()) is None
+    assert terms_of(adapted(device, HALF_DTYPE, ("gate_proj", "down_proj"), {}), x) is None
+    assert terms_of(adapted(device, HALF_DTYPE, ALL, {}, dora=True), x) is None
+    assert terms_of(adapted(device, HALF_DTYPE, ALL, {}, bias=True), x) is None
+    assert terms_of(adapted(device, HALF_DTYPE, ALL, {"up_proj": MAX_RANK + 1}), x) is None
+    assert terms_of(adapted(device, HALF_DTYPE, ALL, {"down_proj": MAX_RANK + 1}), x) is None
+    mlp = adapted(device, HALF_DTYPE, ALL, {})
     with torch.no_grad():
         assert terms_of(mlp, x) is None
     mlp.backend = "torch"
     assert terms_of(mlp, x) is None
-    mlp = adapted(device, torch.float32, ALL, {})
+    mlp = adapted(device, HALF_DTYPE, ALL, {})
     mlp.gate_proj.lora_enabled = False  # type: ignore[assignment]
     assert terms_of(mlp, x) is None
-    mlp = adapted(device, torch.float32, ALL, {})
+    mlp = adapted(device, HALF_DTYPE, ALL, {})
     mlp.up_proj.register_forward_hook(lambda *_: None)
     assert terms_of(mlp, x) is None
 
@@ -213,8 +214,8 @@ def test_recomputed_features_have_the_same_gradients(rows: int, bias: bool, devi
 @needs_triton
 def test_the_products_of_the_updates_are_not_written(device: str) -> None:
     """Backward keeps gate and up without them, and as many bytes."""
-    mlp = adapted(device, torch.float32, ALL, {})
-    x = torch.randn(6, 24, device=device, requires_grad=True)
+    mlp = adapted(device, HALF_DTYPE, ALL, {})
+    x = torch.randn(6, 24, device=device, dtype=HALF_DTYPE, requires_grad=True)
     gate, up, _ = mlp.project_in_parts(x)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -1,0 +1,235 @@
+"""All gradients of a gated linear unit with low-rank terms (see `low_rank_glu`), in one pass over gate, up and dy.
+
+With y = a(g) * u,   g = gate + s_g h_g B_g^T,   u = up + s_u h_u B_u^T,   and z = y W^T + s y A^T B^T after it:
+
+    dy = dz W + dh A,   du = dy * a(g),   dg = dy * u * a'(g),
+    dh_i = s_i di B_i,   dB_i = s_i di^T h_i   for i = g and u,   dA = dh^T y.
+
+dh, the gradient of y A^T, and the product dz W are given. gate, up, dy and their gradients have many columns, all
+others few. So the time is that of reading and writing five large matrices. y is not written, unless dW needs it.
+
+A program computes dg and du for some columns of some rows, and partial sums: dh_i of its rows over these columns, dB_i
+and dA of these columns over its rows. They are fp32, and added up in one order by the kernel of `low_rank_gradients`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.activation import Activation, activate
+from ligerzoo.kernels.dispatch import as_rows, cdiv, empty_gradient, multiprocessors
+from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_columns, load_rows, load_with_term, padded_rank
+from ligerzoo.kernels.low_rank_gradients import sum_parts
+from ligerzoo.kernels.registration import register
+
+_ROWS, _COLUMNS, _WARPS, _STAGES = 16, 128, 4, 3
+"""Rows and columns that a program reads at once, and how.
+
+No product has 64 rows or more, for which Triton would use `wgmma`, see `delta_chunks.PREPARE`.
+"""
+
+_MIN_ROWS = 128
+"""Fewest rows per program: fewer would write more partial sums of dB and dA."""
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+class LowRankGLUGradients(NamedTuple):
+    """Gradients of a gated linear unit with low-rank terms, and y.
+
+    Attributes:
+        gate: (..., I).
+        up: (..., I).
+        h: (..., r_g + r_u).
+        factors: those of gate_b, (I, r_g), of up_b, (I, r_u), and of a, (r, I), one after the other, (n,), in fp32.
+        y: (..., I), without elements if it is not needed.
+    """
+
+    gate: Tensor
+    up: Tensor
+    h: Tensor
+    factors: Tensor
+    y: Tensor
+
+    def of_factors(self, terms: LowRankTerms, a: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the gradients of gate_b, up_b and a in the dtypes and shapes of these."""
+        all_factors = [terms.gate_b, terms.up_b, *([] if a is None else [a])]
+        parts = self.factors.split([factor.numel() for factor in all_factors])
+        found = [part.view(factor.shape).to(factor.dtype) for part, factor in zip(parts, all_factors, strict=True)]
+        return found[0], found[1], None if a is None else found[2]
+
+
+@kernel
+def _partial_kernel(
+    dy_ptr, gate_ptr, up_ptr, h_ptr, gate_b_ptr, up_b_ptr, down_dh_ptr, a_ptr, dgate_ptr, dup_ptr, y_ptr, dh_ptr,
+    dab_ptr, dy_stride, gate_stride, up_stride, h_stride, gate_scale, up_scale, down_scale, n_rows, n_cols,
+    rows_per_program, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, NEEDS_Y: tl.constexpr,
+):  # fmt: skip
+    col_blocks = tl.cdiv(n_cols, COLS)
+    row_block, col_block = tl.program_id(0).to(tl.int64) // col_blocks, tl.program_id(0).to(tl.int64) % col_blocks
+    first_row, first_col = row_block * rows_per_program, col_block * COLS
+    BOTH: tl.constexpr = GATE_RANK + UP_RANK
+    dtype = gate_ptr.dtype.element_ty
+    dy_ptr += first_row * dy_stride + first_col
+    gate_ptr += first_row * gate_stride + first_col
+    up_ptr += first_row * up_stride + first_col
+    dgate_ptr += first_row * n_cols + first_col
+    dup_ptr += first_row * n_cols + first_col
+    if NEEDS_Y:
+        y_ptr += first_row * n_cols + first_col
+    h_ptr += first_row * h_stride
+    dh_ptr += (col_block * n_rows + first_row) * BOTH
+    dab_ptr += row_block * n_cols * (BOTH + DOWN_RANK)
+
+    cols = tl.arange(0, COLS)
+    in_cols = cols < n_cols - first_col
+    gate_b = load_columns(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b = load_columns(up_b_ptr + first_col * UP_RANK, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
+    # Loaded again rather than transposed, so that each product finds its operand in shared memory as it reads it.
+    gate_b_rows = load_rows(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b_rows = load_rows(up_b_ptr + first_col * UP_RANK, UP_RANK, cols, in_cols, UP_RANK, PADDED).to(dtype)
+    dgate_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
+    dup_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
+    if DOWN_RANK:
+        down_dh_ptr += first_row * DOWN_RANK
+        a = load_columns(a_ptr + first_col, 1, n_cols, cols, in_cols, DOWN_RANK, PADDED).to(dtype)
+        da = tl.zeros((PADDED, COLS), dtype=tl.float32)
+
+    rows, ranks = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    n_rows = tl.minimum(rows_per_program, n_rows - first_row).to(tl.int32)
+    in_rows = rows < n_rows
+    gate_h = load_rows(h_ptr, h_stride, rows, in_rows, GATE_RANK, PADDED)
+    up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, in_rows, UP_RANK, PADDED)
+    if DOWN_RANK:
+        down_dh = load_rows(down_dh_ptr, DOWN_RANK, rows, in_rows, DOWN_RANK, PADDED)
+    for first in range(0, n_rows, ROWS):
+        # Triton loads the tiles of gate, up and dy ahead, but none as small as these.
+        in_next = rows < n_rows - first - ROWS
+        h_ptr += ROWS * h_stride
+        next_gate_h = load_rows(h_ptr, h_stride, rows, in_next, GATE_RANK, PADDED)
+        next_up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, in_next, UP_RANK, PADDED)
+        if DOWN_RANK:
+            down_dh_ptr += ROWS * DOWN_RANK
+            next_down_dh = load_rows(down_dh_ptr, DOWN_RANK, rows, in_next, DOWN_RANK, PADDED)
+        in_rows = rows < n_rows - first
+        mask = in_rows[:, None] & in_cols[None, :]
+        gate = load_with_term(gate_ptr, gate_stride, rows, cols, mask, gate_scale, gate_h, gate_b)
+        up = load_with_term(up_ptr, up_stride, rows, cols, mask, up_scale, up_h, up_b)
+        if DOWN_RANK:
+            # down_scale is 1. Without a factor, Triton would add the product to the tile of dy, and not load that ahead.
+            dy = load_with_term(dy_ptr, dy_stride, rows, cols, mask, down_scale, down_dh, a)
+        else:
+            dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+        activated, slope = activate(gate, ACTIVATION, False)
+        dgate, dup = (dy * up * slope).to(dtype), (dy * activated).to(dtype)
+        target = rows[:, None] * n_cols + cols[None, :]
+        tl.store(dgate_ptr + target, dgate, mask=mask)
+        tl.store(dup_ptr + target, dup, mask=mask)
+        if NEEDS_Y or DOWN_RANK:
+            y = (activated * up).to(dtype)
+            if NEEDS_Y:
+                tl.store(y_ptr + target, y, mask=mask)
+                y_ptr += ROWS * n_cols
+            if DOWN_RANK:
+                da = tl.dot(tl.trans(down_dh), y, da)
+                down_dh = next_down_dh
+
+        # These products are transposed: the rank is their number of rows, and warps share the columns.
+        dgate_h = gate_scale * tl.trans(tl.dot(tl.trans(gate_b_rows), tl.trans(dgate)))
+        dup_h = up_scale * tl.trans(tl.dot(tl.trans(up_b_rows), tl.trans(dup)))
+        offsets = rows[:, None] * BOTH + ranks[None, :]
+        tl.store(dh_ptr + offsets, dgate_h, mask=in_rows[:, None] & (ranks < GATE_RANK)[None, :])
+        tl.store(dh_ptr + GATE_RANK + offsets, dup_h, mask=in_rows[:, None] & (ranks < UP_RANK)[None, :])
+        dgate_b = tl.dot(tl.trans(gate_h), dgate, dgate_b)
+        dup_b = tl.dot(tl.trans(up_h), dup, dup_b)
+        # Offsets within a tile fit in 32 bits, those of all rows may not.
+        dy_ptr += ROWS * dy_stride
+        gate_ptr += ROWS * gate_stride
+        up_ptr += ROWS * up_stride
+        dgate_ptr += ROWS * n_cols
+        dup_ptr += ROWS * n_cols
+        gate_h, up_h = next_gate_h, next_up_h
+        dh_ptr += ROWS * BOTH
+
+    all_cols = first_col + cols
+    gate_offsets = all_cols[None, :] * GATE_RANK + ranks[:, None]
+    up_offsets = all_cols[None, :] * UP_RANK + ranks[:, None]
+    tl.store(dab_ptr + gate_offsets, gate_scale * dgate_b, mask=(ranks < GATE_RANK)[:, None] & in_cols[None, :])
+    dab_ptr += n_cols.to(tl.int64) * GATE_RANK
+    tl.store(dab_ptr + up_offsets, up_scale * dup_b, mask=(ranks < UP_RANK)[:, None] & in_cols[None, :])
+    if DOWN_RANK:
+        dab_ptr += n_cols.to(tl.int64) * UP_RANK
+        a_mask = (ranks < DOWN_RANK)[:, None] & in_cols[None, :]
+        tl.store(dab_ptr + ranks.to(tl.int64)[:, None] * n_cols + all_cols[None, :], da, mask=a_mask)
+
+
+def _blocks(gate: Tensor) -> tuple[int, int, int]:
+    """The rows per program, and the number of blocks of rows and of columns: as many programs as run together."""
+    n_rows, n_cols = gate.shape[:-1].numel(), gate.shape[-1]
+    col_blocks = cdiv(n_cols, _COLUMNS)
+    row_blocks = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(gate) // col_blocks)
+    rows = max(_MIN_ROWS, cdiv(cdiv(n_rows, row_blocks), _ROWS) * _ROWS)
+    return rows, cdiv(n_rows, rows), col_blocks
+
+
+def _ranks(terms: LowRankTerms, a: Tensor | None) -> tuple[int, int, int]:
+    return terms.gate_b.shape[1], terms.up_b.shape[1], 0 if a is None else len(a)
+
+
+def _allocate(
+    dy: Tensor, gate: Tensor, terms: LowRankTerms, a: Tensor | None, needs_y: bool
+) -> LowRankGLUGradients:  # fmt: skip
+    factors = gate.new_empty(gate.shape[-1] * sum(_ranks(terms, a)), dtype=torch.float32)
+    dgate, dup, dh = (gate.new_empty(shape) for shape in (gate.shape, gate.shape, terms.h.shape))
+    return LowRankGLUGradients(dgate, dup, dh, factors, empty_gradient(dy, needs_y))
+
+
+def _flops(gate: Tensor, terms: LowRankTerms, a: Tensor | None) -> int:
+    """Those of dh_i, dB_i, dh A and dA. Products that are computed again are left out, as activation functions are."""
+    return 4 * gate.numel() * sum(_ranks(terms, a))
+
+
+def _peak(gate: Tensor, terms: LowRankTerms, a: Tensor | None, needs_y: bool) -> int:
+    (_, row_blocks, col_blocks), ranks = _blocks(gate), _ranks(terms, a)
+    partial_sums = col_blocks * terms.h.numel() + row_blocks * gate.shape[-1] * sum(ranks)
+    results = (3 if needs_y else 2) * gate.nbytes + terms.h.nbytes + 4 * gate.shape[-1] * sum(ranks)
+    return results + 4 * partial_sums
+
+
+@register("low_rank_glu_gradients", fake=_allocate, flops=_flops, peak=_peak)
+def low_rank_glu_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, terms: LowRankTerms, down_dh: Tensor | None, a: Tensor | None,
+    activation: Activation, needs_y: bool,
+) -> LowRankGLUGradients:  # fmt: skip
+    """Returns the gradients for that of y, dy + down_dh @ a, and y if it is needed.
+
+    Args:
+        dy: (..., I).
+        gate: (..., I).
+        up: (..., I).
+        terms: see `LowRankTerms`.
+        down_dh: (T, r), gradient of y @ a.T, or None.
+        a: (r, I), of any dtype: rounded to that of dy; or None.
+        activation: see `activation_linear`.
+        needs_y: whether y is needed.
+    """
+    gradients = _allocate(dy, gate, terms, a, needs_y)
+    rows_per_program, row_blocks, col_blocks = _blocks(gate)
+    ranks = _ranks(terms, a)
+    dy, gate, up, h, gate_b, up_b = (as_rows(t) for t in (dy, gate, up, *terms[:3]))
+    down_dh, a = (None if t is None else t.contiguous() for t in (down_dh, a))
+    dh_parts = gate.new_empty((col_blocks, *h.shape), dtype=torch.float32)
+    factor_parts = gate.new_empty((row_blocks, len(gradients.factors)), dtype=torch.float32)
+    _partial_kernel[row_blocks * col_blocks](
+        dy, gate, up, h, gate_b.contiguous(), up_b.contiguous(), down_dh, a, gradients.gate, gradients.up, gradients.y,
+        dh_parts, factor_parts, dy.stride(0), gate.stride(0), up.stride(0), h.stride(0), *terms[3:], 1.0, *gate.shape,
+        rows_per_program, *ranks, padded_rank(*ranks), _ROWS, _COLUMNS, activation, needs_y,
+        num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    sum_parts(dh_parts, gradients.h, factor_parts, gradients.factors)
+    return gradients
