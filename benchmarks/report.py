@@ -28,9 +28,10 @@ TRAINERS = {
     "trainer_llama_1b": "Llama-3.2-1B shape",
     "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
 }
+LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shape in MXFP4"}
 ATTENTION = ("attention_sinks", "latent_attention")
 SUITES = (
-    "operations", "losses", "launching", "scaling", "training", "memory", "generation", *STEPS, *TRAINERS, "loading",
+    "operations", "losses", "launching", "scaling", "training", "memory", "generation", *STEPS, *TRAINERS, *LOADS,
     *ATTENTION, "delta_rule",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
@@ -81,29 +82,32 @@ def step_lines(step: Json, what: str) -> list[list[str]]:
     return [compared(title, "ms", speed), memory]
 
 
-def loading_line(loading: Json) -> list[str]:
-    seconds = {name: sum(parts) for name, parts in loading["median_import_and_load_s"].items()}
+def loading_seconds(loading: Json) -> dict[str, float]:
+    return {name: sum(parts) for name, parts in loading["median_import_and_load_s"].items()}
+
+
+def loading_line(loading: Json, what: str) -> list[str]:
+    seconds = loading_seconds(loading)
     best = min(seconds[name] for name in MODEL_PROVIDERS if name in seconds)
     cells = [bold(f"{seconds[n]:.1f} s", seconds[n] == best) if n in seconds else "" for n in MODEL_PROVIDERS]
-    return [f"import and load to the GPU, Llama-3-8B shape, {loading['gib']:.0f} GiB", *cells]
+    return [f"import and load to the GPU, {what}, {loading['gib']:.0f} GiB", *cells]
 
 
 def model_table(results: Mapping[str, Json]) -> str:
     """Training steps and loading; empty without results."""
     lines = [line for name, what in STEPS.items() if name in results for line in step_lines(results[name], what)]
-    if "loading" in results:
-        lines.append(loading_line(results["loading"]))
+    lines += [loading_line(results[name], what) for name, what in LOADS.items() if name in results]
     return table(["", *MODEL_PROVIDERS], lines) if lines else ""
 
 
 def model_figures(results: Mapping[str, Json]) -> list[str]:
-    used = [results[name] for name in (*STEPS, "loading") if name in results]
+    used = [results[name] for name in (*STEPS, *LOADS) if name in results]
     if not used:
         return []
     parts = ["## Whole models", paragraph(f"bf16 weights, fused AdamW. {measured_on(*used)}."), model_table(results)]
-    if "loading" in results:
-        raw = sum(results["loading"]["median_import_and_load_s"]["raw safetensors"])
-        parts.append(f"The files are in the page cache. Reading them with safetensors alone takes {raw:.1f} s.")
+    raw = [f"{loading_seconds(results[name])['raw safetensors']:.1f} s" for name in LOADS if name in results]
+    if raw:
+        parts.append(f"The files are in the page cache. Reading them with safetensors alone takes {' and '.join(raw)}.")
     return parts
 
 

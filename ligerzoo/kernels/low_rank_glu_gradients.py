@@ -120,7 +120,7 @@ def _partial_kernel(
         gate = load_with_term(gate_ptr, gate_stride, rows, cols, mask, gate_scale, gate_h, gate_b)
         up = load_with_term(up_ptr, up_stride, rows, cols, mask, up_scale, up_h, up_b)
         if DOWN_RANK:
-            # down_scale is 1. Without a factor, Triton would add the product to the tile of dy, and not load that ahead.
+            # down_scale is 1. Without a factor, Triton would not load the tile of dy ahead, but add the product to it.
             dy = load_with_term(dy_ptr, dy_stride, rows, cols, mask, down_scale, down_dh, a)
         else:
             dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
