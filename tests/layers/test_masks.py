@@ -259,27 +259,27 @@ def test_causal_masks_load_only_the_starts_of_segments(packed: bool, window: int
 PADDED, PACKED = torch.arange(40)[None] > 2, torch.tensor([0, 7, 40])
 
 
-@pytest.mark.parametrize("is_before_2_12", [False, True])
+@pytest.mark.parametrize("skips_defaults", [False, pytest.param(True, id="as before torch 2.12")])
 def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
-    monkeypatch: pytest.MonkeyPatch, is_before_2_12: bool
+    monkeypatch: pytest.MonkeyPatch, skips_defaults: bool
 ) -> None:
     """By default, torch compiles a function at most 8 times, and then runs FlexAttention without a kernel."""
-    if is_before_2_12:
-        monkeypatch.setattr(torch._dynamo.config, "skip_guards_on_constant_func_defaults", True)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
     monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
-    for (inputs, window), dtype in 2 * list(
-        product(
-            product([{}, {"attention_mask": PADDED}, {"cu_seqlens": PACKED}], [5, 7]), [torch.float32, torch.float64]
-        )
-    ):
-        x = torch.randn(1, 40, 1, 16, dtype=dtype)
-        mask = Context(torch.zeros(1, 40), **inputs).mask(40, window=window)
-        assert isinstance(mask, Mask)
-        out = attention._flex_attention(x, x, x, mask, None, None, None)
-        torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(dtype))[:, 3:])
+    with torch._dynamo.config.patch(skip_guards_on_constant_func_defaults=skips_defaults):
+        for (inputs, window), dtype in 2 * list(
+            product(
+                product([{}, {"attention_mask": PADDED}, {"cu_seqlens": PACKED}], [5, 7]),
+                [torch.float32, torch.float64],
+            )
+        ):
+            x = torch.randn(1, 40, 1, 16, dtype=dtype)
+            mask = Context(torch.zeros(1, 40), **inputs).mask(40, window=window)
+            assert isinstance(mask, Mask)
+            out = attention._flex_attention(x, x, x, mask, None, None, None)
+            torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(dtype))[:, 3:])
     assert counter.frame_count == 12
     torch._dynamo.reset()
 
