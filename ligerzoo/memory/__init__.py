@@ -3,9 +3,10 @@
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.memory.prediction import TrainingSetting, predict_training
-from ligerzoo.memory.simulation import OPTIMIZERS, StepMemory, on_meta, simulate_step
+from ligerzoo.memory.simulation import LOW_BIT, OPTIMIZERS, StepMemory, on_meta, simulate_step
 
 __all__ = [
+    "LOW_BIT",
     "OPTIMIZERS",
     "ActivationPlan",
     "Recompute",

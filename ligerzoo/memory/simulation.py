@@ -41,11 +41,26 @@ OPTIMIZERS: dict[str, tuple[int, float]] = {
 }
 """States of each parameter: tensors of the parameter's dtype, and further bytes per number."""
 
+LOW_BIT = tuple(name for name, (_, extra) in OPTIMIZERS.items() if extra)
+"""Optimizers with quantized states, which update whole weights only."""
+
 _TEMPORARIES = dict.fromkeys(("adamw-8bit", "adamw-4bit"), 2 * 4)
 """Bytes per number of the parameter that an optimizer updates; torchao's has both moments in fp32."""
 
 _ADAMW_STATES = OPTIMIZERS["adamw"][0]
 """Muon updates vectors, embeddings and heads with AdamW."""
+
+
+def check_optimizer(optimizer: str, gpus: int = 1) -> None:
+    """Raises LigerzooError if an optimizer is unknown, or cannot update weights that this many GPUs share."""
+    if optimizer not in OPTIMIZERS:
+        raise LigerzooError(
+            "unknown optimizer", where="optimizer", got=repr(optimizer), expected=", ".join(OPTIMIZERS),
+            remedy=did_you_mean(optimizer, OPTIMIZERS),
+        )  # fmt: skip
+    if gpus > 1 and optimizer in LOW_BIT:
+        expected = ", ".join(name for name in OPTIMIZERS if name not in LOW_BIT)
+        raise LigerzooError("cannot update sharded weights", where="optimizer", got=optimizer, expected=expected)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
@@ -54,11 +69,7 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     Raises:
         LigerzooError: unknown optimizer.
     """
-    if optimizer not in OPTIMIZERS:
-        raise LigerzooError(
-            "unknown optimizer", where="optimizer", got=repr(optimizer), expected=", ".join(OPTIMIZERS),
-            remedy=did_you_mean(optimizer, OPTIMIZERS),
-        )  # fmt: skip
+    check_optimizer(optimizer)
     tensors, extra = OPTIMIZERS[optimizer]
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -157,7 +168,11 @@ def simulate_step(
         optimizer: a name in `OPTIMIZERS`.
         accumulate: whether gradients of earlier microbatches exist.
         gpus: shards of the weights, gradients and optimizer states (FSDP2, resharded after forward).
+
+    Raises:
+        LigerzooError: the optimizer is unknown, or cannot update weights that several GPUs share.
     """
+    check_optimizer(optimizer, gpus)
     model.model.activation_plan = tuple(levels)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.memory import LOW_BIT
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import share_unchanged
-
-LOW_BIT = ("adamw-8bit", "adamw-4bit", "adamw-fp8")
-"""Optimizers whose states torchao quantizes."""
-
 
 _ADAPTER_OPTIONS = ("lora_alpha", "lora_dropout", "lora_targets", "dora")
 

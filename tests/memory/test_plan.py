@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.memory import ActivationPlan, Recompute, apply_activation_plan, plan_activations
+from ligerzoo.memory import LOW_BIT, ActivationPlan, Recompute, apply_activation_plan, plan_activations
 from ligerzoo.memory.plan import efficient_levels
 from ligerzoo.memory.simulation import StepMemory
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
@@ -122,6 +122,14 @@ def test_a_plan_of_another_model(model: Llama) -> None:
     shallow = Llama(LlamaConfig(**{**vars(CONFIG), "num_hidden_layers": 2}))
     with pytest.raises(LigerzooError, match=r"^plan: an activation plan for another model; got 6 blocks; expected 2"):
         apply_activation_plan(shallow, plan(model, None))
+
+
+@pytest.mark.parametrize("optimizer", LOW_BIT)
+def test_quantized_states_of_sharded_weights_are_refused(model: Llama, optimizer: str) -> None:
+    plan(model, None, optimizer=optimizer)
+    message = f"optimizer: cannot update sharded weights; got {optimizer}; expected adamw, muon, sgd"
+    with pytest.raises(LigerzooError, match=message):
+        plan(model, None, optimizer=optimizer, gpus=2)
 
 
 def test_more_gpus_need_less_each(model: Llama) -> None:
