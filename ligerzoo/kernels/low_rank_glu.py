@@ -99,7 +99,7 @@ def _forward_kernel(
     gate_h = load_rows(h_ptr, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
     up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)
     for _ in tl.range(TILES, num_stages=STAGES):
-        # Triton loads the tiles of gate and up ahead, but none as small as those of h.
+        # Triton does not load tiles as small as those of h ahead, so this loop does.
         next_rows = rows + ROWS
         next_gate_h = load_rows(h_ptr, h_stride, next_rows, next_rows < n_rows, GATE_RANK, PADDED)
         next_up_h = load_rows(h_ptr + GATE_RANK, h_stride, next_rows, next_rows < n_rows, UP_RANK, PADDED)
@@ -133,10 +133,11 @@ def _forward_flops(gate: Tensor, terms: LowRankTerms) -> int:
 def forward(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activation, dtype: torch.dtype) -> Tensor:
     """Returns y in this dtype, (..., I), for gate and up of this shape."""
     y = _allocate_forward(gate, dtype)
-    gate, up, h, gate_b, up_b = (as_rows(t) for t in (gate, up, *terms[:3]))
+    gate, up, h = (as_rows(t) for t in (gate, up, terms.h))
+    gate_b, up_b = terms.gate_b.contiguous(), terms.up_b.contiguous()
     ranks = gate_b.shape[1], up_b.shape[1]
     _forward_kernel[_programs(*gate.shape)](
-        gate, up, h, gate_b.contiguous(), up_b.contiguous(), y, gate.stride(0), up.stride(0), h.stride(0), *terms[3:],
+        gate, up, h, gate_b, up_b, y, gate.stride(0), up.stride(0), h.stride(0), *terms[3:],
         *gate.shape, *ranks, padded_rank(*ranks), _ROWS, _COLUMNS, _TILES, _STAGES, activation,
         num_warps=_WARPS,
     )  # fmt: skip

@@ -9,7 +9,11 @@ dh, the gradient of y A^T, and the product dz W are given. gate, up, dy and thei
 others few. So the time is that of reading and writing five large matrices. y is not written, unless dW needs it.
 
 A program computes dg and du for some columns of some rows, and partial sums: dh_i of its rows over these columns, dB_i
-and dA of these columns over its rows. They are fp32, and added up in one order by the kernel of `low_rank_gradients`.
+and dA of these columns over its rows. They are fp32, and added up in a fixed order by the kernel of
+`low_rank_gradients`.
+
+The sums run over whole tiles. So an infinity or NaN in h or B may reach gradients of h and B that are finite in plain
+torch.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class LowRankGLUGradients(NamedTuple):
     y: Tensor
 
     def of_factors(self, terms: LowRankTerms, a: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the gradients of gate_b, up_b and a in the dtypes and shapes of these."""
+        """Returns the gradients of gate_b, up_b and a in the dtypes and shapes of these; in fp32, they share memory."""
         all_factors = [terms.gate_b, terms.up_b, *([] if a is None else [a])]
         parts = self.factors.split([factor.numel() for factor in all_factors])
         found = [part.view(factor.shape).to(factor.dtype) for part, factor in zip(parts, all_factors, strict=True)]
@@ -107,7 +111,7 @@ def _partial_kernel(
     if DOWN_RANK:
         down_dh = load_rows(down_dh_ptr, DOWN_RANK, rows, in_rows, DOWN_RANK, PADDED)
     for first in range(0, n_rows, ROWS):
-        # Triton loads the tiles of gate, up and dy ahead, but none as small as these.
+        # Triton does not load tiles as small as these ahead, so this loop does.
         in_next = rows < n_rows - first - ROWS
         h_ptr += ROWS * h_stride
         next_gate_h = load_rows(h_ptr, h_stride, rows, in_next, GATE_RANK, PADDED)
@@ -213,7 +217,7 @@ def low_rank_glu_gradients(
         gate: (..., I).
         up: (..., I).
         terms: see `LowRankTerms`.
-        down_dh: (T, r), gradient of y @ a.T, or None.
+        down_dh: (T, r), gradient of y @ a.T, in the dtype of dy; or None.
         a: (r, I), of any dtype: rounded to that of dy; or None.
         activation: see `activation_linear`.
         needs_y: whether y is needed.
@@ -221,12 +225,13 @@ def low_rank_glu_gradients(
     gradients = _allocate(dy, gate, terms, a, needs_y)
     rows_per_program, row_blocks, col_blocks = _blocks(gate)
     ranks = _ranks(terms, a)
-    dy, gate, up, h, gate_b, up_b = (as_rows(t) for t in (dy, gate, up, *terms[:3]))
+    dy, gate, up, h = (as_rows(t) for t in (dy, gate, up, terms.h))
+    gate_b, up_b = terms.gate_b.contiguous(), terms.up_b.contiguous()
     down_dh, a = (None if t is None else t.contiguous() for t in (down_dh, a))
     dh_parts = gate.new_empty((col_blocks, *h.shape), dtype=torch.float32)
     factor_parts = gate.new_empty((row_blocks, len(gradients.factors)), dtype=torch.float32)
     _partial_kernel[row_blocks * col_blocks](
-        dy, gate, up, h, gate_b.contiguous(), up_b.contiguous(), down_dh, a, gradients.gate, gradients.up, gradients.y,
+        dy, gate, up, h, gate_b, up_b, down_dh, a, gradients.gate, gradients.up, gradients.y,
         dh_parts, factor_parts, dy.stride(0), gate.stride(0), up.stride(0), h.stride(0), *terms[3:], 1.0, *gate.shape,
         rows_per_program, *ranks, padded_rank(*ranks), _ROWS, _COLUMNS, activation, needs_y,
         num_warps=_WARPS, num_stages=_STAGES,

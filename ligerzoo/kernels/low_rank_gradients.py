@@ -6,7 +6,7 @@ dy has as many columns as the layer has outputs, h and B have as many as the ran
 which two products of torch read twice.
 
 A program computes partial sums for some columns of dy: dh of its rows over these columns, dB of these columns over its
-rows. Both are fp32. A second kernel adds them up in one order and rounds once.
+rows. Both are fp32. A second kernel adds them up in a fixed order and rounds once.
 
 The partial sums of dh are `rank / COLUMNS` times as large as dy, in elements of 4 bytes that are written and read. So
 the kernels run up to a rank of 32, and in 2-byte dtypes, where matrix units compute the products. torch computes all
@@ -75,7 +75,7 @@ def _partial_kernel(
     for first in range(0, n_rows, ROWS):
         dy_mask = (rows < n_rows - first)[:, None] & in_cols[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=dy_mask, other=0.0)
-        # Triton loads the tiles of dy ahead, but none as small as those of h.
+        # Triton does not load tiles as small as those of h ahead, so this loop does.
         h_ptr += ROWS * h_stride
         next_mask = (rows < n_rows - first - ROWS)[:, None] & in_rank[None, :]
         next_h = tl.load(h_ptr + rows[:, None] * h_stride + ranks[None, :], mask=next_mask, other=0.0)

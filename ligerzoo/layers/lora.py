@@ -177,6 +177,7 @@ class LoRAMatrixLayer(LoRALayer):
 
     def dropped(self, x: Tensor) -> Tensor | None:
         """Returns x after dropout; None without dropout."""
+        # On a CPU and on meta, F.dropout keeps a mask in the dtype of x. This one is bool everywhere, as on a GPU.
         return torch.native_dropout(x, self.lora_dropout, True)[0] if self.lora_dropout else None
 
     def merged_weight(self, parameter: str) -> Tensor:
@@ -298,7 +299,7 @@ def project_in_parts(
     """Returns the products of x and the weights of `gate` and `up`, and their low-rank updates as terms.
 
     None if `ligerzoo.kernels.glu_linear` does not add the terms in registers: without gradients, without the kernels,
-    in fp32, or if one of both layers has a bias, no update, or more than a plain one.
+    in fp32 or fp64, with a rank above `MAX_RANK`, or if `gate` or `up` has a bias, no update, dropout, DoRA or hooks.
 
     Args:
         x: (..., H).
@@ -313,10 +314,10 @@ def project_in_parts(
     weights = [gate.weight, up.weight]
     gate_update, up_update, down_update = gate._update, up._update, update_of(down)
     ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
-    (of_products,) = autocast(x.new_empty(0))
-    if max(ranks) > MAX_RANK or of_products.element_size() != 2 or not uses_triton(x, *weights, backend=backend):
+    dtype = autocast(x.new_empty(0))[0].dtype  # of the products
+    if max(ranks) > MAX_RANK or dtype.itemsize != 2 or not uses_triton(x, *weights, backend=backend):
         return None
-    a = stacked_a(x.dtype, gate_update.a, up_update.a)
+    a = stacked_a(dtype, gate_update.a, up_update.a)
     gate_y, up_y, h = linears(x, [*weights, a], backend=backend)
     if is_recording():
         recomputable((gate_y, up_y), lambda x, *weights: linears(x, weights, backend=backend), x, *weights, level=level)

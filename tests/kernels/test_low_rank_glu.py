@@ -21,11 +21,11 @@ from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes
 from tests.kernels.layouts import laid_out, offset, padded, sliced, swapped, transposed
-from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS = {
-    "dtype": ROUNDED_DTYPES,
+    "dtype": ROUNDED_DTYPES[1:],
     "shape": [(4, 300), (5, 33), (2, 3, 130), (150, 40), *on_gpu_too([], [(1000, 4095), (513, 14336)])],
     "ranks": [(1, 1), (16, 16), (3, 17), (32, 8)],
     "down_rank": [None, 2, 32],
@@ -33,7 +33,7 @@ OPTIONS = {
     "has_bias": [False, True],
     "activation": list(ACTIVATIONS),
     "layout": [torch.clone, offset, sliced, padded, transposed, swapped],
-    "frozen": [None, 0, 1, 2, 3, 4, 5],
+    "frozen": [(), (0,), (1,), (2,), (3,), (4,), (5,), (6, 7), (8,), (0, 1), (4, 5, 6)],
 }
 
 
@@ -66,7 +66,7 @@ def applied(
     return apply
 
 
-@pytest.mark.parametrize("options", covering(OPTIONS)[:: 1 if ON_GPU else 4])
+@pytest.mark.parametrize("options", covering(OPTIONS))
 def test_pairs_of_options(options: dict[str, Any], device: str) -> None:
     chosen = dict(options)
     dtype, layout, activation = chosen.pop("dtype"), chosen.pop("layout"), chosen.pop("activation")
@@ -77,15 +77,43 @@ def test_pairs_of_options(options: dict[str, Any], device: str) -> None:
     def judge_draw(seed: int) -> None:
         torch.manual_seed(seed)
         tensors = laid_out(inputs(**chosen, dtype=dtype, b_dtype=b_dtype, device=device), layout)
-        if frozen is not None:
-            tensors[frozen].requires_grad_(False)
+        for i in frozen:
+            if i < len(tensors):
+                tensors[i].requires_grad_(False)
         judge(function, reference, tensors, layout)
 
     judge_draws(judge_draw, seed=0)
 
 
+@needs_triton
+@pytest.mark.parametrize("down_rank", [None, 16])
+def test_sums_of_many_programs(down_rank: int | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of rows in each program, and more partial sums than the second kernel reads at once."""
+    file = kernel_file("low_rank_glu_gradients")
+    monkeypatch.setattr(file, "_MIN_ROWS", 32)
+    monkeypatch.setattr(file, "multiprocessors", lambda _: 132)
+    tensors = inputs((600, 140), (16, 8), down_rank, HALF_DTYPE, torch.float32, device)
+    function, reference = (applied(f, "silu", True) for f in (glu_linear, linear_reference))
+    judge(function, reference, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("down_rank", [None, 2])
+def test_wide_dtypes(down_rank: int | None, dtype: torch.dtype, device: str) -> None:
+    tensors = inputs((5, 33), (3, 17), down_rank, dtype, dtype, device)
+    function, reference = (applied(f, "silu", True) for f in (glu_linear, linear_reference))
+    judge(function, reference, tensors)
+
+
+def test_rank_0(device: str) -> None:
+    tensors = inputs((5, 33), (0, 2), 2, HALF_DTYPE, HALF_DTYPE, device)
+    tensors[5].requires_grad_(False)
+    function, reference = (applied(f, "silu", True) for f in (glu_linear, linear_reference))
+    judge(function, reference, tensors)
+
+
 def test_no_rows(device: str) -> None:
-    tensors = inputs((0, 7), (4, 2), 3, torch.float32, torch.float32, device)
+    tensors = inputs((0, 7), (4, 2), 3, HALF_DTYPE, torch.float32, device)
     function, reference = (applied(f, "silu", True) for f in (glu_linear, linear_reference))
     judge(function, reference, tensors)
 
@@ -191,6 +219,36 @@ def test_the_layer_has_terms_only_for_plain_updates_of_gate_and_up(device: str) 
     mlp = adapted(device, HALF_DTYPE, ALL, {})
     mlp.up_proj.register_forward_hook(lambda *_: None)
     assert terms_of(mlp, x) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_the_layer_under_autocast(weights: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A is rounded once, to the dtype of autocast."""
+    mlp = adapted(device, torch.float32, ALL, {})
+    for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        layer.weight.data = layer.weight.data.to(weights)
+    x, upstream = numbers(2, 5, 24, dtype=weights, device=device), torch.randn(2, 5, 24, device=device).half()
+
+    def results(is_fused: bool) -> tuple[Tensor, ...]:
+        with torch.autocast(x.device.type, dtype=torch.float16):
+            assert (terms_of(mlp, x) is not None) == is_fused
+            y = mlp(x)
+        return y, *torch.autograd.grad(y, [x, mlp.gate_proj.lora_A, mlp.up_proj.lora_B, mlp.down_proj.lora_A], upstream)
+
+    actual = results(True)
+    monkeypatch.setattr("ligerzoo.layers.mlp.project_in_parts", lambda *_, **__: None)
+    plain = results(False)
+    wide = deepcopy(mlp).double()
+    y = wide(x.double())
+    truth = (
+        y,
+        *torch.autograd.grad(
+            y, [x, wide.gate_proj.lora_A, wide.up_proj.lora_B, wide.down_proj.lora_A], upstream.double()
+        ),
+    )
+    for a, p, t in zip(actual, plain, truth, strict=True):
+        assert_as_exact_as(a, p, t.to(t.dtype))
 
 
 @needs_triton

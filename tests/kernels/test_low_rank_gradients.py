@@ -9,7 +9,7 @@ from ligerzoo.kernels.low_rank_gradients import MAX_RANK, _gradients, low_rank_g
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.layouts import LAYOUTS
+from tests.kernels.layouts import LAYOUTS, padded
 from tests.kernels.machine import DTYPES, ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 
 LARGE = [(8192, 1024), (2048, 14336), (513, 4104)]
@@ -50,11 +50,14 @@ def test_pairs_of_options(options: dict[str, object], device: str) -> None:
 
 
 @needs_triton
-def test_gradients_of_a_layer_that_needs_several_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of rows and of columns, the last ones incomplete."""
-    monkeypatch.setattr(kernel_file("low_rank_gradients"), "_MIN_ROWS", 32)
-    monkeypatch.setattr(kernel_file("low_rank_gradients"), "multiprocessors", lambda _: 4)
-    judge(torch.float16, torch.float32, (213, 1111), 16, torch.clone, 2.0, device)
+@pytest.mark.parametrize("shape, multiprocessors", [((213, 1111), 4), ((1100, 200), 132)])
+def test_gradients_of_a_layer_that_needs_several_programs(
+    shape: tuple[int, int], multiprocessors: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks of rows and of columns, the last ones incomplete, and rows of h that are apart."""
+    monkeypatch.setattr(kernel_file("low_rank_gradients"), "_MIN_ROWS", 64)
+    monkeypatch.setattr(kernel_file("low_rank_gradients"), "multiprocessors", lambda _: multiprocessors)
+    judge(torch.float16, torch.float32, shape, 16, padded, 2.0, device)
 
 
 @needs_triton
