@@ -60,6 +60,15 @@ def check_batch_combinations(options: Any) -> None:
     )  # fmt: skip
 
 
+def check_capture(options: Any, device: torch.device) -> None:
+    """Refuses `capture` "on" where no step can be captured.
+
+    Raises:
+        ConfigError: The device is not a GPU.
+    """
+    _refuse((options.capture == "on" and device.type != "cuda", "option capture", "needs a GPU", f"device {device}"))
+
+
 def _refuse(*cases: tuple[Any, str, str, Any]) -> None:
     """Raises ConfigError for the first case that is wrong: (whether it is wrong, where, what, got)."""
     for is_wrong, where, what, got in cases:

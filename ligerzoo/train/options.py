@@ -82,7 +82,7 @@ VALUE_TYPES = {
     "str": ValueType(str, lambda value: isinstance(value, str) and value != "", "a text that is not empty"),
     "bool": ValueType(bool, lambda value: isinstance(value, bool), "True or False"),
     "Count": ValueType(int, lambda value: _is_integer(value) and value >= 1, "an integer from 1"),
-    "Number": ValueType(int, lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer from 0"),
+    "Number": ValueType(int, lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer from 0 to 2**63 - 1"),
     "Positive": ValueType(float, lambda value: _is_number(value) and value > 0, "a positive number"),
     "NotNegative": ValueType(float, lambda value: _is_number(value) and value >= 0, "a number from 0"),
     "Budget": ValueType(str, lambda value: _is_budget(value), 'a positive number of GiB, "auto" or "none"'),

@@ -49,7 +49,8 @@ class RewardFunction:
     """
 
     def __init__(self, where: str) -> None:
-        file, _, name = (where, "", DEFAULT_NAME) if where.endswith(".py") else where.rpartition(":")
+        is_file = where.endswith(".py") or ":" not in where
+        file, _, name = (where, "", DEFAULT_NAME) if is_file else where.rpartition(":")
         self._file, self._name = Path(file), f"{file}:{name}"
         module = _import(self._file)
         function = getattr(module, name, None)

@@ -127,13 +127,15 @@ class RunData:
         for sample in self.shown:
             processes.say(format_sample(sample, self._tokenizer, max_tokens=500))
 
-    def check(self) -> None:
-        """Reads all data and prints a summary.
+    def check(self) -> DataReport:
+        """Reads all data, and prints and returns a summary.
 
         Raises:
             DataError: A record is malformed or too long; names the first ones by file and line.
         """
-        processes.say(self._check(self._options.data))
+        report = self._check(self._options.data)
+        processes.say(report)
+        return report
 
     def _check(self, paths: tuple[str, ...]) -> DataReport:
         """Reads all data of files, see `check_data`.

@@ -150,11 +150,8 @@ def plan_memory(
     if options.activation_budget == "none" or options.mixed_precision or options.activation_checkpointing:
         return None
     budget, count = options.activation_budget, processes.world_size()
-    if images and budget != "auto":
-        raise ConfigError(
-            "the memory of a vision tower is not predicted, so images have no budget", where="option activation_budget",
-            got=budget, expected="auto or none", remedy="Use --activation-checkpointing to save memory.",
-        )  # fmt: skip
+    if images:
+        refuse_budget_of_images(options)
     averages = 4 * sum(weight.numel() for weight in outline.parameters() if weight.requires_grad)
     weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
     return plan_activations(
@@ -162,6 +159,16 @@ def plan_memory(
         budget="auto" if budget == "auto" else float(budget), optimizer=options.optimizer, accumulate=accumulate,
         gpus=count, device=device, reserved=((0 if options.ema is None else averages) + weights) // count,
     )  # fmt: skip
+
+
+def refuse_budget_of_images(options: RunOptions) -> None:
+    """Raises ConfigError for a number of GiB."""
+    if options.activation_budget not in ("auto", "none"):
+        raise ConfigError(
+            "the memory of a vision tower is not predicted, so images have no budget", where="option activation_budget",
+            got=options.activation_budget, expected="auto or none",
+            remedy="Use --activation-checkpointing to save memory.",
+        )  # fmt: skip
 
 
 def _source(options: RunOptions, run: RunState) -> str | Path:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -46,6 +47,22 @@ STATE_FILE, TENSORS_FILE = "state.json", "state.pt"
 OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FILES_OF_A_RUN = ("config.json", "log.jsonl", "*.safetensors")
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    """Reads what `torch.save` wrote.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            "cannot be read", where=path, got=" ".join(str(error).split())[:200],
+            remedy=f"The file may be damaged. Remove {path.parent} to resume an earlier checkpoint.",
+        ) from error  # fmt: skip
+    return state
 
 
 class Stateful(Protocol):
@@ -111,7 +128,7 @@ class RunState:
         """
         if self.checkpoint is None:
             return
-        state = torch.load(self.checkpoint / TENSORS_FILE, map_location="cpu", weights_only=True)
+        state = _read_tensors(self.checkpoint / TENSORS_FILE)
         if model is not None and adapters.has_adapters(model):
             load_tensors(_trained(model), self.checkpoint / TRAINED)
         if "optimizer" in state:
@@ -271,7 +288,8 @@ def _refuse_output(output: Path) -> None:
 
 
 def _refuse_earlier_run(output: Path) -> None:
-    found = [name for pattern in (*_FILES_OF_A_RUN, "checkpoint-*") for name in output.glob(pattern)]
+    found = [path for pattern in (*_FILES_OF_A_RUN, "checkpoint-*") for path in output.glob(pattern)]
+    found = [path for path in found if path.is_dir() or path.stat().st_size]  # the log of a run without a step is empty
     if found:
         raise CheckpointError(
             "the output directory holds a run or a model", where=output, got=found[0].name,

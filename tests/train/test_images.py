@@ -465,6 +465,8 @@ def test_a_dry_run_reads_all_images(
     assert "24 images" in printed
     assert "[image " in printed
     assert "the memory and the FLOPs of the vision tower are not predicted" in printed
+    with pytest.raises(LigerzooError, match=r"option activation_budget: .*images have no budget"):
+        sft.main(sft.Options(**{**given, "activation_budget": "4"}))
     broken = max((tmp_path / "chats" / "images").iterdir(), key=lambda path: path.stat().st_size)
     broken.write_bytes(broken.read_bytes()[:200])
     with pytest.raises(DataError, match=rf"chats.jsonl:\d+: images\[\d\] \(.*{broken.name}\): cannot read the image"):
@@ -475,7 +477,7 @@ def test_a_dry_run_reads_all_images(
     "changes, message",
     [
         ({"activation_budget": "4"}, "option activation_budget: .*images have no budget.*activation-checkpointing"),
-        ({"capture": "on"}, "cannot be captured"),
+        ({"capture": "on"}, "option capture: needs a GPU|cannot be captured"),
     ],
 )
 def test_options_that_images_exclude(
@@ -501,6 +503,43 @@ def test_activation_checkpointing_gives_the_same_losses(qwen: Path, chats: Path,
         assert sft.main(sft.Options(**given)) == 0
         losses.append([entry["loss"] for entry in read_log(tmp_path / name / "log.jsonl")])
     assert losses[0] == losses[1]
+
+
+def test_a_dry_run_finds_images_after_the_first_samples(
+    qwen: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "a"}]} for i in range(40)
+    ]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    data = (str(tmp_path / "texts.jsonl"), str(chats))
+    given = options(qwen, chats, tmp_path / "run", seq_length=256, dry_run=True, data=data, seed=3)
+    assert sft.main(sft.Options(**given)) == 0
+    assert "vision tower" not in "".join(capsys.readouterr())
+    with pytest.raises(LigerzooError, match=r"option activation_budget: .*images have no budget"):
+        sft.main(sft.Options(**{**given, "activation_budget": "4"}))
+
+
+@pytest.mark.filterwarnings("ignore:.*the loss is exactly 0")  # the teacher is the student
+@pytest.mark.parametrize("method", ["dpo", "grpo", "distill"])
+def test_other_methods_save_the_processor(method: str, qwen: Path, tmp_path: Path) -> None:
+    """A vision-language model that is trained on texts still reads images."""
+    given: dict[str, Any] = {"max_steps": 1, "seq_length": 128}
+    recipe: Any = distill
+    record: dict[str, Any] = {"prompt": "a", "completion": " b"}
+    match method:
+        case "dpo":
+            recipe, record = preference, {"prompt": "a", "chosen": " b", "rejected": " c"}
+        case "grpo":
+            recipe, record = grpo, {"prompt": "a"}
+            (tmp_path / "reward.py").write_text("def reward(completions): return [len(c) for c in completions]\n")
+            given |= {"reward": str(tmp_path / "reward.py"), "prompts": 1, "num_samples": 2, "max_new_tokens": 4}
+        case _:
+            given["teacher"] = str(qwen)
+    (tmp_path / "data.jsonl").write_text(4 * (json.dumps(record) + "\n"))
+    assert recipe.main(recipe.Options(**options(qwen, tmp_path / "data.jsonl", tmp_path / "run", **given))) == 0
+    saved = "preprocessor_config.json"
+    assert (tmp_path / "run" / saved).read_bytes() == (qwen / saved).read_bytes()
 
 
 @pytest.mark.parametrize("method", ["dpo", "grpo", "distill"])

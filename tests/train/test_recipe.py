@@ -364,5 +364,5 @@ def test_capture_is_an_option(checkpoint: Path, data: Path, tmp_path: Path) -> N
         for capture in ("off", "auto")
     )
     assert weights(eager) == weights(auto)
-    with pytest.raises(LigerzooError, match="the step cannot be captured; got the model is not on one GPU"):
+    with pytest.raises(LigerzooError, match="option capture: needs a GPU; got device cpu"):
         train(options(checkpoint, data, tmp_path / "on", capture="on"))

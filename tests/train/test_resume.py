@@ -138,9 +138,20 @@ def test_a_checkpoint_is_a_model(checkpoint: Path, data: Path, tmp_path: Path) -
     state = json.loads((saved / "state.json").read_text())
     assert state["step"] == 2
     assert state["options"]["lr"] == 1e-3
+    for size in (5000, 50, 0):
+        os.truncate(saved / "state.pt", size)
+        with pytest.raises(CheckpointError, match=r"state\.pt: cannot be read; got .*Remove .*/checkpoint-2 to"):
+            train(options(checkpoint, data, tmp_path / "run", max_steps=2, resume=True))
     (saved / "state.json").write_text('{"step": 2}')
     with pytest.raises(CheckpointError, match=r"state\.json: is not the state of a run; got no options"):
         train(options(checkpoint, data, tmp_path / "run", max_steps=2, resume=True))
+
+
+def test_a_run_without_a_step_may_start_again(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    given = options(checkpoint, data, tmp_path / "run", max_steps=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").touch()
+    assert train(given) == 0
 
 
 def test_an_earlier_run_is_not_overwritten(checkpoint: Path, data: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class SampleEncoder:
         if self._images is None:
             raise DataError(
                 "the record has images, which this run cannot train", where=source, expected="text only",
-                remedy="Images need --method sft and a vision-language model whose directory has "
+                remedy="Images need --method sft, no --tokenizer, and a vision-language model whose directory has "
                 "its preprocessor_config.json.",
             )  # fmt: skip
 

@@ -32,7 +32,7 @@ from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import describe_run
+from ligerzoo.train.starting import describe_run, tokenizer_of
 from ligerzoo.train.teacher import check_same_tokens, load_teacher
 from ligerzoo.train.tracking import open_tracker
 from ligerzoo.train.update import Update, describe_update
@@ -83,7 +83,8 @@ def main(options: Options) -> int:
 def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
-    tokenizer = run_model.open_tokenizer(options, run)
+    processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
+    tokenizer = tokenizer_of(processor)
     check_same_tokens(tokenizer, Tokenizer.from_pretrained(options.teacher), options.teacher)
     outline = run_model.open_outline(options, run, tokenizer, new=True)  # shapes alone, for checks and plans
     dtypes: dict[str, Any] = {"dtype": options.dtype, "param_dtype": run_model.compute_dtype(options)}
@@ -141,12 +142,12 @@ def train(options: Options, device: torch.device) -> int:
                     log.evaluation(step, **evaluate_method(model, tokenizer, loss_of, held_out, map(prompt_of, shown)))
             if due.save:
                 with log.paused():
-                    run.save(step, model, tokenizer, update.optimizer, batches, update.ema)
+                    run.save(step, model, processor, update.optimizer, batches, update.ema)
                     plot_loss(run.output, unit=f"{options.divergence} from the teacher")
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, tokenizer)
+        run.finish(model, processor)
     processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 

@@ -42,7 +42,7 @@ from ligerzoo.train.run_options import MAY_CHANGE, RunOptions
 from ligerzoo.train.run_state import RunState
 from ligerzoo.train.sample_log import SampleLog
 from ligerzoo.train.sampling_model import SamplingModel
-from ligerzoo.train.starting import count_steps, describe_model, padding_token
+from ligerzoo.train.starting import count_steps, describe_model, padding_token, tokenizer_of
 from ligerzoo.train.stopwatch import Stopwatch
 from ligerzoo.train.tracking import open_tracker
 from ligerzoo.train.update import Update, describe_update
@@ -135,7 +135,8 @@ def train(options: Options, device: torch.device) -> int:
     may_change = {*MAY_CHANGE, "sample_every"}
     run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
     reward = RewardFunction(options.reward)
-    tokenizer = run_model.open_tokenizer(options, run)
+    processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
+    tokenizer = tokenizer_of(processor)
     outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
 
     epochs = None if options.max_steps else options.epochs or 1
@@ -259,13 +260,13 @@ def train(options: Options, device: torch.device) -> int:
                     log.evaluation(step, **roll_out_greedily.evaluate(held_out))
             if due.save:
                 with log.paused():
-                    run.save(step, model, tokenizer, update.optimizer, stream, update.ema)
+                    run.save(step, model, processor, update.optimizer, stream, update.ema)
                     plot_loss(run.output)
                     plot_metric(run.output, "reward")
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, tokenizer)
+        run.finish(model, processor)
     files = "log.jsonl, samples.jsonl, reward.svg and loss.svg"
     processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, {files}")
     return 0

@@ -41,7 +41,7 @@ from ligerzoo.train.preferences import (
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import describe_run
+from ligerzoo.train.starting import describe_run, tokenizer_of
 from ligerzoo.train.tracking import open_tracker
 from ligerzoo.train.update import Update, describe_update
 
@@ -114,7 +114,8 @@ def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
     may_change = {*MAY_CHANGE, "precompute_reference"}
     run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
-    tokenizer = run_model.open_tokenizer(options, run)
+    processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
+    tokenizer = tokenizer_of(processor)
     outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
     kind: Literal["labelled", "preference"] = "labelled" if options.method == "kto" else "preference"
     data = RunData(options, tokenizer, kind, pin_memory=device.type == "cuda")
@@ -203,12 +204,12 @@ def train(options: Options, device: torch.device) -> int:
                     log.evaluation(step, **evaluate_method(model, tokenizer, loss_of, held_out, prompts))
             if due.save:
                 with log.paused():
-                    run.save(step, model, tokenizer, update.optimizer, batches, update.ema)
+                    run.save(step, model, processor, update.optimizer, batches, update.ema)
                     plot_loss(run.output, unit=f"{options.method} loss")
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, tokenizer)
+        run.finish(model, processor)
     processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 

@@ -18,6 +18,7 @@ import torch
 from ligerzoo.errors import LigerzooError
 from ligerzoo.train import processes, run_model
 from ligerzoo.train.captured_step import CapturedStep
+from ligerzoo.train.checks import check_capture
 from ligerzoo.train.due import due_after
 from ligerzoo.train.evaluation import evaluate
 from ligerzoo.train.interrupt import StopRequest
@@ -59,6 +60,7 @@ def main(options: Options) -> int:
 
 def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
+    check_capture(options, device)
     may_change = {*MAY_CHANGE, "capture"}
     run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
@@ -75,7 +77,8 @@ def train(options: Options, device: torch.device) -> int:
     processes.say(describe_run(outline, options, device, first_step=run.step, steps=steps, more=more))
     data.show()
     if options.dry_run:
-        data.check()
+        if data.check().images:
+            run_model.refuse_budget_of_images(options)
         return 0
 
     model = run_model.open_trained_model(options, run, device, plan, new=is_new)
