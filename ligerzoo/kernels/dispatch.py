@@ -98,11 +98,21 @@ def autocast(*tensors: Any) -> Any:
 
     Nones stay None, and fp64 stays fp64.
     """
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    dtype = _autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def dtype_of_products(x: Tensor) -> torch.dtype:
+    """The dtype in which x enters a matrix product, see `autocast`."""
+    dtype = _autocast_dtype(x.device.type)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of `torch.autocast` on a kind of device; None if it is off."""
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def empty_gradient(t: Tensor, needed: bool) -> Tensor:

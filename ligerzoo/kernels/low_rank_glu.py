@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, cdiv, next_power_of_2
+from ligerzoo.kernels.dispatch import as_rows, cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.low_rank_gradients import padded_rank
 from ligerzoo.kernels.registration import register
 
 MAX_RANK = 32
@@ -114,11 +115,6 @@ def _forward_kernel(
 
 def _programs(n_rows: int, n_cols: int) -> int:
     return cdiv(n_rows, _ROWS * _TILES) * cdiv(n_cols, _COLUMNS)
-
-
-def padded_rank(*ranks: int) -> int:
-    """Rows of the matrices in the kernels."""
-    return max(16, next_power_of_2(max(ranks)))
 
 
 def _allocate_forward(gate: Tensor, dtype: torch.dtype) -> Tensor:

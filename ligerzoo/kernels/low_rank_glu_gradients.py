@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, cdiv, empty_gradient, multiprocessors
+from ligerzoo.kernels.dispatch import as_rows, empty_gradient, multiprocessors
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_columns, load_rows, load_with_term, padded_rank
-from ligerzoo.kernels.low_rank_gradients import sum_parts
+from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_columns, load_rows, load_with_term
+from ligerzoo.kernels.low_rank_gradients import padded_rank, split_matrix, sum_parts
 from ligerzoo.kernels.registration import register
 
 _ROWS, _COLUMNS, _WARPS, _STAGES = 16, 128, 4, 3
@@ -173,12 +173,9 @@ def _partial_kernel(
 
 
 def _blocks(gate: Tensor) -> tuple[int, int, int]:
-    """The rows per program, and the number of blocks of rows and of columns: as many programs as run together."""
     n_rows, n_cols = gate.shape[:-1].numel(), gate.shape[-1]
-    col_blocks = cdiv(n_cols, _COLUMNS)
-    row_blocks = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(gate) // col_blocks)
-    rows = max(_MIN_ROWS, cdiv(cdiv(n_rows, row_blocks), _ROWS) * _ROWS)
-    return rows, cdiv(n_rows, rows), col_blocks
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(gate)
+    return split_matrix(n_rows, n_cols, _ROWS, _COLUMNS, min_rows=_MIN_ROWS, programs=programs)
 
 
 def _ranks(terms: LowRankTerms, a: Tensor | None) -> tuple[int, int, int]:

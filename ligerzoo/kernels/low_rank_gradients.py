@@ -127,11 +127,28 @@ def _columns(dy: Tensor) -> int:
     return 256 if dy.shape[1] > 8192 else 128
 
 
-def _blocks(dy: Tensor) -> tuple[int, int]:
-    """The rows per program, and the number of blocks of columns: as many programs as run at the same time."""
-    col_blocks = cdiv(dy.shape[1], _columns(dy))
-    row_blocks = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy) // col_blocks)
-    return max(_MIN_ROWS, cdiv(cdiv(len(dy), row_blocks), _ROWS) * _ROWS), col_blocks
+def padded_rank(*ranks: int) -> int:
+    """Rows of the matrices in the kernels."""
+    return max(16, next_power_of_2(max(ranks)))
+
+
+def split_matrix(
+    n_rows: int, n_cols: int, tile_rows: int, tile_cols: int, *, min_rows: int, programs: int
+) -> tuple[int, int, int]:
+    """Splits a matrix among about this many programs.
+
+    Returns:
+        The rows per program, a multiple of the tile's, and the number of blocks of rows and of columns.
+    """
+    col_blocks = cdiv(n_cols, tile_cols)
+    rows = cdiv(cdiv(n_rows, max(1, programs // col_blocks)), tile_rows) * tile_rows
+    rows = max(min_rows, rows)
+    return rows, cdiv(n_rows, rows), col_blocks
+
+
+def _blocks(dy: Tensor) -> tuple[int, int, int]:
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy)
+    return split_matrix(len(dy), dy.shape[1], _ROWS, _columns(dy), min_rows=_MIN_ROWS, programs=programs)
 
 
 def _allocate(dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +156,8 @@ def _allocate(dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _peak(dy: Tensor, b: Tensor) -> int:
-    (rows_per_program, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
-    partial_sums = col_blocks * n_rows + cdiv(n_rows, rows_per_program) * n_cols
+    (_, row_blocks, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
+    partial_sums = col_blocks * n_rows + row_blocks * n_cols
     return 4 * rank * partial_sums + rank * n_rows * dy.element_size() + b.nbytes
 
 
@@ -148,13 +165,12 @@ def _peak(dy: Tensor, b: Tensor) -> int:
 def _gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     dh, db = _allocate(dy, b)
     dy, h, b = as_rows(dy), as_rows(h), b.contiguous()
-    (rows_per_program, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
-    row_blocks = cdiv(n_rows, rows_per_program)
+    (rows_per_program, row_blocks, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
     dh_parts = dh.new_empty((col_blocks, *dh.shape), dtype=torch.float32)
     db_parts = db.new_empty((row_blocks, *db.shape), dtype=torch.float32)
     _partial_kernel[row_blocks * col_blocks](
         dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), scale, n_rows, n_cols, rows_per_program,
-        rank, max(16, next_power_of_2(rank)), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
+        rank, padded_rank(rank), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     sum_parts(dh_parts, dh, db_parts, db)
     return dh, db

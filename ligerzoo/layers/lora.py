@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linears
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, dtype_of_products, uses_triton
 from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
@@ -314,7 +314,7 @@ def project_in_parts(
     weights = [gate.weight, up.weight]
     gate_update, up_update, down_update = gate._update, up._update, update_of(down)
     ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
-    dtype = autocast(x.new_empty(0))[0].dtype  # of the products
+    dtype = dtype_of_products(x)
     if max(ranks) > MAX_RANK or dtype.itemsize != 2 or not uses_triton(x, *weights, backend=backend):
         return None
     a = stacked_a(dtype, gate_update.a, up_update.a)

@@ -22,29 +22,20 @@ from ligerzoo.train.starting import checkpoint_directory, lacks_weights, open_mo
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
 
-def open_tokenizer(options: RunOptions, run: RunState) -> Tokenizer:
-    """Loads the tokenizer, with the chat template of the options if they name one.
-
-    Raises:
-        ConfigError: The file of the chat template cannot be read.
-    """
-    tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
-    if run.checkpoint is None:
-        _set_chat_template(tokenizer, options)
-    return tokenizer
-
-
 def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
     """Loads the processor of a model that reads images; the tokenizer of other models, or if the options name one.
 
     Raises:
         ConfigError: The file of the chat template cannot be read, or the preprocessing is not supported.
     """
-    # The checkpoint of an adapter has no config.json, which names the preprocessing.
-    saved = None if options.lora_rank else run.checkpoint
+    processor: Processor | Tokenizer
     if options.tokenizer is not None:
-        return open_tokenizer(options, run)
-    processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
+        saved = run.checkpoint
+        processor = Tokenizer.from_pretrained(saved or options.tokenizer)
+    else:
+        # The checkpoint of an adapter has no config.json, which names the preprocessing.
+        saved = None if options.lora_rank else run.checkpoint
+        processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
     if saved is None:
         _set_chat_template(tokenizer_of(processor), options)
     return processor
