@@ -94,6 +94,7 @@ JOBS = {
     "training_qwen3_30b_lora": training_job(90, "qwen3_30b_a3b_lora_1x8192", "ligerzoo"),
     "training_qwen3_5_4b": training_job(120, "qwen3_5_4b_1x8192", with_fla=True),
     "training_gpt_oss_20b": training_job(100, "gpt_oss_20b_1x8192", "ligerzoo"),
+    "tests_train": Job(100, f"{PYTEST} tests/train/test_on_gpu.py tests/train/test_captured_step.py"),
     "tests_models": Job(300, f"{PYTEST} -m 'not thorough' tests/models tests/generate tests/vision tests/parallel"),
     "loading_gpt_oss_20b": Job(
         120,

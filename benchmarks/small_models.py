@@ -2,11 +2,11 @@
 
     python -m benchmarks.small_models
 
-Milliseconds per step: forward, backward and fused AdamW, bf16 weights and states, random tokens. Providers: ligerzoo
-with an eager loop, as CUDA graphs (`CapturedStep`, which also measures the norm of the gradients), and compiled;
-transformers eager and compiled. Before that, ligerzoo trains a few steps eagerly and captured from the same weights:
-the bits of the weights must be equal, with packed rows too. Writes the file after each row, and starts no row after
-`--seconds`.
+Milliseconds per step: forward, backward and AdamW, bf16 weights and states, random tokens. Providers: ligerzoo with an
+eager loop, as CUDA graphs (`CapturedStep` with the optimizer of `ligerzoo train`, which also measures the norm of the
+gradients and rounds stochastically), and compiled; transformers eager and compiled. The loops use torch's fused AdamW.
+Before that, ligerzoo trains a few steps eagerly and captured from the same weights: the bits of the weights must be
+equal, with packed rows too. Writes the file after each row, and starts no row after `--seconds`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.measure import save_result, seconds_per_call
 from ligerzoo.models import Llama, LlamaConfig
 from ligerzoo.train.captured_step import CapturedStep
-from ligerzoo.train.optimizers import make_optimizer
+from ligerzoo.train.optimizers import SkipNonFinite, make_optimizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
@@ -77,7 +77,8 @@ def plain_loop(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
 
 
 def captured(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
-    take_step = CapturedStep(model, make_optimizer(model, lr=1e-5), capture="on")
+    optimizer = make_optimizer(model, lr=1e-5, stochastic_rounding=True)
+    take_step = CapturedStep(model, optimizer, skip=SkipNonFinite(optimizer), capture="on")
     return lambda: take_step(inputs)
 
 
@@ -104,7 +105,8 @@ def same_bits(shape: tuple[int, int], device: str, segments: int) -> dict[str, A
     weights, reason = [], None
     for capture in ("off", "on"):
         model = new_ligerzoo(device)
-        take_step = CapturedStep(model, make_optimizer(model, lr=1e-3), max_norm=1.0, capture=capture)  # type: ignore[arg-type]
+        optimizer = make_optimizer(model, lr=1e-3, stochastic_rounding=True)
+        take_step = CapturedStep(model, optimizer, max_norm=1.0, capture=capture)  # type: ignore[arg-type]
         torch.manual_seed(1)
         for _ in range(6):
             pair = [batch(shape, device, segments=segments) for _ in range(2)]

@@ -1,9 +1,13 @@
-"""Capturing CUDA graphs: the host launches one graph instead of the kernels that were captured in it."""
+"""Capturing CUDA graphs: the host launches one graph instead of the kernels that were captured in it.
+
+Kernels of a stream run one after the other, and a small one leaves multiprocessors idle. In a graph, those that
+`side_by_side` captures run at the same time.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
@@ -11,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+
+_BRANCHES = 4
+"""Kernels that run at the same time, at most."""
 
 
 def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -45,6 +52,31 @@ def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUD
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph, result
+
+
+def side_by_side(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Calls functions none of which uses a result of another, and returns their results.
+
+    In a capture, their kernels become branches of the graph, which a GPU runs at the same time.
+    """
+    if torch.compiler.is_compiling() or not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return [function() for function in functions]
+    main = torch.cuda.current_stream()
+    branches = _branch_streams(main.device_index)[: len(functions) - 1]
+    for branch in branches:
+        branch.wait_stream(main)
+    results = []
+    for index, function in enumerate(functions):
+        with torch.cuda.stream((main, *branches)[index % (1 + len(branches))]):
+            results.append(function())
+    for branch in branches:
+        main.wait_stream(branch)
+    return results
+
+
+@cache
+def _branch_streams(device: int) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES - 1))
 
 
 @cache

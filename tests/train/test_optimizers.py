@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligerzoo.train.optimizers import (
     OPTIMIZER_NAMES,
     Muon,
     SkipNonFinite,
     StochasticAdamW,
+    clip_grad_norm,
     make_optimizer,
     muon_groups,
     parameter_groups,
@@ -60,6 +62,29 @@ def _uncompiled(request: pytest.FixtureRequest) -> Any:
 def build(kind: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     name, of_kind = KINDS[kind]
     return make_optimizer(model, name, **{"lr": 0.01, **of_kind, **options})
+
+
+class _RefusesReading(TorchDispatchMode):
+    """Raises if a value of a tensor is read, for which the host waits for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "bit" not in kind])
+def test_updates_read_no_value(kind: str, skips: bool) -> None:
+    model = tiny_llama(dtype=BF16)
+    optimizer = build(kind, model)
+    skip = SkipNonFinite(optimizer) if skips else None
+    set_gradients(parameters_of(optimizer), 0)
+    norm = clip_grad_norm(model, 1.0)
+    with _RefusesReading():
+        for _ in range(2):
+            if skip is not None:
+                skip(norm)
+            optimizer.step()
 
 
 def wide_model(dtype: torch.dtype) -> nn.Module:

@@ -100,7 +100,8 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
                 device = updates[0].parameter.device
                 skip = None if self.found_inf is None else self.found_inf.to(device)
                 steps = [update.state["step"] for update in updates]
-                torch._foreach_add_(steps, torch.ones((), device=device) if skip is None else (skip == 0).float().sum())
+                increment = torch.ones((), device=device) if skip is None else (skip == 0).float().sum()
+                torch._foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
                 self.update_group(group, updates, scalar_on(device, group["lr"]), skip)
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.checks import NOT_NEGATIVE, check_integer, check_numbers
+from ligerzoo.kernels.cuda_graph import side_by_side
 from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, Update, first_group, local
 
 
@@ -94,18 +96,22 @@ def adamw_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
 
 def update_adamw(group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
     """Updates parameters by AdamW, with the group's `betas`, `eps`, `weight_decay` and `stochastic_rounding`."""
-    for parameter, gradient, state, key in updates:
-        adamw_update(
-            local(parameter),
-            local(gradient),
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
-            state["step"],
-            lr,
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            key=key if group["stochastic_rounding"] else None,
-            first_group=first_group(parameter) if group["stochastic_rounding"] else 0,
-            skip=skip,
-        )
+    side_by_side([partial(_update, group, update, lr, skip) for update in updates])
+
+
+def _update(group: dict[str, Any], update: Update, lr: Tensor, skip: Tensor | None) -> None:
+    parameter, gradient, state, key = update
+    adamw_update(
+        local(parameter),
+        local(gradient),
+        local(state["exp_avg"]),
+        local(state["exp_avg_sq"]),
+        state["step"],
+        lr,
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        key=key if group["stochastic_rounding"] else None,
+        first_group=first_group(parameter) if group["stochastic_rounding"] else 0,
+        skip=skip,
+    )
