@@ -34,6 +34,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import training
+from benchmarks.measure import compact_json
 from benchmarks.workloads import select
 
 RESULTS = Path("benchmarks/results")
@@ -96,6 +97,7 @@ JOBS = {
     "training_gpt_oss_20b": training_job(100, "gpt_oss_20b_1x8192", "ligerzoo"),
     "tests_train": Job(100, f"{PYTEST} tests/train/test_on_gpu.py tests/train/test_captured_step.py"),
     "tests_models": Job(300, f"{PYTEST} -m 'not thorough' tests/models tests/generate tests/vision tests/parallel"),
+    "tests_memory": Job(60, "pytest -p no:benchmark -p no:cacheprovider tests/generate/test_memory.py"),
     "loading_gpt_oss_20b": Job(
         120,
         "benchmarks.loading --checkpoint gpt-oss-20b --providers 'raw safetensors' ligerzoo --rounds 2 --out {out}",
@@ -221,7 +223,7 @@ def unpack(path: Path, directory: Path = RESULTS) -> None:
                     part.write_text(json.dumps(result), encoding="utf-8")
                     training.Results(directory / file).merge(part)
             else:
-                (directory / file).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                (directory / file).write_text(compact_json(result) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
