@@ -11,6 +11,7 @@ graphs have one pool of memory. Gradients exist within a step only.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class CapturedStep:
 
     The first two steps of each shape run eagerly; the third is captured. What cannot be captured runs eagerly, with the
     same results, and `reason` says why: for example images, sharded or compiled models, hooks, or parameters on a CPU.
+    If a capture fails, a warning says so.
     Changes of the model and the optimizer, such as `load_state_dict`, are noticed: graphs are captured again.
 
     Pass inputs as CPU tensors, pinned ones if possible. Whether rows have padding or several segments selects the
@@ -341,6 +343,9 @@ class CapturedStep:
             self.reason = self._failures[key] = f"capturing failed: {str(error).partition(chr(10))[0]}"
             if self._capture == "on":
                 raise
+            warnings.warn(
+                f"CapturedStep: {self.reason}; steps of this shape run eagerly, which is slower", stacklevel=3
+            )
             return
         finally:
             self._drop_gradients()
