@@ -2,31 +2,22 @@
 
 A process killed at any time leaves the old files or the new ones, never a mixture. `replace_files` replaces single
 files instead of a directory: each file is the old one or the new one.
-
-A save works in a hidden directory, its slot: `.<name>.<12 hex digits>.ligerzoo` in the parent of what it replaces. The
-process locks the file `lock` in the slot, so a later save can distinguish a killed save from a running one.
 """
 
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import re
-import secrets
 import shutil
-import signal
 import stat
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 
 from ligerzoo.errors import CheckpointError
-
-_LOCK, _NEW, _OLD = "lock", "new", "old"  # the entries of a slot
+from ligerzoo.files.slots import NEW, OLD, delete_leftovers, is_at, is_slot, locked_slot
 
 
 @contextlib.contextmanager
@@ -52,7 +43,7 @@ def reading_directory(directory: str | Path) -> Iterator[None]:
             yield
         except Exception as error:
             failure = error
-        if not _is_at(descriptor, directory):
+        if not is_at(descriptor, directory):
             raise CheckpointError(
                 "was replaced while it was read", where=directory, remedy="Load it again."
             ) from failure
@@ -88,8 +79,8 @@ def replacing_directory(directory: str | Path, *, keep: Callable[[str], bool]) -
     delete_leftovers(target.parent, target.name)
     refuse_irreplaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked_slot(target) as slot:
-        new = slot / _NEW
+    with locked_slot(target) as slot:
+        new = slot / NEW
         new.mkdir()
         _keep_owner(target, new)  # may fail: better now than after writing all files
         yield new
@@ -116,7 +107,7 @@ def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterabl
     """
     directory.mkdir(parents=True, exist_ok=True)
     delete_leftovers(directory, "files")
-    with _locked_slot(directory / "files") as slot:
+    with locked_slot(directory / "files") as slot:
         written = {name: slot / str(number) for number, name in enumerate(files)}
         for name, temporary in written.items():
             temporary.write_bytes(files[name])
@@ -131,142 +122,8 @@ def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterabl
 
 def delete_directory(directory: Path) -> None:
     """Deletes a directory, which disappears in one step. A killed process leaves all of it, or a slot."""
-    with _locked_slot(directory) as slot:
-        directory.rename(slot / _NEW)
-
-
-def delete_leftovers(directory: Path, name: str | None = None) -> None:
-    """Deletes the slots that killed saves to entries of `directory` left, of one name or of all, if possible."""
-    with contextlib.suppress(OSError):
-        for slot in os.listdir(directory):
-            if _is_slot(slot, of=".+" if name is None else re.escape(name)):
-                with contextlib.suppress(OSError):
-                    _delete_leftover(directory / slot, directory / slot[1:].rsplit(".", 2)[0])
-
-
-@contextlib.contextmanager
-def _locked_slot(target: Path) -> Iterator[Path]:
-    """Yields a new locked slot for a save to `target`, and deletes it on exit."""
-    with contextlib.ExitStack() as cleanup:
-        slot = None
-        while slot is None:
-            slot = _claim_slot(target, cleanup)
-        yield slot
-
-
-def _claim_slot(target: Path, cleanup: contextlib.ExitStack) -> Path | None:
-    """Creates and locks a slot. Returns None if another process deleted it as a leftover before it was locked."""
-    slot = target.with_name(f".{target.name}.{secrets.token_hex(6)}.ligerzoo")
-    _delete_on_interrupt(slot, target, cleanup)
-    cleanup.callback(_delete_slot, slot, target)  # registered first, because an exception may follow at once
-    slot.mkdir()
-    try:
-        descriptor = os.open(slot / _LOCK, os.O_RDWR | os.O_CREAT)
-    except FileNotFoundError:
-        return None
-    cleanup.callback(_unlock, descriptor)
-    try:
-        _lock(descriptor)
-    except BlockingIOError:
-        return None
-    except OSError:  # a file system without locks, on which leftovers are never deleted
-        pass
-    return slot if _is_at(descriptor, slot / _LOCK) else None
-
-
-def _delete_on_interrupt(slot: Path, target: Path, cleanup: contextlib.ExitStack) -> None:
-    """Makes the handler of Ctrl-C delete the slot before it raises KeyboardInterrupt, until `cleanup` is closed.
-
-    An interrupt may come between any two instructions, so also where no `with` or `finally` is in effect yet or any
-    more. An interrupt of the deletion calls the handler again, which deletes the rest. Only the main thread is
-    interrupted.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        return
-
-    def delete_and_raise(number: int, frame: FrameType | None) -> None:
-        try:
-            handler(number, frame)  # a user's handler may raise nothing: then the save goes on
-        except BaseException:
-            _delete_slot(slot, target)
-            restore()
-            raise
-
-    def restore() -> None:
-        if signal.getsignal(signal.SIGINT) is delete_and_raise:
-            signal.signal(signal.SIGINT, handler)
-
-    cleanup.callback(restore)
-    signal.signal(signal.SIGINT, delete_and_raise)
-
-
-def _delete_leftover(slot: Path, target: Path) -> None:
-    try:
-        slot.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    else:
-        return
-    descriptor = os.open(
-        slot / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    )  # every slot that is not empty has had a lock
-    try:
-        _lock(descriptor)  # raises if the save is running
-        _delete_slot(slot, target)
-    finally:
-        _unlock(descriptor)
-
-
-def _is_slot(name: str, of: str = ".+") -> bool:
-    """Returns whether a name is that of a slot, for a target whose name matches the pattern."""
-    return re.fullmatch(rf"\.{of}\.[0-9a-f]{{12}}\.ligerzoo", name, re.DOTALL) is not None
-
-
-def _delete_slot(slot: Path, target: Path) -> None:
-    """Deletes a slot. Restores the old directory first if the second of two renames is missing.
-
-    Raises no OSError, because the success of the save does not depend on this.
-    """
-    try:
-        _try_to_delete_slot(slot, target)
-    except BaseException:  # an interrupt is raised again after the deletion
-        _try_to_delete_slot(slot, target)
-        raise
-
-
-def _try_to_delete_slot(slot: Path, target: Path) -> None:
-    try:
-        (slot / _OLD).rename(target)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-            warnings.warn(
-                f"{slot}: not deleted, because it may hold the only copy of {target}; got {error}", stacklevel=2
-            )
-            return
-    with contextlib.suppress(OSError):  # rmtree does not ignore errors of closing a directory
-        shutil.rmtree(slot, ignore_errors=True)
-    if os.path.lexists(slot):
-        warnings.warn(f"{slot}: cannot be deleted; the next save to {target} tries again", stacklevel=2)
-
-
-def _lock(descriptor: int) -> None:
-    """Locks a file until it is closed. Raises BlockingIOError if another process holds the lock."""
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _unlock(descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: str | Path) -> bool:
-    """Returns whether a path refers to an open file or directory."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        return False
+    with locked_slot(directory) as slot:
+        directory.rename(slot / NEW)
 
 
 @contextlib.contextmanager
@@ -354,7 +211,7 @@ def _carry_over(source: Path, destination: Path, keep: Callable[[str], bool]) ->
     """Adds the entries of `source` that `keep` accepts to `destination`, unless they exist. Merges directories."""
     for entry in source.iterdir():
         copy = destination / entry.name
-        if not keep(entry.name) or _is_slot(entry.name):
+        if not keep(entry.name) or is_slot(entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
             copy.mkdir(exist_ok=True)
@@ -428,13 +285,13 @@ def _staying_in_working_directory() -> Iterator[None]:
 def _exchange(slot: Path, target: Path) -> Path:
     """Exchanges the new directory in a slot and `target`. Returns the path of the old directory.
 
-    After an exception between two renames, `_delete_slot` undoes the first.
+    After an exception between two renames, the end of the slot undoes the first.
     """
-    if _exchange_in_one_step(slot / _NEW, target):
-        return slot / _NEW
-    target.rename(slot / _OLD)
-    (slot / _NEW).rename(target)
-    return slot / _OLD
+    if _exchange_in_one_step(slot / NEW, target):
+        return slot / NEW
+    target.rename(slot / OLD)
+    (slot / NEW).rename(target)
+    return slot / OLD
 
 
 def _exchange_in_one_step(new: Path, old: Path) -> bool:

@@ -39,13 +39,18 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.delta_chunks import (
-    CHUNK,
-    FEATURES,
     SEGMENT_PROGRAMS,
-    ChunkTable,
     Launch,
     Prepared,
     Tokens,
+    is_exact,
+    launch_of,
+    optional,
+)
+from ligerzoo.kernels.delta_tiles import (
+    CHUNK,
+    FEATURES,
+    ChunkTable,
     chunk_count,
     chunk_tokens,
     continues,
@@ -53,15 +58,12 @@ from ligerzoo.kernels.delta_chunks import (
     decays,
     head_rows,
     inner_products,
-    is_exact,
-    launch_of,
     load_betas,
     load_columns,
     load_factors,
     load_state,
     load_tile,
     load_total,
-    optional,
     padded_dim,
     segment_chunks,
     segment_count,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.checks import check_tensor
-from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS, inverse_norm, padded_dim
 from ligerzoo.kernels.delta_rule import check_tokens, reference
+from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS, inverse_norm, padded_dim
 from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch

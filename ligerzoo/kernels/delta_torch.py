@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS
+from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv
 
 CHUNK = 32

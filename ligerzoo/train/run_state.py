@@ -27,7 +27,8 @@ import torch
 
 from ligerzoo import adapters
 from ligerzoo.errors import CheckpointError, ConfigError
-from ligerzoo.files.atomic import delete_directory, delete_leftovers, refuse_irreplaceable
+from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
+from ligerzoo.files.slots import delete_leftovers
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import (

@@ -17,7 +17,7 @@ import pytest
 
 import ligerzoo
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files import atomic
+from ligerzoo.files import atomic, slots
 from ligerzoo.files.atomic import reading_directory, replacing_directory
 
 
@@ -339,7 +339,7 @@ def test_slot_deleted_by_another_process_is_replaced(old: Path, monkeypatch: pyt
     def mkdir_and_lose(self: Path, *arguments: object, **options: object) -> None:
         mkdir(self, *arguments, **options)  # type: ignore[arg-type]
         if self.name.endswith(".ligerzoo") and len(deleted) < 2:
-            atomic.delete_leftovers(old.parent, old.name)
+            slots.delete_leftovers(old.parent, old.name)
             deleted.append(self)
 
     monkeypatch.setattr(Path, "mkdir", mkdir_and_lose)
@@ -385,13 +385,13 @@ def test_files_are_replaced_together_unless_one_fails(old: Path, monkeypatch: py
 def test_a_directory_is_deleted_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process killed after the rename leaves a slot, which a cleanup of the parent deletes under any name."""
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "_delete_slot", lambda slot, target: None)
+        patch.setattr(slots, "_delete_slot", lambda slot, target: None)
         atomic.delete_directory(old)
     (slot,) = os.listdir(old.parent)
     assert slot.startswith(".old.")
-    atomic.delete_leftovers(old.parent, "other")
+    slots.delete_leftovers(old.parent, "other")
     assert os.listdir(old.parent) == [slot]
-    atomic.delete_leftovers(old.parent)
+    slots.delete_leftovers(old.parent)
     assert os.listdir(old.parent) == []
 
 
@@ -521,7 +521,7 @@ def test_save_continues_if_the_interrupt_handler_raises_nothing(old: Path) -> No
 FAULTS = """
 import contextlib, fcntl, os, shutil, signal, sys, warnings
 from pathlib import Path
-from ligerzoo.files import atomic
+from ligerzoo.files import atomic, slots
 
 parent, scenario, fault, step = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 target = parent / "set"
@@ -565,7 +565,7 @@ def act_at(number):
     executed = 0
     def trace(frame, event, argument):
         nonlocal executed
-        if frame.f_code.co_filename not in (atomic.__file__, "<string>"):
+        if frame.f_code.co_filename not in (atomic.__file__, slots.__file__, "<string>"):
             return None
         executed += event == "line"
         if executed == number and event == "line":
@@ -599,7 +599,7 @@ assert seen == expected or step > 1 and seen <= expected, seen
 """
 
 AT_EVERY_INSTRUCTION = """
-FILES = atomic.__file__, contextlib.__file__, shutil.__file__, signal.__file__, "<string>"
+FILES = atomic.__file__, slots.__file__, contextlib.__file__, shutil.__file__, signal.__file__, "<string>"
 
 def interrupt_at(number):
     executed = 0

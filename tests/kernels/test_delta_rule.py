@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule, gated_delta_step
-from ligerzoo.kernels.delta_chunks import CHUNK, NORMALIZATION_EPS, Launch, chunk_table
+from ligerzoo.kernels.delta_chunks import Launch
 from ligerzoo.kernels.delta_rule import reference
+from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes, layouts_of_sums
