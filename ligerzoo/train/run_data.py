@@ -160,7 +160,8 @@ def _refuse_kind(kind: Kind, paths: tuple[str, ...]) -> None:
         DataError: The records are preferences, labelled completions or prompts.
     """
     if kind in _METHODS:
+        null = " A completion that is null counts as missing." if kind == "prompt" else ""
         raise DataError(
             f"records of kind {kind!r} are for another method", where=", ".join(paths),
-            expected="text, prompt and completion, or messages", remedy=f"Use --method {_METHODS[kind]}.",
+            expected="text, prompt and completion, or messages", remedy=f"Use --method {_METHODS[kind]}.{null}",
         )  # fmt: skip

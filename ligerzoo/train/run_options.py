@@ -7,6 +7,7 @@ from typing import Literal
 
 from ligerzoo.train.checks import check_batch_combinations, check_combinations
 from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Number, Positive, check_options
+from ligerzoo.train.tracking import check_tracker
 
 MAY_CHANGE = {
     "resume", "dry_run", "output", "max_steps", "epochs", "save_every", "keep", "eval_data", "eval_every", "device",
@@ -95,6 +96,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         check_options(self)
         check_combinations(self)
+        check_tracker(self.tracker)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import ConfigError
 from ligerzoo.train import processes
 
 Report = Callable[[Mapping[str, Any]], object]
+
+
+def check_tracker(name: str | None) -> None:
+    """Refuses a tracker whose package is not installed.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    if name is not None and find_spec(name) is None:
+        raise ConfigError(
+            f"the package {name} is not installed", where="option tracker", remedy=f"Run `pip install {name}`."
+        )
 
 
 def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> Report | None:
@@ -19,18 +32,10 @@ def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> 
         name: "tensorboard", which writes to OUTPUT/tensorboard; "wandb"; or None for no tracker.
         output: directory of the run.
         options: options of the run, which wandb shows.
-
-    Raises:
-        LigerzooError: The package is not installed.
     """
     if name is None or not processes.is_main():
         return None
-    try:
-        return _open_tensorboard(output) if name == "tensorboard" else _open_wandb(output, options)
-    except ImportError as error:
-        raise LigerzooError(
-            f"the package {name} is not installed", where="option tracker", remedy=f"Run `pip install {name}`."
-        ) from error
+    return _open_tensorboard(output) if name == "tensorboard" else _open_wandb(output, options)
 
 
 def _open_tensorboard(output: Path) -> Report:

@@ -237,17 +237,15 @@ def test_evaluation_is_logged_with_samples(checkpoint: Path, data: Path, tmp_pat
 
 def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
     reported: list[Any] = []
+    given = options(checkpoint, data, tmp_path / "run", tracker="tensorboard")
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="package tensorboard is not installed"):
+        train({**given, "dry_run": True})
+    monkeypatch.setattr(tracking, "find_spec", lambda name: "installed")
     monkeypatch.setattr(tracking, "_open_tensorboard", lambda output: reported.append)
-    run = train(options(checkpoint, data, tmp_path / "run", tracker="tensorboard"))
+    run = train(given)
     assert reported == read_log(run / "log.jsonl")
     assert "polyline" in (run / "loss.svg").read_text()
-
-    def missing(output: Path) -> None:
-        raise ModuleNotFoundError("No module named 'tensorboard'")
-
-    monkeypatch.setattr(tracking, "_open_tensorboard", missing)
-    with pytest.raises(LigerzooError, match="tensorboard is not installed"):
-        train(options(checkpoint, data, tmp_path / "other", tracker="tensorboard"))
 
 
 # What goes wrong
@@ -259,6 +257,7 @@ def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, 
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Use --method dpo, orpo, simpo or cpo."),
         ({"prompt": "a", "completion": "b", "label": False}, "Use --method kto."),
         ({"prompt": "a"}, "Use --method grpo."),
+        ({"prompt": "a", "completion": None}, "Use --method grpo. A completion that is null counts as missing."),
     ],
 )
 @pytest.mark.parametrize("option", ["data", "eval_data"])
