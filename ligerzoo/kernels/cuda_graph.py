@@ -17,7 +17,7 @@ import torch
 T = TypeVar("T")
 
 _BRANCHES = 4
-"""Kernels that run at the same time, at most."""
+"""Branches of a graph, at most."""
 
 
 def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -58,20 +58,33 @@ def side_by_side(functions: Sequence[Callable[[], T]]) -> list[T]:
     """Calls functions none of which uses a result of another, and returns their results.
 
     In a capture, their kernels become branches of the graph, which a GPU runs at the same time.
+
+    Args:
+        functions: each holds the tensors that it reads. Memory that one frees may be used by another that follows in
+            its branch, while those of other branches still run.
     """
     if torch.compiler.is_compiling() or not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return [function() for function in functions]
     main = torch.cuda.current_stream()
-    branches = _branch_streams(main.device_index)[: len(functions) - 1]
+    branches = _branch_streams(main.device_index)[: max(0, len(functions) - 1)]
     for branch in branches:
         branch.wait_stream(main)
     results = []
-    for index, function in enumerate(functions):
-        with torch.cuda.stream((main, *branches)[index % (1 + len(branches))]):
-            results.append(function())
-    for branch in branches:
-        main.wait_stream(branch)
+    try:
+        for index, function in enumerate(functions):
+            with torch.cuda.stream((main, *branches)[index % (1 + len(branches))]):
+                results.append(function())
+    except BaseException:  # a capture cannot end before its branches are joined
+        with suppress(RuntimeError):  # that the capture is invalid, which hides why
+            _join(main, branches)
+        raise
+    _join(main, branches)
     return results
+
+
+def _join(stream: torch.cuda.Stream, branches: Sequence[torch.cuda.Stream]) -> None:
+    for branch in branches:
+        stream.wait_stream(branch)
 
 
 @cache

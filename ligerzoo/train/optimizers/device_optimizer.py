@@ -101,7 +101,7 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
                 skip = None if self.found_inf is None else self.found_inf.to(device)
                 steps = [update.state["step"] for update in updates]
                 increment = torch.ones((), device=device) if skip is None else (skip == 0).float().sum()
-                torch._foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
+                torch._foreach_add_(steps, [increment] * len(steps))  # torch reads the value of one on the host
                 self.update_group(group, updates, scalar_on(device, group["lr"]), skip)
         return loss
 
