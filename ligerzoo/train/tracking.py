@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ def check_tracker(name: str | None) -> None:
     Raises:
         ConfigError: The package is not installed.
     """
-    if name is not None and find_spec(name) is None:
-        raise ConfigError(
-            f"the package {name} is not installed", where="option tracker", remedy=f"Run `pip install {name}`."
-        )
+    if name is not None and processes.is_main():
+        _import(name)
 
 
 def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> Report | None:
@@ -32,16 +29,34 @@ def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> 
         name: "tensorboard", which writes to OUTPUT/tensorboard; "wandb"; or None for no tracker.
         output: directory of the run.
         options: options of the run, which wandb shows.
+
+    Raises:
+        ConfigError: The package is not installed.
     """
     if name is None or not processes.is_main():
         return None
-    return _open_tensorboard(output) if name == "tensorboard" else _open_wandb(output, options)
+    opened = _import(name)
+    return _open_tensorboard(opened, output) if name == "tensorboard" else _open_wandb(opened, output, options)
 
 
-def _open_tensorboard(output: Path) -> Report:
-    from torch.utils.tensorboard import SummaryWriter
+def _import(name: str) -> Callable[..., Any]:
+    """Returns what opens a tracker: `SummaryWriter` or `wandb.init`."""
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(output / "tensorboard")
+            return SummaryWriter
+        from wandb import init
+
+        return init  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ConfigError(
+            f"the package {name} is not installed", where="option tracker", remedy=f"Run `pip install {name}`."
+        ) from error
+
+
+def _open_tensorboard(summary_writer: Callable[..., Any], output: Path) -> Report:
+    writer = summary_writer(output / "tensorboard")
 
     def report(entry: Mapping[str, Any]) -> None:
         for name, value in _numbers(entry).items():
@@ -51,10 +66,8 @@ def _open_tensorboard(output: Path) -> Report:
     return report
 
 
-def _open_wandb(output: Path, options: Mapping[str, Any]) -> Report:
-    import wandb
-
-    run = wandb.init(dir=output, name=output.resolve().name, config=dict(options))
+def _open_wandb(init: Callable[..., Any], output: Path, options: Mapping[str, Any]) -> Report:
+    run = init(dir=output, name=output.resolve().name, config=dict(options))
     return lambda entry: run.log(_numbers(entry), step=entry["step"])
 
 

@@ -238,11 +238,12 @@ def test_evaluation_is_logged_with_samples(checkpoint: Path, data: Path, tmp_pat
 def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
     reported: list[Any] = []
     given = options(checkpoint, data, tmp_path / "run", tracker="tensorboard")
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="package tensorboard is not installed"):
-        train({**given, "dry_run": True})
-    monkeypatch.setattr(tracking, "find_spec", lambda name: "installed")
-    monkeypatch.setattr(tracking, "_open_tensorboard", lambda output: reported.append)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+        with pytest.raises(ConfigError, match="package tensorboard is not installed"):
+            train({**given, "dry_run": True})
+    monkeypatch.setattr(tracking, "_import", lambda name: None)
+    monkeypatch.setattr(tracking, "_open_tensorboard", lambda opened, output: reported.append)
     run = train(given)
     assert reported == read_log(run / "log.jsonl")
     assert "polyline" in (run / "loss.svg").read_text()
