@@ -26,6 +26,7 @@ from ligerzoo.kernels.dispatch import (
     cdiv,
     multiprocessors,
     next_power_of_2,
+    padded_size,
     uses_triton,
 )
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
@@ -241,7 +242,7 @@ def _forward(
     batch, n_heads, head_dim = q.shape
     n_kv_heads, capacity = keys.shape[1:3]
     group = n_heads // n_kv_heads
-    dim_tile = max(16, next_power_of_2(head_dim))
+    dim_tile = padded_size(head_dim)
     block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
     blocks = blocks_per_part(multiprocessors(q), batch * n_kv_heads)
     n_splits = cdiv(capacity, blocks * block)

@@ -36,6 +36,7 @@ from ligerzoo.kernels.dispatch import (
     autocast,
     cdiv,
     next_power_of_2,
+    padded_size,
     uses_triton,
 )
 from ligerzoo.kernels.experts import check_biases, contiguous_biases
@@ -295,7 +296,7 @@ def _row_tile(n_tokens: int, n_rows: int, n_experts: int) -> int:
 
 def _fitted(tile: _Tile, rows: int, n_inner: int, dtype: torch.dtype) -> _Tile:
     """The tile for products of `rows` rows with weights of this dtype, whose rows have `n_inner` elements."""
-    inner = min(_FP32_INNER if dtype == torch.float32 else tile.inner, max(16, next_power_of_2(n_inner)))
+    inner = min(_FP32_INNER if dtype == torch.float32 else tile.inner, padded_size(n_inner))
     bytes_per_stage = (rows + tile.cols) * inner * dtype.itemsize
     return tile._replace(inner=inner, stages=min(tile.stages, _STAGE_BYTES // bytes_per_stage))
 

@@ -64,13 +64,12 @@ from ligerzoo.kernels.delta_tiles import (
     load_state,
     load_tile,
     load_total,
-    padded_dim,
     segment_chunks,
     segment_count,
     split_program,
     state_block,
 )
-from ligerzoo.kernels.dispatch import cdiv
+from ligerzoo.kernels.dispatch import cdiv, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 LOCAL = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=8, stages=1)}
@@ -460,7 +459,7 @@ def local_gradients(
         q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.starts,
         table.counts, errors, dout, ddelta, dattention, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3],
         table.stride, n_tokens, slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK,
-        min(FEATURES, padded_dim(k.shape[3])), min(launch.values, padded_dim(value_dim)), is_exact(tokens),
+        min(FEATURES, padded_size(k.shape[3])), min(launch.values, padded_size(value_dim)), is_exact(tokens),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return ddelta, dattention
@@ -481,14 +480,14 @@ def reverse_scan(
     key_dim = k.shape[3]
     launch = launch_of(REVERSE_SCAN, tokens)
     slots, shares = cdiv(n_tokens, CHUNK) + 1, 1 if table.starts is None else SEGMENT_PROGRAMS
-    values = min(launch.values, padded_dim(value_dim))
+    values = min(launch.values, padded_size(value_dim))
     blocks = cdiv(value_dim, values)
     dstates = v.new_empty((batch, heads, slots, value_dim, key_dim))
     _reverse_scan_kernel[batch * heads * shares * blocks](
         q, k, beta, readers, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor),
         table.segment_start, table.starts, table.segments, table.counts, dout, ddelta, dfinal, dstates, dinitial,
         *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, shares, heads,
-        heads // k.shape[2], key_dim, value_dim, blocks, scale, CHUNK, padded_dim(key_dim), values, is_exact(tokens),
+        heads // k.shape[2], key_dim, value_dim, blocks, scale, CHUNK, padded_size(key_dim), values, is_exact(tokens),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return dstates
@@ -507,8 +506,8 @@ def value_gradients(
     _value_gradients_kernel[batch * slots * heads](
         k, beta, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, errors,
         ddelta, gradients.dv, gradients.dbeta, dsystem, *k.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], value_dim, CHUNK, min(FEATURES, padded_dim(k.shape[3])),
-        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+        heads // k.shape[2], k.shape[3], value_dim, CHUNK, min(FEATURES, padded_size(k.shape[3])),
+        min(launch.values, padded_size(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return dsystem
 
@@ -534,7 +533,7 @@ def query_gradients(
         q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
         table.starts, table.counts, states, dout, dattention, gradients.dq, dtotals, *q.stride()[:3],
         *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads, heads // key_heads, k.shape[3],
-        value_dim, scale, CHUNK, ROWS, padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)),
+        value_dim, scale, CHUNK, ROWS, padded_size(k.shape[3]), min(launch.values, padded_size(value_dim)),
         is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
@@ -552,7 +551,7 @@ def key_gradients(
         q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
         table.starts, table.counts, errors, states, gradients.dv, dstates, dattention, dsystem, gradients.dk, dtotals,
         *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads, batch * heads, heads // key_heads,
-        k.shape[3], value_dim, CHUNK, ROWS, padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)),
+        k.shape[3], value_dim, CHUNK, ROWS, padded_size(k.shape[3]), min(launch.values, padded_size(value_dim)),
         is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 

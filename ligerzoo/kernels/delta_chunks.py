@@ -50,13 +50,12 @@ from ligerzoo.kernels.delta_tiles import (
     load_state,
     load_tile,
     load_total,
-    padded_dim,
     segment_chunks,
     segment_count,
     split_program,
     state_block,
 )
-from ligerzoo.kernels.dispatch import cdiv
+from ligerzoo.kernels.dispatch import cdiv, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 
@@ -364,7 +363,7 @@ def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normaliz
     _prepare_kernel[batch * slots * heads](
         q, k, g, beta, table.starts, table.counts, prepared.inverse, prepared.total, optional(prepared.q_factor),
         optional(prepared.k_factor), *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, min(FEATURES, padded_dim(k.shape[3])),
+        heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, min(FEATURES, padded_size(k.shape[3])),
         is_exact(tokens), "ieee" if is_exact(tokens) else "tf32", num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return prepared
@@ -381,7 +380,7 @@ def solve(tokens: Tokens, prepared: Prepared, table: ChunkTable) -> tuple[Tensor
     _solve_kernel[batch * slots * heads](
         k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, readers,
         errors, *k.stride()[:3], *v.stride()[:3], table.stride, n_tokens, slots, heads, heads // k.shape[2], key_dim,
-        value_dim, CHUNK, min(launch.values, padded_dim(max(key_dim, value_dim))), is_exact(tokens),
+        value_dim, CHUNK, min(launch.values, padded_size(key_dim, value_dim)), is_exact(tokens),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return readers, errors
@@ -400,13 +399,13 @@ def scan(
     key_dim = k.shape[3]
     launch = launch_of(SCAN, tokens)
     slots, shares = cdiv(n_tokens, CHUNK), 1 if table.starts is None else SEGMENT_PROGRAMS
-    values = min(launch.values, padded_dim(value_dim))
+    values = min(launch.values, padded_size(value_dim))
     blocks = cdiv(value_dim, values)
     states = v.new_empty((batch, heads, slots, value_dim, key_dim))
     _scan_kernel[batch * heads * shares * blocks](
         k, beta, readers, prepared.total, optional(prepared.k_factor), initial_state, table.segment_start,
         table.starts, table.segments, table.counts, errors, states, final_state, *k.stride()[:3], table.stride,
-        n_tokens, slots, shares, heads, heads // k.shape[2], key_dim, value_dim, blocks, CHUNK, padded_dim(key_dim),
+        n_tokens, slots, shares, heads, heads // k.shape[2], key_dim, value_dim, blocks, CHUNK, padded_size(key_dim),
         values, is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return states
@@ -424,7 +423,7 @@ def outputs(
     _outputs_kernel[batch * slots * heads](
         q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
         table.starts, table.counts, errors, states, out, *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens,
-        slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
-        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+        slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_size(k.shape[3]),
+        min(launch.values, padded_size(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return out

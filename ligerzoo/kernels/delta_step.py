@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.delta_rule import check_tokens, reference
-from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS, inverse_norm, padded_dim
-from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
+from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS, inverse_norm
+from ligerzoo.kernels.dispatch import Backend, cdiv, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
 
@@ -114,12 +114,12 @@ def _step(
 ) -> Tensor:
     batch, tokens, heads, value_dim = v.shape
     key_dim = k.shape[3]
-    values = min(VALUES, padded_dim(value_dim))
+    values = min(VALUES, padded_size(value_dim))
     blocks = cdiv(value_dim, values)
     o = v.new_empty(v.shape)
     _kernel[batch * heads * blocks](
         q, k, v, g, beta, state, o, *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(), *state.stride(),
         tokens, heads, heads // k.shape[2], key_dim, value_dim, blocks, scale, NORMALIZATION_EPS,
-        padded_dim(key_dim), values, normalize, v.dtype == torch.float32, num_warps=WARPS,
+        padded_size(key_dim), values, normalize, v.dtype == torch.float32, num_warps=WARPS,
     )  # fmt: skip
     return o

@@ -1,5 +1,7 @@
 """The chunks of the gated delta rule: which tokens belong to each, and what kernels load of them.
 
+The notation is that of `delta_chunks`.
+
 Chunks begin at the start of each segment, so that a segment has the results of the segment alone, bit by bit. A row
 of T tokens has at most ceil(T / 64) chunks that continue a segment, each of which begins in another block of 64 tokens:
 that block is the slot of its state. So memory and grids depend on T only, and the host does not read the segments.
@@ -12,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp
 
@@ -250,8 +251,3 @@ def inverse_norm(squares, eps, EXACT: tl.constexpr):
         return tl.div_rn(1.0, tl.sqrt_rn(squares + eps))
     else:
         return tl.rsqrt(squares + eps)
-
-
-def padded_dim(features: int) -> int:
-    """The features of a tile: a power of 2, at least the 16 of a matrix product."""
-    return max(16, next_power_of_2(features))

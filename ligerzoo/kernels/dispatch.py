@@ -136,6 +136,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def padded_size(*sizes: int) -> int:
+    """The least side of a tile in a matrix product that holds these sizes: a power of 2, at least 16."""
+    return max(16, next_power_of_2(max(sizes)))
+
+
 def multiprocessors(tensor: Tensor) -> int:
     """The number of multiprocessors of the tensor's GPU; 2 on a CPU, for the interpreter."""
     if tensor.is_meta and _simulated_gpu is not None:

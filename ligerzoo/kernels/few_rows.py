@@ -24,7 +24,14 @@ from torch import Tensor
 from ligerzoo.kernels.activation import Activation, activate, check_activation
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv, next_power_of_2, uses_triton
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    as_rows,
+    cdiv,
+    padded_size,
+    uses_triton,
+)
 from ligerzoo.kernels.glu import glu
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -211,7 +218,7 @@ def _few_rows(
         _rows_kernel[programs](
             x, weight_0, bias_0, scale_0, out, n_rows, n_features, x.stride(0), out.shape[1],
             *tiles[:2], *sizes, *distances,
-            activation, max(16, next_power_of_2(n_rows)), outputs, features, is_even,
+            activation, padded_size(n_rows), outputs, features, is_even,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out

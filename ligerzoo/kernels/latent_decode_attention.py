@@ -27,7 +27,15 @@ from ligerzoo.kernels.decode_attention import (
     visible_in_block,
     visible_keys,
 )
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, multiprocessors, next_power_of_2, uses_triton
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    cdiv,
+    multiprocessors,
+    next_power_of_2,
+    padded_size,
+    uses_triton,
+)
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
@@ -119,7 +127,7 @@ def _forward(
 ) -> Tensor:  # fmt: skip
     out = q.new_empty(q.shape)
     (batch, n_heads, rank), (capacity, rope_dim) = q.shape, k_rope.shape[1:]
-    rank_tile, rope_tile = (max(16, next_power_of_2(size)) for size in (rank, rope_dim))
+    rank_tile, rope_tile = (padded_size(size) for size in (rank, rope_dim))
     block = max(16, min(64, _BLOCK_BYTES // (rank_tile * q.element_size())))
     heads = max(_MIN_HEADS, min(_MAX_HEADS, next_power_of_2(n_heads)))
     head_blocks = cdiv(n_heads, heads)

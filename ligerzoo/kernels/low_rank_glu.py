@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, cdiv
+from ligerzoo.kernels.dispatch import as_rows, cdiv, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.low_rank_gradients import padded_rank
 from ligerzoo.kernels.registration import register
 
 MAX_RANK = 32
@@ -134,7 +133,7 @@ def forward(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activatio
     ranks = gate_b.shape[1], up_b.shape[1]
     _forward_kernel[_programs(*gate.shape)](
         gate, up, h, gate_b, up_b, y, gate.stride(0), up.stride(0), h.stride(0), *terms[3:],
-        *gate.shape, *ranks, padded_rank(*ranks), _ROWS, _COLUMNS, _TILES, _STAGES, activation,
+        *gate.shape, *ranks, padded_size(*ranks), _ROWS, _COLUMNS, _TILES, _STAGES, activation,
         num_warps=_WARPS,
     )  # fmt: skip
     return y

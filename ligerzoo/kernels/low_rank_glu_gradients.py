@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, empty_gradient, multiprocessors
+from ligerzoo.kernels.dispatch import as_rows, empty_gradient, multiprocessors, padded_size
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_columns, load_rows, load_with_term
-from ligerzoo.kernels.low_rank_gradients import padded_rank, split_matrix, sum_parts
+from ligerzoo.kernels.low_rank_gradients import split_matrix, sum_parts
 from ligerzoo.kernels.registration import register
 
 _ROWS, _COLUMNS, _WARPS, _STAGES = 16, 128, 4, 3
@@ -230,7 +230,7 @@ def low_rank_glu_gradients(
     _partial_kernel[row_blocks * col_blocks](
         dy, gate, up, h, gate_b, up_b, down_dh, a, gradients.gate, gradients.up, gradients.y,
         dh_parts, factor_parts, dy.stride(0), gate.stride(0), up.stride(0), h.stride(0), *terms[3:], 1.0, *gate.shape,
-        rows_per_program, *ranks, padded_rank(*ranks), _ROWS, _COLUMNS, activation, needs_y,
+        rows_per_program, *ranks, padded_size(*ranks), _ROWS, _COLUMNS, activation, needs_y,
         num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     sum_parts(dh_parts, gradients.h, factor_parts, gradients.factors)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, next_power_of_2, uses_triton
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 
@@ -127,18 +127,13 @@ def _columns(dy: Tensor) -> int:
     return 256 if dy.shape[1] > 8192 else 128
 
 
-def padded_rank(*ranks: int) -> int:
-    """Rows of the matrices in the kernels."""
-    return max(16, next_power_of_2(max(ranks)))
-
-
 def split_matrix(
     n_rows: int, n_cols: int, tile_rows: int, tile_cols: int, *, min_rows: int, programs: int
 ) -> tuple[int, int, int]:
     """Splits a matrix among about this many programs.
 
     Returns:
-        The rows per program, a multiple of the tile's, and the number of blocks of rows and of columns.
+        The rows per program, `min_rows` or a multiple of the tile's, and the number of blocks of rows and of columns.
     """
     col_blocks = cdiv(n_cols, tile_cols)
     rows = cdiv(cdiv(n_rows, max(1, programs // col_blocks)), tile_rows) * tile_rows
@@ -170,7 +165,7 @@ def _gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, 
     db_parts = db.new_empty((row_blocks, *db.shape), dtype=torch.float32)
     _partial_kernel[row_blocks * col_blocks](
         dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), scale, n_rows, n_cols, rows_per_program,
-        rank, padded_rank(rank), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
+        rank, padded_size(rank), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     sum_parts(dh_parts, dh, db_parts, db)
     return dh, db
