@@ -5,8 +5,9 @@
 Milliseconds per step: forward, backward and AdamW, bf16 weights and states, random tokens. Providers: ligerzoo with an
 eager loop, as CUDA graphs (`CapturedStep` with the optimizer of `ligerzoo train`, which also measures the norm of the
 gradients and rounds stochastically), and compiled; transformers eager and compiled. The loops use torch's fused AdamW.
-Before that, ligerzoo trains a few steps eagerly and captured from the same weights: the bits of the weights must be
-equal, with packed rows too. Writes the file after each row, and starts no row after `--seconds`.
+Before that, ligerzoo trains a few steps eagerly and captured from the same weights: with packed rows, the bits of the
+weights must be equal; without, cuDNN adds gradients in an order that varies. Writes the file after each row, and starts
+no row after `--seconds`.
 """
 
 from __future__ import annotations

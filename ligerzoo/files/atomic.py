@@ -1,7 +1,7 @@
 """Replaces and reads directories atomically.
 
 A process killed at any time leaves the old files or the new ones, never a mixture. `replace_files` replaces single
-files instead of a directory: each file is the old one or the new one.
+files instead of a directory: each file is the old one or the new one. Both work in hidden directories, see `slots`.
 """
 
 import contextlib
@@ -285,7 +285,7 @@ def _staying_in_working_directory() -> Iterator[None]:
 def _exchange(slot: Path, target: Path) -> Path:
     """Exchanges the new directory in a slot and `target`. Returns the path of the old directory.
 
-    After an exception between two renames, the end of the slot undoes the first.
+    After an exception between two renames, `locked_slot` undoes the first when it exits.
     """
     if _exchange_in_one_step(slot / NEW, target):
         return slot / NEW

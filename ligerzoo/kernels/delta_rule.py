@@ -6,7 +6,8 @@ For each value head, with a state S of shape (d_k, d_v), from token to token:
 
 q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key head serves several value heads.
 
-`delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass, `delta_torch` both in plain torch.
+`delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass, `delta_tiles` what both load, and
+`delta_torch` both in plain torch.
 
 Saved: q, k, v, beta and `Prepared`, 66 elements per token and value head and 8 bytes per token and key head.
 Recomputed in backward: W, the errors and the states between chunks.

@@ -91,8 +91,8 @@ class CapturedStep:
 
     The first two steps of each shape run eagerly; the third is captured. What cannot be captured runs eagerly, with the
     same results, and `reason` says why: for example images, sharded or compiled models, hooks, or parameters on a CPU.
-    If a capture fails, a warning says so.
-    Changes of the model and the optimizer, such as `load_state_dict`, are noticed: graphs are captured again.
+    A capture that fails gives a warning. Changes of the model and the optimizer, such as `load_state_dict`, are
+    noticed: graphs are captured again.
 
     Pass inputs as CPU tensors, pinned ones if possible. Whether rows have padding or several segments selects the
     attention kernels, so the host reads it; of a tensor on a GPU, this waits for the GPU.
