@@ -108,3 +108,12 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
         "idle": (step - length(everything)) / 1e3,
         "GEMM during communication": overlap(merged(by_kind["GEMM"]), communication) / 1e3,
     }
+
+
+def longest(kernels: Sequence[Kernel], count: int = 40) -> dict[str, list[float]]:
+    """Returns milliseconds and number of the kernels that take longest in all, by name."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for kernel in kernels:
+        found[kernel.name[:150]][0] += (kernel.end - kernel.start) / 1e3
+        found[kernel.name[:150]][1] += 1
+    return dict(sorted(found.items(), key=lambda entry: -entry[1][0])[:count])

@@ -1,16 +1,17 @@
 """Training steps of an 8B model with FSDP2 on several GPUs: ligerzoo's variants against transformers + liger-kernel.
 
     torchrun --nproc-per-node 2 -m benchmarks.sharded_training
-    torchrun --nproc-per-node 2 -m benchmarks.sharded_training --variants default ctas-8 --profile
+    torchrun --nproc-per-node 2 -m benchmarks.sharded_training --variants default nccl liger --profile
     torchrun --nproc-per-node 2 -m benchmarks.sharded_training --tiny            (on a CPU)
 
 Llama-3-8B shape, random weights, 1 x 8192 random tokens per GPU, bf16 weights and fused AdamW states, with all blocks
-recomputed and with none. Blocks of steps of ligerzoo and of liger-kernel alternate in one process per GPU. The JSON
-file is written after each row. `--variants list` prints what each variant changes.
+recomputed and with none. Each round builds, trains and frees the variants one after the other, so that each has the
+memory of the GPUs for itself. The JSON file is written after each measurement. `--variants list` prints what each
+variant changes.
 
 "default" is `shard_model(model)`, "one-gpu" the model without FSDP2 on each GPU. liger-kernel's model is sharded per
 block and at the root: its loss function reads the weight of the head outside the head's forward, so the head must
-belong to the root. Both reduce gradients in fp32.
+belong to the root.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
 
 from benchmarks.measure import save_result, synchronize
-from benchmarks.overlap import kernels_of, summary
+from benchmarks.overlap import kernels_of, longest, summary
 from ligerzoo import AutoModel, models
 from ligerzoo.parallel import gather_objects, initialize_sharded, shard_model, start_processes, stop_processes
 from ligerzoo.parallel.processes import default_mesh
@@ -51,7 +52,7 @@ LLAMA_8B: dict[str, Any] = {
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 TINY["num_key_value_heads"] = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OURS, LIGER = "ligerzoo", "transformers + liger-kernel"
+RECOMPUTED, KEPT = "recomputed", "kept"
 
 
 @dataclass(frozen=True)
@@ -60,46 +61,36 @@ class Variant:
 
     Attributes:
         why: what it tests.
-        reduce_dtype: see `shard_model`, as for `reshard_after_forward` and `prefetch`.
-        is_simple: shards blocks and root only, as the documentation of torch does.
+        reduce_dtype: see `shard_model`, as for `reshard_after_forward`, `prefetch` and `copy_engines`.
         max_ctas: most thread blocks of an NCCL kernel; None for NCCL's choice.
-        free_sms: multiprocessors that matrix products leave free.
-        symmetric: all-gathers in symmetric memory, by copy engines or fewer thread blocks.
-        separate_reduce: reduce-scatters in another NCCL communicator than all-gathers.
-        input_buffers: reduce-scatter inputs that may exist at a time.
         is_alone: each GPU trains the whole model, without FSDP2.
+        is_peer: the model of transformers and liger-kernel, sharded as torch's documentation does.
     """
 
     why: str
     reduce_dtype: torch.dtype | None = torch.float32
     reshard_after_forward: bool = True
     prefetch: int | None = None
-    is_simple: bool = False
+    copy_engines: bool = True
     max_ctas: int | None = None
-    free_sms: int = 0
-    symmetric: bool = False
-    separate_reduce: bool = False
-    input_buffers: int = 1
     is_alone: bool = False
+    is_peer: bool = False
 
 
 VARIANTS = {
     "default": Variant("shard_model(model)"),
     "one-gpu": Variant("without communication", is_alone=True),
-    "simple": Variant("embedding and head in the root group, last block gathered again", is_simple=True),
+    "liger": Variant("transformers + liger-kernel", is_peer=True),
+    "liger-bf16": Variant("and gradients reduced in bf16", is_peer=True, reduce_dtype=None),
+    "liger-no-reshard": Variant("and no all-gathers in backward", is_peer=True, reshard_after_forward=False),
     "reduce-bf16": Variant("half the bytes of the reduce-scatters", reduce_dtype=None),
-    "ctas-4": Variant("NCCL takes 4 multiprocessors from the products", max_ctas=4),
-    "ctas-8": Variant("NCCL takes 8 multiprocessors from the products", max_ctas=8),
-    "ctas-16": Variant("NCCL takes 16 multiprocessors from the products", max_ctas=16),
-    "ctas-8-free-8": Variant("and the products leave them free from the start", max_ctas=8, free_sms=8),
     "prefetch-1": Variant("gathering is issued before the block, not when the host reaches the next", prefetch=1),
-    "prefetch-2": Variant("two groups ahead", prefetch=2),
     "no-reshard": Variant("no all-gathers in backward", reshard_after_forward=False),
-    "separate-reduce": Variant("all-gathers do not wait for reduce-scatters (torch 2.13)", separate_reduce=True),
-    "buffers-2": Variant("backward does not wait for the last reduce-scatter (torch 2.13)", input_buffers=2),
-    "symmetric": Variant("all-gathers without multiprocessors, if NCCL supports it", symmetric=True),
+    "nccl": Variant("NCCL's kernels instead of copy engines", copy_engines=False),
+    "nccl-bf16": Variant("half the bytes of the reduce-scatters", copy_engines=False, reduce_dtype=None),
+    "nccl-ctas-8": Variant("NCCL takes 8 multiprocessors from the products", copy_engines=False, max_ctas=8),
 }
-DEFAULT_VARIANTS = ("default", "one-gpu", "simple", "ctas-8", "ctas-16", "reduce-bf16", "prefetch-1", "no-reshard")
+DEFAULT_VARIANTS = ("default", "one-gpu", "liger", "liger-bf16", "nccl", "no-reshard")
 
 
 def mesh_of(variant: Variant) -> DeviceMesh:
@@ -111,38 +102,21 @@ def mesh_of(variant: Variant) -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group(backend="nccl", pg_options=options), "cuda")
 
 
-def shard_simply(model: nn.Module, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> nn.Module:
-    """Shards a model of ours or transformers as torch's documentation does: blocks and root."""
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    for block in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
-    return fully_shard(model, mesh=mesh, mp_policy=policy)  # type: ignore[return-value]
-
-
-def ours(config: dict[str, Any], variant: Variant, dtype: torch.dtype) -> nn.Module:
+def build(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    if variant.is_peer:
+        return liger(config, variant, dtype, device)
     if variant.is_alone:
         return AutoModel.from_config(models.LlamaConfig(**config), device=DEVICE, dtype=dtype)
-    mesh = mesh_of(variant)
-    model = AutoModel.from_config(models.LlamaConfig(**config), device="meta", dtype=dtype)
-    if variant.is_simple:
-        shard_simply(model, mesh, variant.reduce_dtype)
-    else:
-        shard_model(
-            model, mesh, reduce_dtype=variant.reduce_dtype, reshard_after_forward=variant.reshard_after_forward,
-            prefetch=variant.prefetch,
-        )  # fmt: skip
+    model = shard_model(
+        AutoModel.from_config(models.LlamaConfig(**config), device="meta", dtype=dtype), mesh_of(variant),
+        reduce_dtype=variant.reduce_dtype, reshard_after_forward=variant.reshard_after_forward,
+        prefetch=variant.prefetch, copy_engines=variant.copy_engines,
+    )  # fmt: skip
     initialize_sharded(model)
-    for group in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        if variant.symmetric:
-            group.set_symm_mem_for_comm()
-        if variant.input_buffers > 1:
-            group.set_reduce_scatter_max_input_buffers(variant.input_buffers)
-    if variant.separate_reduce:
-        model.set_separate_reduce_scatter_group(True)  # type: ignore[operator]
     return model
 
 
-def liger(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
+def liger(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Returns transformers' model with liger-kernel's layers and loss; without them on a CPU."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -153,7 +127,12 @@ def liger(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> n
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True, model=model)
-    return shard_simply(model, default_mesh(), torch.float32)
+    policy = MixedPrecisionPolicy(reduce_dtype=variant.reduce_dtype)
+    for block in model.model.layers:
+        fully_shard(
+            block, mesh=default_mesh(), mp_policy=policy, reshard_after_forward=variant.reshard_after_forward
+        )
+    return fully_shard(model, mesh=default_mesh(), mp_policy=policy)  # type: ignore[no-any-return]
 
 
 class Training:
@@ -163,12 +142,10 @@ class Training:
         model: a sharded model.
         length: tokens per step and process.
         vocab_size: number of tokens to sample from.
-        free_sms: see `Variant`.
     """
 
-    def __init__(self, model: nn.Module, length: int, vocab_size: int, free_sms: int = 0) -> None:
+    def __init__(self, model: nn.Module, length: int, vocab_size: int) -> None:
         self.model = model.train()
-        self.free_sms = free_sms
         device = next(model.parameters()).device
         self.ids = torch.randint(vocab_size, (1, length), device=device)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
@@ -186,91 +163,75 @@ class Training:
 
     def milliseconds(self, steps: int) -> float:
         """Returns the time of a step, of the slowest process, over a block of steps."""
-        with leaving_free(self.free_sms):
+        self.step()
+        synchronize(DEVICE)
+        begin = time.perf_counter()
+        for _ in range(steps):
             self.step()
-            synchronize(DEVICE)
-            begin = time.perf_counter()
-            for _ in range(steps):
-                self.step()
-            synchronize(DEVICE)
+        synchronize(DEVICE)
         return max(gather_objects((time.perf_counter() - begin) / steps * 1e3))  # type: ignore[no-any-return]
 
     def profile(self) -> dict[str, Any]:
-        """Returns the `summary` of a step in this process."""
+        """Returns the `summary` of a step in this process, and the kernels that take longest."""
         activities = [
             torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else torch.profiler.ProfilerActivity.CPU
         ]
-        with leaving_free(self.free_sms), torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities) as profiler:
             self.step()
             synchronize(DEVICE)
-        return summary(kernels_of(profiler))
+        kernels = kernels_of(profiler)
+        return {**summary(kernels), "longest": longest(kernels)}
 
 
-@contextmanager
-def leaving_free(multiprocessors: int) -> Iterator[None]:
-    """Makes cuBLAS leave multiprocessors to other kernels in this block."""
-    if not multiprocessors:
-        yield
-        return
-    torch._C._set_sm_carveout_experimental(multiprocessors)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
+def measure(training: Training, mode: str, arguments: argparse.Namespace, profile: bool) -> dict[str, Any]:
+    """Returns the milliseconds of a step and the peak memory, and a profile if asked."""
+    training.recompute(mode == RECOMPUTED)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"ms": training.milliseconds(arguments.steps)}
+    if DEVICE == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if profile:
+        found["profile"] = training.profile()
+    return found
 
 
-def peak_gib(work: Callable[[], object]) -> float:
-    if not torch.cuda.is_available():
-        work()
-        return 0.0
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    return (torch.cuda.max_memory_allocated() - base) / 2**30
-
-
-def measure(variant: Variant, peer: Training | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of a variant and of the peer, with and without recomputation."""
+def measured_round(variant: Variant, arguments: argparse.Namespace, device: torch.device, profile: bool) -> Any:
+    """Builds a variant, and returns its figures by mode, or an error."""
     config, dtype = (TINY, torch.float32) if arguments.tiny else (LLAMA_8B, torch.bfloat16)
-    own = Training(ours(config, variant, dtype), arguments.length, config["vocab_size"], variant.free_sms)
-    row: dict[str, Any] = {}
-    trainings = {OURS: own} if peer is None else {OURS: own, LIGER: peer}
-    for name, recompute in (("recomputed", True), ("kept", False)):
-        if name not in arguments.modes:
-            continue
-        times: dict[str, list[float]] = {provider: [] for provider in trainings}
-        for training in trainings.values():
-            training.recompute(recompute)
-        for _ in range(arguments.rounds):
-            for provider, training in trainings.items():
-                times[provider].append(training.milliseconds(arguments.steps))
-        figures: dict[str, Any] = {}
-        for provider, training in trainings.items():
-            ms = statistics.median(times[provider])
-            figures[provider] = {"ms": ms, "tokens_per_s": arguments.length / ms * 1e3, "all_ms": times[provider]}
-            figures[provider]["activations_gib"] = peak_gib(training.step)
-            if arguments.profile:
-                figures[provider]["profile"] = training.profile()
-        if peer is not None:
-            figures["tokens/s / liger-kernel"] = figures[LIGER]["ms"] / figures[OURS]["ms"]
-        row[name] = figures
-    return row
+    try:
+        training = Training(build(config, variant, dtype, device), arguments.length, config["vocab_size"])
+        return {mode: measure(training, mode, arguments, profile) for mode in arguments.modes}
+    except (AttributeError, RuntimeError, ValueError) as error:  # such as an option that this torch lacks
+        return {mode: {"error": f"{type(error).__name__}: {error}"[:300]} for mode in arguments.modes}
 
 
-def described(variant: Variant) -> dict[str, str]:
-    defaults = asdict(Variant(""))
-    return {key: str(value) for key, value in asdict(variant).items() if value != defaults[key]}
+def summarized(rounds: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+    """Returns the figures of a variant and mode over all rounds."""
+    if failed := [found for found in rounds if "error" in found]:
+        return failed[0]
+    ms = statistics.median(found["ms"] for found in rounds)
+    return {**rounds[-1], "ms": ms, "all_ms": [found["ms"] for found in rounds], "tokens_per_s": length / ms * 1e3}
+
+
+def compared(rows: dict[str, Any], mode: str) -> dict[str, float]:
+    """Returns the speed of the default over that of the fastest peer and of one GPU."""
+    ms = {name: row[mode]["ms"] for name, row in rows.items() if "ms" in row.get(mode, {})}
+    peers = [ms[name] for name in ms if VARIANTS[name].is_peer]
+    if "default" not in ms:
+        return {}
+    found = {"over the fastest peer": min(peers) / ms["default"]} if peers else {}
+    return found | ({"of one GPU": ms["one-gpu"] / ms["default"]} if "one-gpu" in ms else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=list(DEFAULT_VARIANTS), choices=[*VARIANTS, "list"])
-    parser.add_argument("--modes", nargs="+", default=["recomputed", "kept"], choices=["recomputed", "kept"])
+    parser.add_argument("--modes", nargs="+", default=[RECOMPUTED, KEPT], choices=[RECOMPUTED, KEPT])
     parser.add_argument("--length", type=int, default=8192, help="tokens per GPU")
     parser.add_argument("--steps", type=int, default=3, help="steps of a block, after one to warm up")
-    parser.add_argument("--rounds", type=int, default=2, help="alternating blocks of each provider")
-    parser.add_argument("--profile", action="store_true", help="also profile a step of each provider, in each row")
-    parser.add_argument("--no-peer", action="store_true", help="measure ligerzoo only")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each variant is built and measured")
+    parser.add_argument("--profile", action="store_true", help="also profile a step of each variant, in the last round")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sharded_training.json"))
     arguments = parser.parse_args()
@@ -280,27 +241,38 @@ def main() -> None:
         return
     processes = start_processes()
     torch.manual_seed(processes.rank)
-    rows: dict[str, Any] = {}
-    peer = None
-    if not arguments.no_peer:
-        config, dtype = (TINY, torch.float32) if arguments.tiny else (LLAMA_8B, torch.bfloat16)
-        peer = Training(liger(config, processes.device, dtype), arguments.length, config["vocab_size"])
-    for name in arguments.variants:
-        variant = VARIANTS[name]
-        begin = time.perf_counter()
-        try:
-            rows[name] = {"variant": described(variant), **measure(variant, peer, arguments)}
-        except (AttributeError, RuntimeError, ValueError) as error:  # such as an option that this torch lacks
-            rows[name] = {"variant": described(variant), "error": f"{type(error).__name__}: {error}"}
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.variants}
+    turns = [(number, name) for number in range(arguments.rounds) for name in arguments.variants]
+    for number, name in tqdm(turns, unit="variant", disable=not processes.is_main):
+        profile = arguments.profile and number == arguments.rounds - 1
+        found[name].append(measured_round(VARIANTS[name], arguments, processes.device, profile))
+        free_memory()
         if processes.is_main:
-            print(f"{name} ({time.perf_counter() - begin:.0f} s): {brief(rows[name])}", flush=True)
+            rows = {
+                name: {
+                    "variant": described(VARIANTS[name]),
+                    **{mode: summarized([one[mode] for one in rounds], arguments.length) for mode in arguments.modes},
+                }
+                for name, rounds in found.items()
+                if rounds
+            }
+            tqdm.write(f"{name}: {brief(rows[name], arguments.modes)}")
             shape = {"tokens per process": arguments.length, "processes": processes.count}
+            compact = {"shape": shape, **{mode: compared(rows, mode) for mode in arguments.modes}}
             raw = {"what": __doc__, "shape": shape, "rows": rows}
-            save_result(arguments.out, raw, {"shape": shape, "rows": without_profiles(rows)})
+            save_result(arguments.out, raw, {**compact, "rows": without_profiles(rows)})
     stop_processes()
+
+
+def free_memory() -> None:
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def described(variant: Variant) -> dict[str, str]:
+    defaults = asdict(Variant(""))
+    return {key: str(value) for key, value in asdict(variant).items() if value != defaults[key]}
 
 
 def without_profiles(value: Any) -> Any:
@@ -310,22 +282,20 @@ def without_profiles(value: Any) -> Any:
     return {key: without_profiles(entry) for key, entry in value.items() if key != "profile"}
 
 
-def brief(row: dict[str, Any]) -> str:
+def brief(row: dict[str, Any], modes: Sequence[str]) -> str:
     """Returns the figures of a row in a few lines."""
-    if "error" in row:
-        return str(row["error"])[:300]
     lines = []
-    for mode in ("recomputed", "kept"):
-        for provider in (OURS, LIGER):
-            figures = row.get(mode, {}).get(provider)
-            if figures is None:
-                continue
-            line = f"{mode}, {provider}: {figures['ms']:.1f} ms, {figures['activations_gib']:.1f} GiB"
-            if profile := figures.get("profile"):
-                kinds = {kind: value["ms"] for kind, value in profile["by kind"].items()}
-                shown = {**{key: value for key, value in profile.items() if key != "by kind"}, **kinds}
-                line += " | " + ", ".join(f"{key} {value:.1f}" for key, value in shown.items())
-            lines.append(line)
+    for mode in modes:
+        figures = row[mode]
+        if "error" in figures:
+            lines.append(f"{mode}: {figures['error']}")
+            continue
+        line = f"{mode}: {figures['ms']:.1f} ms, {figures.get('peak_gib', 0.0):.1f} GiB"
+        if profile := figures.get("profile"):
+            kinds = {kind: value["ms"] for kind, value in profile["by kind"].items()}
+            shown = {**{key: value for key, value in profile.items() if isinstance(value, float)}, **kinds}
+            line += " | " + ", ".join(f"{key} {value:.1f}" for key, value in shown.items())
+        lines.append(line)
     return "".join(f"\n    {line}" for line in lines)
 
 

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from ligerzoo.errors import LigerzooError, first_names
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.parallel.copy_engines import use_copy_engines
 from ligerzoo.parallel.processes import control_group, default_mesh
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -62,6 +63,7 @@ def shard_model(
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool = True,
     prefetch: int | None = None,
+    copy_engines: bool = True,
 ) -> Model:
     """Shards a model in place with FSDP2: every block, the embedding, the head, and the rest.
 
@@ -81,6 +83,8 @@ def shard_model(
             False keeps all gathered until backward: 2 instead of 3 transfers of the model per step.
         prefetch: number of following groups whose gathering starts before a group runs. More takes more memory. None
             leaves it to torch: one group in backward, and in forward as far as the host runs ahead of the GPU.
+        copy_engines: GPUs of one host communicate by their copy engines, which leaves all multiprocessors to the
+            computation. False for the kernels of NCCL, which all others use.
 
     Returns:
         The model, whose parameters are now DTensors.
@@ -130,6 +134,8 @@ def shard_model(
         if prefetch is not None:
             _prefetch(groups, prefetch)
     shard(model, False)
+    if copy_engines:
+        use_copy_engines(list(sharding.resharded), mesh)
     if model.modalities and dist.get_world_size() > 1:
         control_group()  # all processes must create it at once
         model.register_forward_pre_hook(_refuse_different_modalities, with_kwargs=True)

@@ -31,6 +31,7 @@ def load_sharded(
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool = True,
     prefetch: int | None = None,
+    copy_engines: bool = True,
     **options: Any,
 ) -> Model:
     """Loads a checkpoint in Hugging Face format into a model sharded with `shard_model`, in evaluation mode.
@@ -40,7 +41,8 @@ def load_sharded(
 
     Args:
         name_or_path: directory, or id of a repository on the hub.
-        mesh: see `shard_model`, as for `param_dtype`, `reduce_dtype`, `reshard_after_forward` and `prefetch`.
+        mesh: see `shard_model`, as for `param_dtype`, `reduce_dtype`, `reshard_after_forward`, `prefetch` and
+            `copy_engines`.
         model_class: expected class, such as `CausalLM` or `SequenceClassifier`.
         options: see `ligerzoo.hub.load`, without `device`.
 
@@ -51,7 +53,7 @@ def load_sharded(
     mesh = default_mesh() if mesh is None else mesh
     shard = partial(
         shard_model, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward, prefetch=prefetch, copy_engines=copy_engines,
     )  # fmt: skip
     return hub.load(name_or_path, model_class, device=device_of(mesh), shard=shard, **options)
 

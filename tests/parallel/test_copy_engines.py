@@ -1,0 +1,27 @@
+"""All-gathers and reduce-scatters by copy engines: their logic on a CPU, and steps of a model on two GPUs."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel import copy_engine_cases as process
+from tests.parallel.spawning import on_all_processes
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_collectives_equal_those_of_torch(tmp_path: Path, processes: int) -> None:
+    on_all_processes(partial(process.collectives, directory=tmp_path), processes)
+
+
+def test_processes_on_a_cpu_use_gloo() -> None:
+    on_all_processes(process.not_on_a_cpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_have_the_bits_of_nccl() -> None:
+    on_all_processes(process.same_steps_as_nccl, backend="nccl")
