@@ -129,9 +129,7 @@ def liger(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: 
         apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True, model=model)
     policy = MixedPrecisionPolicy(reduce_dtype=variant.reduce_dtype)
     for block in model.model.layers:
-        fully_shard(
-            block, mesh=default_mesh(), mp_policy=policy, reshard_after_forward=variant.reshard_after_forward
-        )
+        fully_shard(block, mesh=default_mesh(), mp_policy=policy, reshard_after_forward=variant.reshard_after_forward)
     return fully_shard(model, mesh=default_mesh(), mp_policy=policy)  # type: ignore[no-any-return]
 
 
@@ -171,37 +169,40 @@ class Training:
         synchronize(DEVICE)
         return max(gather_objects((time.perf_counter() - begin) / steps * 1e3))  # type: ignore[no-any-return]
 
-    def profile(self) -> dict[str, Any]:
-        """Returns the `summary` of a step in this process, and the kernels that take longest."""
+    def profile(self, trace: Path) -> dict[str, Any]:
+        """Returns the `summary` of a step in this process and its longest kernels, and writes its trace."""
         activities = [
             torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else torch.profiler.ProfilerActivity.CPU
         ]
         with torch.profiler.profile(activities=activities) as profiler:
             self.step()
             synchronize(DEVICE)
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(str(trace))
         kernels = kernels_of(profiler)
         return {**summary(kernels), "longest": longest(kernels)}
 
 
-def measure(training: Training, mode: str, arguments: argparse.Namespace, profile: bool) -> dict[str, Any]:
-    """Returns the milliseconds of a step and the peak memory, and a profile if asked."""
+def measure(training: Training, mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[str, Any]:
+    """Returns the milliseconds of a step and the peak memory, and a profile if its trace has a path."""
     training.recompute(mode == RECOMPUTED)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {"ms": training.milliseconds(arguments.steps)}
     if DEVICE == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if profile:
-        found["profile"] = training.profile()
+    if trace is not None:
+        found["profile"] = training.profile(trace)
     return found
 
 
-def measured_round(variant: Variant, arguments: argparse.Namespace, device: torch.device, profile: bool) -> Any:
+def measured_round(name: str, arguments: argparse.Namespace, device: torch.device, profile: bool) -> dict[str, Any]:
     """Builds a variant, and returns its figures by mode, or an error."""
+    traces = {mode: arguments.out.with_suffix(f".{name}.{mode}.trace.json.gz") for mode in arguments.modes}
     config, dtype = (TINY, torch.float32) if arguments.tiny else (LLAMA_8B, torch.bfloat16)
     try:
-        training = Training(build(config, variant, dtype, device), arguments.length, config["vocab_size"])
-        return {mode: measure(training, mode, arguments, profile) for mode in arguments.modes}
+        training = Training(build(config, VARIANTS[name], dtype, device), arguments.length, config["vocab_size"])
+        return {mode: measure(training, mode, arguments, trace if profile else None) for mode, trace in traces.items()}
     except (AttributeError, RuntimeError, ValueError) as error:  # such as an option that this torch lacks
         return {mode: {"error": f"{type(error).__name__}: {error}"[:300]} for mode in arguments.modes}
 
@@ -231,7 +232,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens per GPU")
     parser.add_argument("--steps", type=int, default=3, help="steps of a block, after one to warm up")
     parser.add_argument("--rounds", type=int, default=2, help="times that each variant is built and measured")
-    parser.add_argument("--profile", action="store_true", help="also profile a step of each variant, in the last round")
+    parser.add_argument("--profile", action="store_true", help="also profile a step of each, in the last round")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sharded_training.json"))
     arguments = parser.parse_args()
@@ -245,7 +246,7 @@ def main() -> None:
     turns = [(number, name) for number in range(arguments.rounds) for name in arguments.variants]
     for number, name in tqdm(turns, unit="variant", disable=not processes.is_main):
         profile = arguments.profile and number == arguments.rounds - 1
-        found[name].append(measured_round(VARIANTS[name], arguments, processes.device, profile))
+        found[name].append(measured_round(name, arguments, processes.device, profile))
         free_memory()
         if processes.is_main:
             rows = {

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache as cached
 from typing import Any
 
@@ -163,11 +163,27 @@ def attend(
     if q.is_cuda and q.dtype == torch.float32:  # its only kernel that keeps no scores has equal numbers of heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if q.is_cuda else nullcontext():
+    with _fastest_first(q) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.transpose(1, 2)
+
+
+def _fastest_first(x: Tensor) -> AbstractContextManager[Any]:
+    """Returns a context in which torch uses the fastest kernel on the GPU of x, and after which it chooses as before.
+
+    torch sets its own order at the first choice of a process. A context around that choice would undo it.
+    """
+    if not torch.compiler.is_compiling():
+        _let_torch_order_kernels(x.device)
+    return sdpa_kernel(_FASTEST_FIRST, set_priority=True)
+
+
+@cached
+def _let_torch_order_kernels(device: torch.device) -> None:
+    x = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
+    torch._fused_sdp_choice(x, x, x)
 
 
 def _attend_to_cache(

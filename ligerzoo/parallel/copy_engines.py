@@ -1,37 +1,40 @@
 """All-gathers and reduce-scatters of FSDP2 by the copy engines of the GPUs of one host.
 
-NCCL's kernels hold multiprocessors while data is on its way. A matrix product that runs meanwhile has a thread block per
-multiprocessor, and those that wait for NCCL's end make it take up to twice as long. Here the copy engines, which every
-GPU has besides its multiprocessors, read and write the memory of the other GPUs (torch's symmetric memory; Rashidi et
-al. 2021 describe the contention). Kernels remain for two things: the barriers, one thread block for microseconds, and
-the sums of gradients.
+NCCL's kernels hold multiprocessors while data is on its way, and a matrix product that starts meanwhile waits for them:
+most have a thread block for each multiprocessor. Here copy engines, which every GPU has besides its multiprocessors,
+read and write the memory of the other GPUs (torch's symmetric memory), and processes wait for each other in the
+hardware queues of their streams. Kernels remain for the sums of gradients.
 
     all-gather       each process copies its shard to its own buffer; all read the buffers of all
-    reduce-scatter   each process writes a part of its gradients into the buffer of each; all average their own buffer
+    reduce-scatter   each process writes a part of its gradients into the buffer of each; all add up their own buffer
 
-A buffer has a fixed size, and larger tensors pass through it in pieces. Gradients are added in fp32, or fp64 if they
-have it, in the order of the ranks, and rounded once.
+A buffer has a fixed size, and larger tensors pass through it in pieces. Gradients travel in their own dtype, are added
+in fp32 in the order of the ranks, and are rounded once. That is exact like a reduction in fp32, with half the traffic
+for bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.add_parts import add_parts
 from ligerzoo.parallel.processes import gather_objects
 
 BUFFER_BYTES = 128 * 2**20
-"""Size of the buffer of each collective; a multiple of the sizes of elements times the GPUs of a host."""
-_TIMEOUT = timedelta(minutes=10)  # as NCCL's: a process that waits longer ends with an error
+"""Size of the buffer of each collective."""
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ; the difference of both numbers may wrap around
 
 
 class PeerBuffers(Protocol):
@@ -52,25 +55,52 @@ class PeerBuffers(Protocol):
 class SymmetricBuffers:
     """`PeerBuffers` in the memory of the GPUs of one host. All processes of the group must create it at once.
 
+    A barrier takes no multiprocessor: the stream writes the number of the barrier into the memory of all others, and
+    waits until they have written it into its own (stream memory operations of the CUDA driver). It has no time limit;
+    if a process stops, those of NCCL, which each training step uses too, end the others.
+
     Args:
         group: the processes.
-        nbytes: size of each buffer.
+        nbytes: size of each buffer, a multiple of 8.
         device: the GPU of this process.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
-        own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(own, group)
-        self.rank = self._handle.rank
-        sizes = (nbytes,)
-        self.views = [self._handle.get_buffer(rank, sizes, torch.uint8) for rank in range(self._handle.world_size)]
+        size = nbytes + 8 * group.size()
+        # `symmetric_memory.empty` may return memory that was used before in this process only: rendezvous would hang.
+        own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        own[nbytes:] = 0
+        torch.cuda.synchronize(device)
+        handle = symmetric_memory.rendezvous(own, group)  # waits for all processes
+        self.rank = handle.rank
+        self.views: Sequence[Tensor] = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+        self._handle, self._own = handle, own  # whoever drops them unmaps the memory
+        self._signals = [view.data_ptr() + nbytes for view in self.views]  # a number from each process
+        self._barriers = 0
+        self._driver = ctypes.CDLL("libcuda.so.1")
 
     def barrier(self) -> None:
-        self._handle.barrier(timeout_ms=int(_TIMEOUT.total_seconds() * 1000))
+        self._barriers = (self._barriers + 1) % 2**32
+        others = [rank for rank in range(len(self.views)) if rank != self.rank]
+        for other in others:
+            self._enqueue("cuStreamWriteValue32_v2", self._signals[other] + 8 * self.rank)
+        for other in others:
+            self._enqueue("cuStreamWaitValue32_v2", self._signals[self.rank] + 8 * other)
+
+    def _enqueue(self, operation: str, address: int) -> None:
+        """Enqueues a memory operation with the number of the barrier on the current stream."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        number, flags = ctypes.c_uint32(self._barriers), ctypes.c_uint(_WAIT_UNTIL_AT_LEAST)
+        if error := getattr(self._driver, operation)(stream, ctypes.c_uint64(address), number, flags):
+            raise RuntimeError(f"{operation}: error {error} of the CUDA driver")
 
 
 class _Collective:
-    """What both collectives share: the buffers, and outputs that torch allocates."""
+    """What both collectives share.
+
+    Args:
+        buffers: through which they communicate; both need their own, since they run at once.
+    """
 
     def __init__(self, buffers: PeerBuffers) -> None:
         self._buffers = buffers
@@ -103,54 +133,76 @@ class CopyEngineAllGather(_Collective):
 
 
 class CopyEngineReduceScatter(_Collective):
-    """Averages or adds what all processes have written to the own buffer; for `set_custom_reduce_scatter`."""
+    """Adds what all processes have written to the own buffer; for `FSDPModule.set_custom_reduce_scatter`.
+
+    FSDP2 allocates an input, to which it copies the gradients of a group, and then an output, both in the dtype to
+    reduce in. Inputs are allocated in the dtype of the gradients instead.
+
+    Args:
+        buffers: see `_Collective`.
+        grad_dtype: dtype of the gradients; None for inputs in the dtype that FSDP2 asks for.
+    """
+
+    def __init__(self, buffers: PeerBuffers, grad_dtype: torch.dtype | None = None) -> None:
+        super().__init__(buffers)
+        self.grad_dtype = grad_dtype
+        self._allocates_input = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        is_input, self._allocates_input = self._allocates_input, not self._allocates_input
+        return torch.empty(size, dtype=self.grad_dtype or dtype if is_input else dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fills `output_tensor`, (n,), with part r of the reduced `input_tensor`, (P n,), in the process of rank r."""
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # a factor of `set_gradient_divide_factor`
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
-            return
         rank, count = self._buffers.rank, len(self._buffers.views)
+        self._allocates_input = True
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise LigerzooError(
+                "cannot be computed by copy engines", where="reduction of gradients", got=op, expected="AVG or SUM",
+                remedy="Shard with copy_engines=False.",
+            )  # fmt: skip
         inputs = input_tensor.view(count, -1)
-        size = self._buffers.views[rank].nbytes // count // input_tensor.element_size()  # elements from each process
+        size = self._buffers.views[rank].nbytes // count // 8 * 8 // input_tensor.element_size()
         buffers = [view.view(input_tensor.dtype)[: count * size].view(count, size) for view in self._buffers.views]
         for start in range(0, len(output_tensor), size):
             piece = slice(start, min(start + size, len(output_tensor)))
             length = piece.stop - piece.start
-            self._buffers.barrier()  # all have reduced the last piece
+            self._buffers.barrier()  # all have added up the last piece
             buffers[rank][rank, :length].copy_(inputs[rank, piece])
             for other in self._others():
                 buffers[other][rank, :length].copy_(inputs[other, piece])
             self._buffers.barrier()
-            received = buffers[rank][:, :length]
-            reduced = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-            reduced(received, 0, out=output_tensor[piece])
+            add_parts(buffers[rank][:, :length], output_tensor[piece], 1 / count if op == dist.ReduceOp.AVG else 1.0)
 
 
-def use_copy_engines(groups: Sequence[FSDPModule], mesh: DeviceMesh) -> bool:
-    """Makes groups of FSDP2 communicate by copy engines, if their processes are GPUs of one host that can.
+def use_copy_engines(
+    groups: Mapping[FSDPModule, torch.dtype | None], mesh: DeviceMesh
+) -> tuple[CopyEngineReduceScatter, ...]:
+    """Makes groups of FSDP2 communicate by copy engines, if their processes have GPUs of one host that can.
 
     All processes must call it.
 
     Args:
-        groups: modules that `fully_shard` has sharded, of one model: their collectives run one after the other.
-        mesh: the mesh that they are sharded over; the last dimension, if there are two.
+        groups: modules that `fully_shard` has sharded, of one model: each collective waits for the one before. With the
+            dtypes of their gradients; None without gradients.
+        mesh: the mesh that they are sharded over, by its last dimension.
 
     Returns:
-        Whether they do; else they use the backend of the process group.
+        The reductions of the groups; none if they use the backend of the process group instead.
     """
     group = mesh.get_group(mesh.ndim - 1)
     if mesh.device_type != "cuda" or group.size() == 1 or not _reach_each_other(group):
-        return False
+        return ()
     device = torch.device("cuda", torch.cuda.current_device())
-    all_gather = CopyEngineAllGather(SymmetricBuffers(group, BUFFER_BYTES, device))
-    reduce_scatter = CopyEngineReduceScatter(SymmetricBuffers(group, BUFFER_BYTES, device))
-    for module in groups:
+    gathering, reducing = (SymmetricBuffers(group, BUFFER_BYTES, device) for _ in range(2))
+    all_gather, reductions = CopyEngineAllGather(gathering), []
+    for module, grad_dtype in groups.items():
+        reductions.append(CopyEngineReduceScatter(reducing, grad_dtype))
         module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
-    return True
+        module.set_custom_reduce_scatter(reductions[-1])  # type: ignore[arg-type]
+    return tuple(reductions)
 
 
 def _reach_each_other(group: dist.ProcessGroup) -> bool:
@@ -159,4 +211,6 @@ def _reach_each_other(group: dist.ProcessGroup) -> bool:
     everywhere = gather_objects((Path("/proc/sys/kernel/random/boot_id").read_text(), own))
     hosts, gpus = zip(*(everywhere[rank] for rank in dist.get_process_group_ranks(group)), strict=True)
     is_one_host = len(set(hosts)) == 1 and len(set(gpus)) == len(gpus)
-    return all(gather_objects(is_one_host and all(torch.cuda.can_device_access_peer(own, gpu) for gpu in {*gpus} - {own})))
+    return all(
+        gather_objects(is_one_host and all(torch.cuda.can_device_access_peer(own, gpu) for gpu in {*gpus} - {own}))
+    )

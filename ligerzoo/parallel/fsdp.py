@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from ligerzoo.errors import LigerzooError, first_names
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.parallel.copy_engines import use_copy_engines
+from ligerzoo.parallel.copy_engines import CopyEngineReduceScatter, use_copy_engines
 from ligerzoo.parallel.processes import control_group, default_mesh
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -41,14 +41,16 @@ Model = TypeVar("Model", bound=LanguageModel)
 
 @dataclass
 class _Sharding:
-    """How a model was sharded.
+    """How a model was sharded. Does not keep the model alive.
 
     Attributes:
         resharded: whether each group is freed after its forward.
+        reductions: of the groups that communicate by copy engines.
         is_gathered: whether all parameters are gathered, by `unsharded`.
     """
 
-    resharded: dict[FSDPModule, bool] = field(default_factory=dict)
+    resharded: WeakKeyDictionary[FSDPModule, bool] = field(default_factory=WeakKeyDictionary)
+    reductions: tuple[CopyEngineReduceScatter, ...] = ()
     is_gathered: bool = False
 
 
@@ -107,9 +109,10 @@ def shard_model(
             remedy='Such as init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard")).',
         )  # fmt: skip
     sharding = _Sharding()
+    grad_dtypes: dict[FSDPModule, torch.dtype | None] = {}
 
     def shard(module: nn.Module, reshard: bool) -> FSDPModule:
-        _refuse_mixed_dtypes(model, module)
+        trained_dtype = _trained_dtype(model, module)
         fully_shard(
             module,
             mesh=mesh,
@@ -118,6 +121,7 @@ def shard_model(
         )
         assert isinstance(module, FSDPModule)
         sharding.resharded[module] = reshard
+        grad_dtypes[module] = param_dtype or trained_dtype
         return module
 
     stacks = list(_stacks(model))
@@ -135,7 +139,7 @@ def shard_model(
             _prefetch(groups, prefetch)
     shard(model, False)
     if copy_engines:
-        use_copy_engines(list(sharding.resharded), mesh)
+        sharding.reductions = use_copy_engines(grad_dtypes, mesh)
     if model.modalities and dist.get_world_size() > 1:
         control_group()  # all processes must create it at once
         model.register_forward_pre_hook(_refuse_different_modalities, with_kwargs=True)
@@ -167,8 +171,12 @@ def _prefetch(groups: Sequence[FSDPModule], depth: int) -> None:
         group.set_modules_to_backward_prefetch(list(reversed(groups[max(0, index - depth) : index])))
 
 
-def _refuse_mixed_dtypes(model: nn.Module, module: nn.Module) -> None:
-    """Raises LigerzooError if trainable parameters of a group differ in dtype: they are reduced in one buffer."""
+def _trained_dtype(model: nn.Module, module: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of the trainable parameters of a group, None without any.
+
+    Raises:
+        LigerzooError: They differ in dtype: their gradients are reduced in one buffer.
+    """
     names = {weight: name for name, weight in model.named_parameters()}
     by_dtype: dict[torch.dtype, str] = {}
     for weight in module.parameters():
@@ -180,6 +188,7 @@ def _refuse_mixed_dtypes(model: nn.Module, module: nn.Module) -> None:
             got=", ".join(f"{name} in {dtype}" for dtype, name in by_dtype.items()), expected="one dtype",
             remedy="Convert the trainable parameters to one dtype, and give the dtype to compute in as param_dtype.",
         )  # fmt: skip
+    return next(iter(by_dtype), None)
 
 
 def _refuse_different_modalities(module: LanguageModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
@@ -218,7 +227,8 @@ def accumulating(model: LanguageModel) -> Iterator[None]:
     Raises:
         LigerzooError: The model is not sharded.
     """
-    _sharding_of(model, "accumulating")
+    for reduction in _sharding_of(model, "accumulating").reductions:
+        reduction.grad_dtype = None  # that of the accumulated gradients
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
     try:

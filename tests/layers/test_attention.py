@@ -1,4 +1,7 @@
 import math
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 import torch
@@ -204,3 +207,20 @@ def test_decode_step_in_a_cuda_graph() -> None:
             graph.replay()
             outputs.append(out.clone())
     torch.testing.assert_close(torch.cat(outputs, 1), expected[:, 5:], rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_other_models_keep_the_kernels_that_torch_chooses() -> None:
+    """torch orders its kernels at the first attention of a process, here ours."""
+    script = """
+import sys, torch
+from ligerzoo.layers.attention import attend
+q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+if "ours" in sys.argv:
+    attend(q, q, q)
+x = q.transpose(1, 2)
+print(torch._fused_sdp_choice(x, x, x, is_causal=True), torch._C._get_sdp_priority_order())
+"""
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    alone, after_ours = (run([sys.executable, "-c", script, first]).stdout for first in ("theirs", "ours"))
+    assert alone == after_ours

@@ -1,6 +1,7 @@
 """What each process of `test_copy_engines.py` does."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,10 @@ def check_gather(gather: CopyEngineAllGather, own: Tensor, parts: list[Tensor]) 
 
 def check_scatter(scatter: CopyEngineReduceScatter, whole: list[Tensor], op: dist.ReduceOp.RedOpType) -> None:
     rank, length = dist.get_rank(), len(whole[0]) // len(whole)
-    output = scatter.allocate((length,), dtype=whole[0].dtype, device=whole[0].device).fill_(float("nan"))
-    scatter(output, whole[rank].clone(), None, op)
+    options: Any = {"dtype": whole[0].dtype, "device": whole[0].device}
+    given = scatter.allocate(whole[rank].shape, **options).copy_(whole[rank])
+    output = scatter.allocate((length,), **options).fill_(float("nan"))
+    scatter(output, given, None, op)
     own = torch.stack([tensor[rank * length : (rank + 1) * length] for tensor in whole]).double()
     expected = own.mean(0) if op == dist.ReduceOp.AVG else own.sum(0)
     tolerance = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2**-8}[output.dtype]
@@ -66,7 +69,7 @@ def check_scatter(scatter: CopyEngineReduceScatter, whole: list[Tensor], op: dis
 
 def not_on_a_cpu(rank: int) -> None:
     model = shard_model(Llama(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))
-    assert not use_copy_engines([model], default_mesh())
+    assert use_copy_engines({model: torch.float32}, default_mesh()) == ()
 
 
 def same_steps_as_nccl(rank: int) -> None:
@@ -78,9 +81,7 @@ def same_steps_as_nccl(rank: int) -> None:
             found = []
             for copy_engines in (True, False):
                 torch.manual_seed(0)
-                model = shard_model(
-                    Llama(config, device="meta", dtype=dtype), **options, copy_engines=copy_engines
-                )
+                model = shard_model(Llama(config, device="meta", dtype=dtype), **options, copy_engines=copy_engines)
                 initialize_sharded(model)
                 group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
                 assert isinstance(group._all_gather_comm, CopyEngineAllGather) == copy_engines

@@ -1,5 +1,7 @@
 """What each process of `test_fsdp.py` does. Does not import transformers, which takes seconds."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -194,6 +196,16 @@ def mixed_precision(rank: int) -> None:
     half.model.layers[1].mlp.up_proj.float()
     with pytest.raises(LigerzooError, match=r"layers\.1\.\S+ in torch.bfloat16, \S+up_proj.weight in torch.float32"):
         shard_model(half)
+
+
+def release(rank: int) -> None:
+    """A sharded model is freed with its last reference."""
+    model = shard_model(Llama(tiny()))
+    model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def generate(rank: int, directory: Path) -> None:

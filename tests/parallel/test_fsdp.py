@@ -78,7 +78,9 @@ def test_shards_and_replicas(directory: Path) -> None:
     on_all_processes(partial(process.replicated, directory=directory), processes=4)
 
 
-@pytest.mark.parametrize("work", [process.collectives, process.accumulate, process.mixed_precision, process.initialize])
+@pytest.mark.parametrize(
+    "work", [process.collectives, process.accumulate, process.mixed_precision, process.initialize, process.release]
+)
 def test_steps(work: Any) -> None:
     on_all_processes(work)
 
