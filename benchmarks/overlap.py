@@ -85,6 +85,7 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
         "step": from the first start to the last end.
         "exposed communication": only communication runs.
         "idle": nothing runs.
+        "longest": milliseconds and number of the kernels that take longest in all, by name.
         "GEMM during communication": part of the time of GEMMs. Compare the time of all GEMMs with that of "one-gpu" for
             what communication costs them.
     """
@@ -107,13 +108,13 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
         "exposed communication": (length(everything) - length(computation)) / 1e3,
         "idle": (step - length(everything)) / 1e3,
         "GEMM during communication": overlap(merged(by_kind["GEMM"]), communication) / 1e3,
+        "longest": _longest(kernels),
     }
 
 
-def longest(kernels: Sequence[Kernel], count: int = 40) -> dict[str, list[float]]:
-    """Returns milliseconds and number of the kernels that take longest in all, by name."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+def _longest(kernels: Iterable[Kernel], count: int = 40) -> dict[str, tuple[float, int]]:
+    times: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        found[kernel.name[:150]][0] += (kernel.end - kernel.start) / 1e3
-        found[kernel.name[:150]][1] += 1
+        times[kernel.name[:150]].append((kernel.end - kernel.start) / 1e3)
+    found = {name: (sum(group), len(group)) for name, group in times.items()}
     return dict(sorted(found.items(), key=lambda entry: -entry[1][0])[:count])

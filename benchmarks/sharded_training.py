@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
 from benchmarks.measure import save_result, synchronize
-from benchmarks.overlap import kernels_of, longest, summary
+from benchmarks.overlap import kernels_of, summary
 from ligerzoo import AutoModel, models
 from ligerzoo.parallel import gather_objects, initialize_sharded, shard_model, start_processes, stop_processes
 from ligerzoo.parallel.processes import default_mesh
@@ -170,7 +170,7 @@ class Training:
         return max(gather_objects((time.perf_counter() - begin) / steps * 1e3))  # type: ignore[no-any-return]
 
     def profile(self, trace: Path) -> dict[str, Any]:
-        """Returns the `summary` of a step in this process and its longest kernels, and writes its trace."""
+        """Returns the `summary` of a step in this process, and writes its trace."""
         activities = [
             torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else torch.profiler.ProfilerActivity.CPU
         ]
@@ -179,8 +179,7 @@ class Training:
             synchronize(DEVICE)
         if dist.get_rank() == 0:
             profiler.export_chrome_trace(str(trace))
-        kernels = kernels_of(profiler)
-        return {**summary(kernels), "longest": longest(kernels)}
+        return summary(kernels_of(profiler))
 
 
 def measure(training: Training, mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[str, Any]:
