@@ -35,6 +35,8 @@ from tqdm import tqdm
 from benchmarks.measure import save_result, synchronize
 from benchmarks.overlap import kernels_of, summary
 from ligerzoo import AutoModel, models
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.memory.simulation import on_meta, simulate_step
 from ligerzoo.parallel import gather_objects, initialize_sharded, shard_model, start_processes, stop_processes
 from ligerzoo.parallel.processes import default_mesh
 
@@ -82,15 +84,15 @@ VARIANTS = {
     "one-gpu": Variant("without communication", is_alone=True),
     "liger": Variant("transformers + liger-kernel", is_peer=True),
     "liger-bf16": Variant("and gradients reduced in bf16", is_peer=True, reduce_dtype=None),
-    "liger-no-reshard": Variant("and no all-gathers in backward", is_peer=True, reshard_after_forward=False),
+    "liger-gathered": Variant("and no all-gathers in backward", is_peer=True, reshard_after_forward=False),
     "reduce-bf16": Variant("half the bytes of the reduce-scatters", reduce_dtype=None),
     "prefetch-1": Variant("gathering is issued before the block, not when the host reaches the next", prefetch=1),
-    "no-reshard": Variant("no all-gathers in backward", reshard_after_forward=False),
+    "gathered": Variant("no all-gathers in backward, as `ligerzoo train` if it fits", reshard_after_forward=False),
     "nccl": Variant("NCCL's kernels instead of copy engines", copy_engines=False),
     "nccl-bf16": Variant("half the bytes of the reduce-scatters", copy_engines=False, reduce_dtype=None),
     "nccl-ctas-8": Variant("NCCL takes 8 multiprocessors from the products", copy_engines=False, max_ctas=8),
 }
-DEFAULT_VARIANTS = ("default", "one-gpu", "liger", "liger-bf16", "nccl", "no-reshard")
+DEFAULT_VARIANTS = ("default", "one-gpu", "liger", "liger-bf16", "liger-gathered", "nccl", "gathered")
 
 
 def mesh_of(variant: Variant) -> DeviceMesh:
@@ -201,7 +203,11 @@ def measured_round(name: str, arguments: argparse.Namespace, device: torch.devic
     config, dtype = (TINY, torch.float32) if arguments.tiny else (LLAMA_8B, torch.bfloat16)
     try:
         training = Training(build(config, VARIANTS[name], dtype, device), arguments.length, config["vocab_size"])
-        return {mode: measure(training, mode, arguments, trace if profile else None) for mode, trace in traces.items()}
+        return {
+            mode: measure(training, mode, arguments, trace if profile else None)
+            | predicted_gib(VARIANTS[name], mode, arguments)
+            for mode, trace in traces.items()
+        }
     except (AttributeError, RuntimeError, ValueError) as error:  # such as an option that this torch lacks
         return {mode: {"error": f"{type(error).__name__}: {error}"[:300]} for mode in arguments.modes}
 
@@ -214,14 +220,11 @@ def summarized(rounds: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
     return {**rounds[-1], "ms": ms, "all_ms": [found["ms"] for found in rounds], "tokens_per_s": length / ms * 1e3}
 
 
-def compared(rows: dict[str, Any], mode: str) -> dict[str, float]:
-    """Returns the speed of the default over that of the fastest peer and of one GPU."""
+def compared(rows: dict[str, Any], mode: str) -> dict[str, dict[str, float]]:
+    """Returns the speed of each of ligerzoo's variants over that of each peer and of one GPU."""
     ms = {name: row[mode]["ms"] for name, row in rows.items() if "ms" in row.get(mode, {})}
-    peers = [ms[name] for name in ms if VARIANTS[name].is_peer]
-    if "default" not in ms:
-        return {}
-    found = {"over the fastest peer": min(peers) / ms["default"]} if peers else {}
-    return found | ({"of one GPU": ms["one-gpu"] / ms["default"]} if "one-gpu" in ms else {})
+    others = [name for name in ms if VARIANTS[name].is_peer or VARIANTS[name].is_alone]
+    return {f"{name} over": {other: ms[other] / ms[name] for other in others} for name in ms if name not in others}
 
 
 def main() -> None:
@@ -242,8 +245,8 @@ def main() -> None:
     processes = start_processes()
     torch.manual_seed(processes.rank)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.variants}
-    turns = [(number, name) for number in range(arguments.rounds) for name in arguments.variants]
-    for number, name in tqdm(turns, unit="variant", disable=not processes.is_main):
+    order = [(number, name) for number in range(arguments.rounds) for name in arguments.variants]
+    for number, name in tqdm(order, unit="variant", disable=not processes.is_main):
         profile = arguments.profile and number == arguments.rounds - 1
         found[name].append(measured_round(name, arguments, processes.device, profile))
         free_memory()
@@ -270,6 +273,19 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def predicted_gib(variant: Variant, mode: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Returns our prediction of the peak memory, of ligerzoo only."""
+    if variant.is_peer or arguments.tiny:
+        return {}
+    outline = on_meta(AutoModel.from_config(models.LlamaConfig(**LLAMA_8B), device="meta", dtype=torch.bfloat16))
+    level = Recompute.BLOCK if mode == RECOMPUTED else Recompute.NOTHING
+    step = simulate_step(
+        outline, 1, arguments.length, [level] * LLAMA_8B["num_hidden_layers"],
+        gpus=1 if variant.is_alone else dist.get_world_size(), keeps_gathered=not variant.reshard_after_forward,
+    )  # fmt: skip
+    return {"predicted_gib": step.peak / 2**30}
+
+
 def described(variant: Variant) -> dict[str, str]:
     defaults = asdict(Variant(""))
     return {key: str(value) for key, value in asdict(variant).items() if value != defaults[key]}
@@ -290,7 +306,8 @@ def brief(row: dict[str, Any], modes: Sequence[str]) -> str:
         if "error" in figures:
             lines.append(f"{mode}: {figures['error']}")
             continue
-        line = f"{mode}: {figures['ms']:.1f} ms, {figures.get('peak_gib', 0.0):.1f} GiB"
+        line = f"{mode}: {figures['ms']:.1f} ms, {figures.get('peak_gib', 0.0):.2f} GiB"
+        line += f" (predicted {figures['predicted_gib']:.2f})" if "predicted_gib" in figures else ""
         if profile := figures.get("profile"):
             kinds = {kind: value["ms"] for kind, value in profile["by kind"].items()}
             shown = {**{key: value for key, value in profile.items() if isinstance(value, float)}, **kinds}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Literal
 
@@ -47,6 +48,7 @@ class ActivationPlan:
         step: memory and work of a training step.
         extra_flops: share of `step.flops` that is recomputation.
         budget: bytes per GPU that the step must fit; None for no limit.
+        keeps_gathered: whether weights that several GPUs share stay gathered from forward to backward.
     """
 
     levels: tuple[Recompute, ...]
@@ -55,6 +57,7 @@ class ActivationPlan:
     step: StepMemory
     extra_flops: float
     budget: int | None
+    keeps_gathered: bool = False
 
     def __str__(self) -> str:
         within = "" if self.budget is None else f", within {gib(self.budget)} GiB"
@@ -66,6 +69,8 @@ class ActivationPlan:
             kept = sum(self.step.kept[first:end])
             lines.append(f"  {name:<17}{WORDS[level]:<38}{gib(kept):>8} GiB")
             first = end
+        if self.keeps_gathered:
+            lines.append("  weights          gathered from forward to backward")
         lines.append(f"  recomputation    {self.extra_flops:.1%} of the matrix products")
         lines.append(f"  peak             {self.step}")
         return "\n".join(lines)
@@ -85,7 +90,10 @@ def plan_activations(
 ) -> ActivationPlan:
     """Chooses what backward recomputes of each block, as little as the budget allows.
 
-    Simulates training steps on the meta device (about 0.2 s each for 32 blocks, at most 10); nothing runs on the GPU.
+    If several GPUs share the weights, and nothing needs to be recomputed within the budget, the weights of blocks also
+    stay gathered from forward to backward if that fits: it saves a third of the communication.
+
+    Simulates training steps on the meta device (about 0.2 s each for 32 blocks, at most 11); nothing runs on the GPU.
     Plan before the optimizer has states, and before the weights are sharded.
 
     Args:
@@ -110,40 +118,44 @@ def plan_activations(
     limit = None if limit is None else limit - reserved
     simulated = on_meta(model)
 
-    def simulate(levels: Sequence[Recompute]) -> StepMemory:
-        return simulate_step(
-            simulated, batch_size, seq_length, levels, optimizer=optimizer, accumulate=accumulate, gpus=gpus
-        )
-
-    return choose_plan(simulate, len(model.model.layers), batch_size, seq_length, limit)
+    simulate = partial(
+        simulate_step, simulated, batch_size, seq_length, optimizer=optimizer, accumulate=accumulate, gpus=gpus
+    )
+    return choose_plan(simulate, len(model.model.layers), batch_size, seq_length, limit, is_sharded=gpus > 1)
 
 
 def choose_plan(
-    simulate: Callable[[Sequence[Recompute]], StepMemory], blocks: int, batch_size: int, seq_length: int,
-    limit: int | None,
+    simulate: Callable[..., StepMemory], blocks: int, batch_size: int, seq_length: int, limit: int | None, *,
+    is_sharded: bool = False,
 ) -> ActivationPlan:  # fmt: skip
-    """Returns the first of `_candidates` that fits.
+    """Returns the first of `_candidates` that fits, with gathered weights if they fit too.
 
     Args:
-        simulate: levels -> the step's memory.
+        simulate: `levels` and `keeps_gathered` -> the step's memory, as `simulate_step`.
         blocks: number of blocks.
         batch_size: rows of a microbatch on one GPU.
         seq_length: tokens of a row.
         limit: bytes; None for no limit.
+        is_sharded: whether several GPUs share the weights.
 
     Raises:
         LigerzooError: none fits.
     """
-    whole = simulate([Recompute.NOTHING] * blocks)
+    nothing = [Recompute.NOTHING] * blocks
+    whole = simulate(nothing)
 
-    def plan(levels: Sequence[Recompute], step: StepMemory) -> ActivationPlan:
+    def plan(levels: Sequence[Recompute], step: StepMemory, keeps_gathered: bool = False) -> ActivationPlan:
         return ActivationPlan(
             levels=tuple(levels), batch_size=batch_size, seq_length=seq_length, step=step,
-            extra_flops=1 - whole.flops / step.flops, budget=limit,
+            extra_flops=1 - whole.flops / step.flops, budget=limit, keeps_gathered=keeps_gathered,
         )  # fmt: skip
 
     if limit is None or whole.peak <= limit:
-        return plan([Recompute.NOTHING] * blocks, whole)
+        if limit is not None and is_sharded:
+            gathered = simulate(nothing, keeps_gathered=True)
+            if gathered.peak <= limit:
+                return plan(nothing, gathered, keeps_gathered=True)
+        return plan(nothing, whole)
     uniform = {level: simulate([level] * blocks) for level in Recompute}
     least = min(uniform.values(), key=lambda step: step.peak)
     if least.peak > limit:

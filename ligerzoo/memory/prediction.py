@@ -62,9 +62,9 @@ def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: floa
     blocks = len(simulated.model.layers)
 
     def simulate(batch_size: int) -> Callable[..., StepMemory]:
-        return lambda levels: simulate_step(
+        return lambda levels, keeps_gathered=False: simulate_step(
             simulated, batch_size, setting.seq_length, levels, optimizer=setting.optimizer,
-            accumulate=setting.accumulate, gpus=setting.gpus,
+            accumulate=setting.accumulate, gpus=setting.gpus, keeps_gathered=keeps_gathered,
         )  # fmt: skip
 
     uniform = {level: simulate(setting.batch_size)([level] * blocks) for level in Recompute}
@@ -123,7 +123,8 @@ def _largest_fit(
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return choose_plan(simulate(low), blocks, low, setting.seq_length, limit) if low else None
+    is_sharded = setting.gpus > 1
+    return choose_plan(simulate(low), blocks, low, setting.seq_length, limit, is_sharded=is_sharded) if low else None
 
 
 def _describe_fit(

@@ -1,8 +1,8 @@
 """Runs a training step on the meta device, and counts the memory and the matrix products that it takes on a GPU.
 
 Every tensor that a GPU would hold exists on meta too, without data, and is freed at the same time. So the peak is
-counted, not fitted. Stated as constants are only `CUBLAS_WORKSPACE`, the bytes per parameter of optimizers, and what
-FSDP2 holds. Not counted: fragmentation, the CUDA context, and buffers of NCCL.
+counted, not fitted. Stated as constants are only `CUBLAS_WORKSPACE`, the bytes per parameter of optimizers, and how
+many blocks FSDP2 holds. Not counted: fragmentation, the CUDA context, and buffers for communication.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -154,6 +155,7 @@ def simulate_step(
     optimizer: str = "adamw",
     accumulate: bool = False,
     gpus: int = 1,
+    keeps_gathered: bool = False,
 ) -> StepMemory:
     """Counts the memory of a training step on an H100 or H200: forward, loss, backward and optimizer.
 
@@ -167,7 +169,8 @@ def simulate_step(
         levels: what backward recomputes of each block; empty for nothing.
         optimizer: a name in `OPTIMIZERS`.
         accumulate: whether gradients of earlier microbatches exist.
-        gpus: shards of the weights, gradients and optimizer states (FSDP2, resharded after forward).
+        gpus: shards of the weights, gradients and optimizer states (FSDP2 within one host).
+        keeps_gathered: whether the weights of all blocks stay gathered from forward to backward.
 
     Raises:
         LigerzooError: the optimizer is unknown, or cannot update weights that several GPUs share.
@@ -184,6 +187,8 @@ def simulate_step(
         handles = [model.model.register_forward_hook(lambda *_: tracker.mark())]
         handles += [layer.register_forward_pre_hook(count.enter_block) for layer in model.model.layers]
         handles += [model.model.norm.register_forward_pre_hook(count.enter_block)]
+        if gpus > 1 and not _is_tied(model):  # the head is gathered until its backward
+            handles.append(model.get_output_embeddings().register_forward_pre_hook(partial(_hold_head, tracker)))
         handles += [
             parameter.register_post_accumulate_grad_hook(count.add_gradient)  # type: ignore[no-untyped-call]
             for parameter in trained
@@ -205,11 +210,15 @@ def simulate_step(
     workspace = dynamic - gradients - activations
     all_gradients = _nbytes(trained) // gpus
     temporaries = _TEMPORARIES.get(optimizer, 0) * max((parameter.numel() for parameter in trained), default=0) // gpus
-    if all_gradients + temporaries > dynamic:  # the optimizer's step is the peak
-        gradients, activations, workspace = all_gradients, 0, temporaries
+    if gpus > 1:  # the last reduction, of the embedding, has whole gradients and a copy of them
+        trained_embedding = [p for p in model.get_input_embeddings().parameters() if p.requires_grad]
+        temporaries = max(temporaries, 2 * _nbytes(trained_embedding))
+    gathered = _gathered_bytes(model, keeps_gathered) if gpus > 1 else 0
+    if all_gradients + temporaries > dynamic + gathered:  # the end of backward or the optimizer's step is the peak
+        gradients, activations, workspace, gathered = all_gradients, 0, temporaries, 0
     live = count.live[: len(model.model.layers) + 1]  # checkpointed blocks run again
     return StepMemory(
-        weights=_weight_bytes(model, gpus), optimizer_states=optimizer_bytes(model, optimizer) // gpus,
+        weights=_weight_bytes(model, gpus) + gathered, optimizer_states=optimizer_bytes(model, optimizer) // gpus,
         gradients=gradients, activations=activations, workspace=workspace + CUBLAS_WORKSPACE, flops=tracker.flops,
         kept=tuple(after - before for before, after in pairwise(live)),
     )  # fmt: skip
@@ -253,12 +262,30 @@ class _Count:
 
 
 def _weight_bytes(model: CausalLM, gpus: int) -> int:
-    """Returns the bytes of weights and buffers per GPU, and of what FSDP2 unshards for a while."""
+    """Returns the bytes of weights and buffers per GPU, and of those that FSDP2 gathers for a whole step."""
     total = _nbytes((*model.parameters(), *model.buffers()))
     if gpus == 1:
         return total
+    blocks = sum(_nbytes(layer.parameters()) for layer in model.model.layers)
+    return total // gpus + (total - blocks if _is_tied(model) else 0)
+
+
+def _gathered_bytes(model: CausalLM, keeps_gathered: bool) -> int:
+    """Returns the bytes of blocks that FSDP2 has gathered at a time, or whose gradients it has not yet scattered."""
     blocks = [_nbytes(layer.parameters()) for layer in model.model.layers]
-    return total // gpus + (total - sum(blocks)) + FSDP_BLOCKS * max(blocks)
+    return sum(blocks) + (FSDP_BLOCKS - 1) * max(blocks) if keeps_gathered else FSDP_BLOCKS * max(blocks)
+
+
+def _is_tied(model: CausalLM) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _hold_head(tracker: Tracker, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Counts the gathered head from now until the gradient of its input exists."""
+    nbytes = _nbytes(head.parameters())
+    tracker.hold(nbytes)
+    if inputs[0].requires_grad:
+        inputs[0].register_hook(lambda _: tracker.hold(-nbytes))  # type: ignore[no-untyped-call]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

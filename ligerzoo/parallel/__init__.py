@@ -2,6 +2,7 @@
 
 processes      the processes of a run, from torchrun's environment
 fsdp           shards a model with FSDP2
+copy_engines   communication of FSDP2 between the GPUs of one host, without their multiprocessors
 loading        loads and initializes sharded models: each process reads its part
 directories    replaces a directory atomically, written by all processes
 optimizers     saves and loads optimizer states of sharded models
@@ -11,6 +12,7 @@ vocab_parallel a loss head whose vocabulary is sharded
 
 from ligerzoo.parallel.directories import replacing_directory_together as replacing_directory_together
 from ligerzoo.parallel.fsdp import accumulating as accumulating
+from ligerzoo.parallel.fsdp import keep_gathered as keep_gathered
 from ligerzoo.parallel.fsdp import shard_model as shard_model
 from ligerzoo.parallel.fsdp import unsharded as unsharded
 from ligerzoo.parallel.loading import initialize_sharded as initialize_sharded

@@ -1,9 +1,9 @@
 """All-gathers and reduce-scatters of FSDP2 by the copy engines of the GPUs of one host.
 
 NCCL's kernels hold multiprocessors while data is on its way, and a matrix product that starts meanwhile waits for them:
-most have a thread block for each multiprocessor. Here copy engines, which every GPU has besides its multiprocessors,
-read and write the memory of the other GPUs (torch's symmetric memory), and processes wait for each other in the
-hardware queues of their streams. Kernels remain for the sums of gradients.
+most have a thread block for each multiprocessor. Here the copy engines, which are separate hardware, read and write the
+memory of the other GPUs (torch's symmetric memory), and processes wait for each other in the hardware queues of their
+streams. Kernels remain for the sums of gradients.
 
     all-gather       each process copies its shard to its own buffer; all read the buffers of all
     reduce-scatter   each process writes a part of its gradients into the buffer of each; all add up their own buffer
@@ -55,7 +55,7 @@ class PeerBuffers(Protocol):
 class SymmetricBuffers:
     """`PeerBuffers` in the memory of the GPUs of one host. All processes of the group must create it at once.
 
-    A barrier takes no multiprocessor: the stream writes the number of the barrier into the memory of all others, and
+    A barrier needs no multiprocessor: the stream writes the number of the barrier into the memory of all others, and
     waits until they have written it into its own (stream memory operations of the CUDA driver). It has no time limit;
     if a process stops, those of NCCL, which each training step uses too, end the others.
 
@@ -136,21 +136,25 @@ class CopyEngineReduceScatter(_Collective):
     """Adds what all processes have written to the own buffer; for `FSDPModule.set_custom_reduce_scatter`.
 
     FSDP2 allocates an input, to which it copies the gradients of a group, and then an output, both in the dtype to
-    reduce in. Inputs are allocated in the dtype of the gradients instead.
+    reduce in. Here they have the dtypes of what is copied to them and from them.
 
     Args:
         buffers: see `_Collective`.
-        grad_dtype: dtype of the gradients; None for inputs in the dtype that FSDP2 asks for.
+        input_dtype: dtype of the gradients of this process; None for the one that FSDP2 asks for.
+        output_dtype: dtype of the reduced gradients; None for the one that FSDP2 asks for.
     """
 
-    def __init__(self, buffers: PeerBuffers, grad_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, buffers: PeerBuffers, input_dtype: torch.dtype | None = None, output_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(buffers)
-        self.grad_dtype = grad_dtype
+        self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self._allocates_input = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        is_input, self._allocates_input = self._allocates_input, not self._allocates_input
-        return torch.empty(size, dtype=self.grad_dtype or dtype if is_input else dtype, device=device)
+        own_dtype = self.input_dtype if self._allocates_input else self.output_dtype
+        self._allocates_input = not self._allocates_input
+        return torch.empty(size, dtype=own_dtype or dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -178,7 +182,7 @@ class CopyEngineReduceScatter(_Collective):
 
 
 def use_copy_engines(
-    groups: Mapping[FSDPModule, torch.dtype | None], mesh: DeviceMesh
+    groups: Mapping[FSDPModule, torch.dtype | None], mesh: DeviceMesh, param_dtype: torch.dtype | None
 ) -> tuple[CopyEngineReduceScatter, ...]:
     """Makes groups of FSDP2 communicate by copy engines, if their processes have GPUs of one host that can.
 
@@ -186,8 +190,9 @@ def use_copy_engines(
 
     Args:
         groups: modules that `fully_shard` has sharded, of one model: each collective waits for the one before. With the
-            dtypes of their gradients; None without gradients.
+            dtypes of their trainable parameters; None without any.
         mesh: the mesh that they are sharded over, by its last dimension.
+        param_dtype: dtype of the computation, if it is not that of the parameters.
 
     Returns:
         The reductions of the groups; none if they use the backend of the process group instead.
@@ -198,8 +203,9 @@ def use_copy_engines(
     device = torch.device("cuda", torch.cuda.current_device())
     gathering, reducing = (SymmetricBuffers(group, BUFFER_BYTES, device) for _ in range(2))
     all_gather, reductions = CopyEngineAllGather(gathering), []
-    for module, grad_dtype in groups.items():
-        reductions.append(CopyEngineReduceScatter(reducing, grad_dtype))
+    for module, dtype in groups.items():
+        output_dtype = dtype if mesh.ndim == 1 else None  # replicas still add theirs
+        reductions.append(CopyEngineReduceScatter(reducing, param_dtype or dtype, output_dtype))
         module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(reductions[-1])  # type: ignore[arg-type]
     return tuple(reductions)

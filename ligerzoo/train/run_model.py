@@ -13,6 +13,7 @@ from ligerzoo.adapters import adapters_disabled, add_lora, freeze_all_but
 from ligerzoo.errors import ConfigError
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.models import CausalLM
+from ligerzoo.parallel import keep_gathered
 from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.checks import check_model
@@ -85,6 +86,8 @@ def open_trained_model(
         model.gradient_checkpointing_enable()
     elif plan is not None:
         apply_activation_plan(model, plan)
+        if plan.keeps_gathered:
+            keep_gathered(model)
     return model
 
 

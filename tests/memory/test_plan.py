@@ -139,6 +139,20 @@ def test_more_gpus_need_less_each(model: Llama) -> None:
     assert one.flops == many.flops
 
 
+def test_shared_weights_stay_gathered_if_they_fit(model: Llama) -> None:
+    plain = plan(model, None, gpus=2)
+    assert not plain.keeps_gathered  # no limit, as on a CPU
+    gathered = plan(model, 100.0, gpus=2)
+    assert gathered.keeps_gathered
+    assert "gathered from forward to backward" in str(gathered)
+    blocks = sum(parameter.nbytes for parameter in model.model.layers.parameters())
+    assert 0 < gathered.step.peak - plain.step.peak < blocks
+    assert gathered.step.flops == plain.step.flops
+    tight = plan(model, plain.step.peak / 2**30, gpus=2)
+    assert (tight.levels, tight.keeps_gathered) == (plain.levels, False)
+    assert not plan(model, 100.0).keeps_gathered
+
+
 def test_sharded_weights_are_refused() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

@@ -69,7 +69,7 @@ def check_scatter(scatter: CopyEngineReduceScatter, whole: list[Tensor], op: dis
 
 def not_on_a_cpu(rank: int) -> None:
     model = shard_model(Llama(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))
-    assert use_copy_engines({model: torch.float32}, default_mesh()) == ()
+    assert use_copy_engines({model: torch.float32}, default_mesh(), None) == ()
 
 
 def same_steps_as_nccl(rank: int) -> None:

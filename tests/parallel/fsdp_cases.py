@@ -25,6 +25,7 @@ from ligerzoo.parallel import (
     failing_together,
     initialize_sharded,
     items_per_process,
+    keep_gathered,
     load_optimizer,
     load_sharded,
     replacing_directory_together,
@@ -161,6 +162,10 @@ def collectives(rank: int) -> None:
         with CommDebugMode() as counts, accumulating(model):
             model(ids, labels=ids).loss.backward()
         assert sum(counts.get_comm_counts().values()) == expected + again, counts.get_comm_counts()
+    keep_gathered(model)
+    with CommDebugMode() as counts:
+        model(ids, labels=ids).loss.backward()
+    assert sum(counts.get_comm_counts().values()) == 2 * expected, counts.get_comm_counts()
 
 
 def accumulate(rank: int) -> None:
@@ -216,6 +221,7 @@ def generate(rank: int, directory: Path) -> None:
         with pytest.raises(LigerzooError, match=r"sharded.*ligerzoo.parallel.unsharded"):
             model.generate(prompt, max_new_tokens=2)
         before = {key: full(weight) for key, weight in model.state_dict().items()}
+        keep_gathered(model)
         with unsharded(model):  # the processes generate different numbers of tokens
             got = model.generate(prompt, max_new_tokens=4 + 3 * rank, do_sample=False)
         assert torch.equal(got, whole.generate(prompt, max_new_tokens=4 + 3 * rank, do_sample=False))
