@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import count
 
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS
 
-MODELS = {"llama_8b": "Llama-3-8B", "llama_1b": "Llama-3.2-1B", "qwen3_30b_a3b": "Qwen3-30B-A3B"}
+MODELS = {
+    "llama_8b": "Llama-3-8B",
+    "llama_1b": "Llama-3.2-1B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "gpt_oss_20b": "gpt-oss-20b",
+    "qwen3_5_4b": "Qwen3.5-4B",
+}
 THEIRS = ("transformers", "transformers, torch.compile")
 PROVIDERS = (OURS, f"{OURS} exact", f"{OURS}, torch.compile", *THEIRS)
 LIMIT = "limit_tokens_per_s"
@@ -173,19 +179,30 @@ def charted(result: Json) -> list[Json]:
 
 def generation_chart(result: Json) -> str:
     """An SVG with a bar for each provider of each workload: tokens per second over the limit. Empty without any."""
-    workloads = charted(result)
-    if not workloads:
+    rows = [
+        (label(workload), figures_of(workload, "decode_tokens_per_s"), workload[LIMIT]) for workload in charted(result)
+    ]
+    return bar_chart("tokens per second of decoding; the line is what the bandwidth allows", rows)
+
+
+def bar_chart(title: str, rows: Sequence[tuple[str, Mapping[str, float], float]]) -> str:
+    """An SVG with groups of bars. Empty without any.
+
+    Args:
+        title: what the bars show.
+        rows: a label, the tokens per second of each provider, and the speed at the vertical line.
+    """
+    if not rows:
         return ""
     top, groups = HEAD, []
-    for workload in workloads:
-        speeds = figures_of(workload, "decode_tokens_per_s")
-        groups.append(bars(workload, speeds, top))
+    for name, speeds, full in rows:
+        groups.append(bars(name, speeds, full, top))
         top += BAR * len(speeds) + GAP
     width = LABELS + BARS + NOTES
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" width="{width}" height="{top}">',
         f'<style>{STYLE}</style><rect width="{width}" height="{top}" fill="white"/>',
-        f'<text x="{LABELS}" y="14">tokens per second of decoding; the line is what the bandwidth allows</text>',
+        f'<text x="{LABELS}" y="14">{title}</text>',
         *groups,
         f'<line class="limit" x1="{LABELS + BARS}" x2="{LABELS + BARS}" y1="{HEAD}" y2="{top - GAP}"/>',
         "</svg>",
@@ -193,14 +210,14 @@ def generation_chart(result: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
-def bars(workload: Json, speeds: Mapping[str, float], top: int) -> str:
-    """The label and the bars of one workload."""
-    drawn = [f'<text class="label" x="{LABELS - 8}" y="{BAR * len(speeds) // 2 + 4}">{escape(label(workload))}</text>']
-    for y, (name, tokens_per_s) in zip(count(0, BAR), speeds.items()):
-        width = BARS * tokens_per_s / workload[LIMIT]
-        note = f"{speed(tokens_per_s)} {escape(name)}"
+def bars(name: str, speeds: Mapping[str, float], full: float, top: int) -> str:
+    """The label and the bars of one group."""
+    drawn = [f'<text class="label" x="{LABELS - 8}" y="{BAR * len(speeds) // 2 + 4}">{escape(name)}</text>']
+    for y, (provider, tokens_per_s) in zip(count(0, BAR), speeds.items()):
+        width = BARS * tokens_per_s / full
+        note = f"{speed(tokens_per_s)} {escape(provider)}"
         drawn.append(
-            f'<rect class="{"ours" if name == OURS else "peer"}" x="{LABELS}" y="{y}" width="{width:.0f}" height="10"/>'
-            f'<text class="small" x="{LABELS + width + 4:.0f}" y="{y + 9}">{note}</text>'
+            f'<rect class="{"ours" if provider == OURS else "peer"}" x="{LABELS}" y="{y}" width="{width:.0f}" '
+            f'height="10"/><text class="small" x="{LABELS + width + 4:.0f}" y="{y + 9}">{note}</text>'
         )
     return f'<g transform="translate(0 {top})">{"".join(drawn)}</g>'

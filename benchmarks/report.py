@@ -12,13 +12,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
 from benchmarks.generation_report import generation_chart, generation_figures, generation_highlights
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS, compare
-from benchmarks.training_report import training_figures
+from benchmarks.sharded_report import sharded_figures
+from benchmarks.training_report import training_chart, training_figures
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")
@@ -31,8 +33,8 @@ TRAINERS = {
 LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shape in MXFP4"}
 ATTENTION = ("attention_sinks", "latent_attention")
 SUITES = (
-    "operations", "losses", "launching", "scaling", "training", "memory", "generation", *STEPS, *TRAINERS, *LOADS,
-    *ATTENTION, "delta_rule",
+    "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "memory",
+    "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, "delta_rule",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = (
@@ -301,6 +303,8 @@ def all_figures(results: Mapping[str, Json]) -> str:
     parts = model_figures(results) + trainer_figures(results)
     for name, figures in (
         ("training", training_figures),
+        ("training_80gb", partial(training_figures, title="Training on GPUs of 80 GB", chart="training_80gb")),
+        ("sharded_training", sharded_figures),
         ("memory", memory_figures),
         ("generation", generation_figures),
         ("operations", operation_figures),
@@ -408,8 +412,13 @@ def outputs(root: Path) -> dict[Path, str]:
     }
     plots = {"highlights": highlights(results), "operations": measured(results.get("operations", {}).get("rows", ()))}
     drawn = {name: bar_chart(rows) for name, rows in plots.items() if rows}
-    if chart := generation_chart(results.get("generation", {"workloads": {}})):
-        drawn["generation"] = chart
+    for name, chart in (
+        ("generation", generation_chart),
+        ("training", training_chart),
+        ("training_80gb", training_chart),
+    ):
+        if drawing := chart(results.get(name, {"workloads": {}})):
+            drawn[name] = drawing
     return contents | {root / RESULTS / f"{name}.svg": drawing for name, drawing in drawn.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.generation_report import figures_of, model_name, ratio, speed, workloads_with
+from benchmarks.generation_report import bar_chart, figures_of, model_name, ratio, speed, workloads_with
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS
 
@@ -34,8 +34,17 @@ def training_lines(workload: Json) -> list[list[str]]:
     return lines
 
 
-def training_figures(result: Json) -> list[str]:
-    """The section of docs/benchmarks.md."""
+def training_chart(result: Json) -> str:
+    """An SVG with a bar for each provider of each workload that peers train too. Empty without any."""
+    rows = [
+        (label(workload), figures_of(workload, "tokens_per_s")) for workload in workloads_with(result, "tokens_per_s")
+    ]
+    compared = [(name, speeds, speeds[OURS]) for name, speeds in rows if OURS in speeds and len(speeds) > 1]
+    return bar_chart("tokens per second of training; the line is the speed of ligerzoo", compared)
+
+
+def training_figures(result: Json, title: str = "Training", chart: str = "training") -> list[str]:
+    """The section of docs/benchmarks.md, with the plot of this name."""
     workloads = workloads_with(result, "tokens_per_s")
     if not workloads:
         return []
@@ -45,4 +54,5 @@ def training_figures(result: Json) -> list[str]:
     )
     header = ["model and batch", "provider", "tokens/s", "ligerzoo / it", "peak GiB", "predicted", "setting"]
     lines = [line for workload in workloads for line in training_lines(workload)]
-    return ["## Training", paragraph(text), table(header, lines)]
+    plot = f"![Tokens per second of training, by model and batch](../benchmarks/results/{chart}.svg)"
+    return [f"## {title}", paragraph(text), table(header, lines), *([plot] if training_chart(result) else [])]
