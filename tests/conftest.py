@@ -56,6 +56,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # the modules and collected tests stay: scanning them in each collection costs a tenth of the run
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _freeze() -> None:
+    """What tests imported and cached stays, too: libraries collect garbage in each training run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     # Without a GPU, `torch.manual_seed` formats the stack for three kinds of devices, which takes a millisecond.

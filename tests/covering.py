@@ -27,9 +27,11 @@ def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[di
         chosen = dict(next(iter(missing)))
         for i, name in enumerate(names):
             if i not in chosen:
-                fixed = {*chosen.items()}
                 added = [
-                    sum((i, value) in some and fixed.issuperset(set(some) - {(i, value)}) for some in missing)
+                    sum(
+                        tuple(sorted((*some, (i, value)))) in missing
+                        for some in combinations(chosen.items(), strength - 1)
+                    )
                     for value in range(len(options[name]))
                 ]
                 best = [value for value, n in enumerate(added) if n == max(added)]

@@ -146,6 +146,8 @@ def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) 
         _, *arguments = shlex.split(with_small_models(line).partition(" > ")[0], comments=True)
         if arguments[0] in ("generate", "chat"):
             arguments += ["--max-new-tokens", "3"]
+        if arguments[0] in ("train", "evaluate") and "--batch-size" not in arguments:
+            arguments += ["--batch-size", "2"]
         if "--max-steps" in arguments:
             steps = arguments.index("--max-steps") + 1
             arguments[steps] = str(2 + int(arguments[steps]) // 6)  # a resumed run keeps more steps than the first
@@ -181,7 +183,7 @@ def insert_after(path: Path, line: str, inserted: str) -> None:
 def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) -> None:
     """Adds the guide's files to a copy of the package, and runs the parity tests that the guide names."""
     for name in ("ligerzoo", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name)  # with the bytecode, or the process compiles everything again
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     files = {file[1]: block for block in blocks(ROOT / "docs" / "adding-an-architecture.md", "python")
              if (file := FILE.match(block))}  # fmt: skip

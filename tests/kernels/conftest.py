@@ -23,16 +23,19 @@ def _silent_numpy() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _patched_once() -> Iterator[None]:
-    """Patches Triton's language once per launch. The interpreter does so at each device function call, which takes a
-    third of the time.
+    """Patches Triton's language once. The interpreter does so at each launch and at each device function call, which
+    takes a third of the time.
 
     Sums and products of integers are checked for overflows with ten more operations each, whose result only kernels
-    compiled for debugging read. And every tensor computes its shape as a Triton tuple with types.
+    compiled for debugging read. Every tensor computes its shape as a Triton tuple with types, and every operation of
+    two tensors compares their shapes number by number. And each function of the language is called through two others,
+    which check and replace the argument `_semantic`.
     """
     if not INTERPRETING:
         yield
         return
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -41,9 +44,14 @@ def _patched_once() -> Iterator[None]:
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         patch.setattr(core.block_type, "__init__", _init_block_type)
         patch.setattr(core.tensor, "__init__", _init_tensor)
-        patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
+        patch.setattr(interpreter, "_patch_attr", _patch_attribute)
+        patch.setattr(TritonSemantic, "broadcast_impl_value", _unless_equal(TritonSemantic.broadcast_impl_value))
+        scopes: list[Any] = []
+        patch.setattr(interpreter, "_patch_lang", _once(interpreter._patch_lang, scopes))
         patch.setattr(interpreter, "_get_np_dtype", _cached(interpreter._get_np_dtype))
         yield
+        while scopes:
+            scopes.pop().restore()
 
 
 @functools.cache
@@ -69,31 +77,69 @@ def _init_block_type(self: Any, element_type: Any, shape: Any) -> None:
     self.element_ty = element_type
     self.shape, self.numel, text = _shape_of_type(sizes)
     self.name = f"<{text}, {element_type}>"
+    self.shape_of_tensor = _shape_of_tensor(sizes)
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape_of_tensor(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = type.shape_of_tensor if type.is_block() else _shape_of_tensor(())
 
 
-def _once_per_launch(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
+class _Patched:
+    """The scope that a launch restores at its end: the patches stay."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _once(patch_language: Callable[[Any], Any], scopes: list[Any]) -> Callable[[Any], Any]:
+    """Patches each module of the language once, and adds what restores it to `scopes`."""
     patched: set[int] = set()  # modules
-    scopes: list[Any] = []
+    stays = _Patched()
 
-    class Launch:
-        def restore(self) -> None:
-            patched.clear()
-            while scopes:
-                scopes.pop().restore()
-
-    def patch(function: Any) -> Launch:
+    def patch(function: Any) -> _Patched:
         modules = _language_modules(function)
         if not modules <= patched:
             patched.update(modules)
             scopes.append(patch_language(function))
-        return Launch()
+        return stays
 
     return patch
+
+
+def _patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Gives a function of the language the interpreter's `_semantic`, without asking whether it has one."""
+    from triton.runtime import interpreter
+
+    semantic = interpreter.interpreter_semantic
+    is_checked = getattr(member, "__code__", None) is _code_of_checks()
+    function = member.__wrapped__ if is_checked else member
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(owner, name, call)
+
+
+@functools.cache
+def _code_of_checks() -> Any:
+    """The code around every function of the language, which checks that there is a `_semantic`."""
+    from triton.language import core
+
+    return core.builtin(lambda: None).__code__
+
+
+def _unless_equal(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Blocks of one shape share it, see `_shape_of_type`, and are not broadcast."""
+
+    def broadcast_unless_equal(self: Any, left: Any, right: Any) -> Any:
+        shape = getattr(left.type, "shape", None)
+        if shape is not None and shape is getattr(right.type, "shape", None):
+            return left, right
+        return broadcast(self, left, right)
+
+    return broadcast_unless_equal
 
 
 def _cached(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -49,6 +49,7 @@ SHAPES = on_gpu_too(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
@@ -72,7 +73,8 @@ CLAMPED = ClampedSwiGLU(0.5, 1.3)  # cuts off many of the numbers
 def test_biases(case: dict[str, Any], device: str) -> None:
     activation, dtype = case.values()
     function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
-    for shape in ((20, 33, 17, 4, 2), (1, 7, 300, 3, 1), (100, 200, 24, 3, 2)):
+    # No single weight: `judge` checks a gradient of one number with 16 draws.
+    for shape in ((20, 33, 17, 4, 2), (1, 7, 300, 3, 2), (200, 200, 24, 3, 1)):
 
         def judge_draw(seed: int, shape: tuple[int, ...] = shape) -> None:
             torch.manual_seed(seed)

@@ -23,6 +23,18 @@ def kinds(entry: object, tokens: int, name: str = "") -> Iterator[tuple[str, obj
         yield name, entry
 
 
+_KINDS: dict[int, tuple[Tiny, set[object]]] = {}
+"""What `_kinds_of` found, by the id of the checkpoint, which stays valid with the checkpoint: many tests share them."""
+
+
+def _kinds_of(row: Tiny) -> set[object]:
+    if id(row) not in _KINDS:
+        model_type = row.config["model_type"]
+        config = architecture_of(model_type).config_from_hf({**row.config, **row.corrected})
+        _KINDS[id(row)] = row, {model_type, *kinds(config, row.tokens)}
+    return _KINDS[id(row)][1]
+
+
 def repeated(rows: Sequence[Tiny]) -> Iterator[Tiny]:
     """Yields the checkpoints that add no new kind of model.
 
@@ -31,9 +43,7 @@ def repeated(rows: Sequence[Tiny]) -> Iterator[Tiny]:
     """
     found: set[object] = set()
     for row in rows:
-        model_type = row.config["model_type"]
-        config = architecture_of(model_type).config_from_hf({**row.config, **row.corrected})
-        new = {model_type, *kinds(config, row.tokens)}
+        new = _kinds_of(row)
         if new <= found:
             yield row
         found |= new
