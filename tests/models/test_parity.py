@@ -65,8 +65,10 @@ def assert_same_gradients(ours: CausalLM, theirs: PreTrainedModel) -> None:
     # Biases that only select experts have no gradients; in ERNIE they are parameters.
     trainable = {name for name, _ in theirs.named_parameters() if not name.endswith("e_score_correction_bias")}
     assert got.keys() == expected.keys() == trainable
+    # The gradient of one number may be a small difference of large sums.
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
-        assert_close(got[name], gradient, f"gradient of {name}")
+        assert_close(got[name], gradient, f"gradient of {name}", largest if gradient.numel() == 1 else None)
 
 
 @pytest.mark.every_checkpoint
