@@ -43,16 +43,22 @@ def llama(**config: Any) -> Llama:
         (LLAMA_8B, 2, 8192, Recompute.NOTHING, 1, 101.9),
         (LLAMA_8B, 1, 8192, Recompute.BLOCK, 1, 60.3),
         (LLAMA_8B, 4, 8192, Recompute.BLOCK, 1, 65.6),
-        (LLAMA_8B, 1, 8192, Recompute.NOTHING, 2, 54.4),
+        (LLAMA_8B, 1, 8192, Recompute.NOTHING, 2, 54.06),
+        (LLAMA_8B, 1, 8192, Recompute.BLOCK, 2, 32.19),
     ],
 )
-def test_peaks_measured_on_an_h200(
+def test_peaks_measured_on_gpus(
     config: dict[str, Any], batch_size: int, seq_length: int, level: Recompute, gpus: int, measured: float
 ) -> None:
     """Steps with AdamW in bf16; GiB of `torch.cuda.max_memory_allocated`."""
     levels = [level] * config["num_hidden_layers"]
     step = simulate_step(llama(**config), batch_size, seq_length, levels, gpus=gpus)
     assert abs(step.peak / GIB / measured - 1) < 0.03
+
+
+def test_the_peak_measured_on_two_gpus_that_keep_weights_gathered() -> None:
+    step = simulate_step(llama(**LLAMA_8B), 1, 8192, gpus=2, keeps_gathered=True)
+    assert abs(step.peak / GIB / 66.65 - 1) < 0.03
 
 
 def test_a_block_of_llama_3_8b_keeps_what_its_layers_save() -> None:
