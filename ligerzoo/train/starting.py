@@ -56,7 +56,11 @@ def open_model(
         config = read_config(directory)
 
         def build(device: torch.device) -> CausalLM:
-            return AutoModel.from_config(config, dtype=dtype, device=device)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                built = AutoModel.from_config(config, dtype=dtype, device=device)
+            if device.type != "meta":
+                built.init_weights()  # from the seed, as `initialize_sharded` does; constructors have another order
+            return built
     else:
 
         def build(device: torch.device) -> CausalLM:
