@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
@@ -108,6 +108,18 @@ def first_sources(batches: Iterable[CountedBatch], limit: int = 4) -> str:
     different = list(dict.fromkeys(str(source) for batch in batches for source in batch.sources))
     more = f" and {len(different) - limit} more" if len(different) > limit else ""
     return ", ".join(different[:limit]) + more
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """In this context, an error of the file system becomes a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            "cannot be written, so the run stops", where=path, got=error,
+            remedy="Make room on the disk, and continue from the last checkpoint with --resume.",
+        ) from error  # fmt: skip
 
 
 class RunLog:
@@ -191,8 +203,9 @@ class RunLog:
         """Writes all steps, then leaves the time in the block out of the throughput: for evaluation and saving."""
         self._write_pending()
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with writing(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
         yield
         self._last = Moment(self._device)
 
@@ -260,8 +273,9 @@ class RunLog:
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
+            with writing(self.path):
+                self._file.write(json.dumps(entry) + "\n")
+                self._file.flush()
         if self._report is not None and processes.is_main():
             self._report(entry)
 
@@ -293,7 +307,8 @@ class RunLog:
         finally:
             self._progress.close()
             if self._file is not None:
-                self._file.close()
+                with writing(self.path):  # writes again what could not be written
+                    self._file.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

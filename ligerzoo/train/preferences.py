@@ -72,7 +72,7 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     last = [sample for _, sample in [*parts[first:], *parts[:first]] if sample][-1]
     crossed = [_with_completion(one, before) for before, one in zip([*last, *samples], samples, strict=False)]
     n_rows, length = batches[0].inputs["input_ids"].shape
-    length = max(length, *map(row_length, crossed))
+    length = max([length, *map(row_length, crossed)])
     rows = pack_best_fit(crossed, length, is_last=True).rows
     count = max(processes.gather(-(-len(rows) // n_rows)))
     groups = [rows[first : first + n_rows] or [[]] for first in range(0, count * n_rows, n_rows)]

@@ -22,6 +22,7 @@ from ligerzoo.train.data import (
     open_data,
 )
 from ligerzoo.train.data.samples import AnySample
+from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.evaluation import Prompt, prompt_length, prompt_of
 from ligerzoo.train.run_options import BatchOptions
 from ligerzoo.train.starting import count_steps, make_batches, tokenizer_of
@@ -45,7 +46,8 @@ class RunData:
         encoding: further options of `open_data`.
 
     Raises:
-        DataError: The evaluation data is missing or of another kind, or a record of it is malformed or too long.
+        DataError: The evaluation data is missing or of another kind, a record of it is malformed or too long, or none
+            gives a sample.
     """
 
     def __init__(
@@ -112,8 +114,15 @@ class RunData:
 
     @cached_property
     def shown(self) -> list[AnySample]:
-        """The first three samples of the training."""
-        return list(islice(self.samples(self._options.data, epochs=1), 3))
+        """The first three samples of the training.
+
+        Raises:
+            DataError: The data has no samples.
+        """
+        samples = list(islice(self.samples(self._options.data, epochs=1), 3))
+        if not samples:
+            raise no_samples("option data")
+        return samples
 
     @property
     def has_images(self) -> bool:
@@ -146,6 +155,8 @@ class RunData:
         kind = self.samples(paths, epochs=1).kind
         report = check_data(paths, kind, self._processor, **self._encoding)
         report.raise_if_bad()
+        if not report.trained_tokens:
+            raise no_samples(", ".join(paths))
         return report
 
     @property

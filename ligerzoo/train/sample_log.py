@@ -13,7 +13,7 @@ from pathlib import Path
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.completions import SampledCompletion
-from ligerzoo.train.log import cut_log
+from ligerzoo.train.log import cut_log, writing
 
 SAMPLES_FILE = "samples.jsonl"
 SHOWN_CHARACTERS = 300
@@ -47,7 +47,7 @@ class SampleLog:
             for one in completions
         ]  # fmt: skip
         if processes.is_main():
-            with self._path.open("a", encoding="utf-8") as file:
+            with writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
     def describe(self, completions: Sequence[SampledCompletion]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ligerzoo.errors import LigerzooError
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.models import CausalLM
@@ -17,6 +16,7 @@ from ligerzoo.parallel import initialize_sharded, load_sharded, shard_model
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.data import PackedBatches, PaddedBatches, SampleStream
+from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.run_options import BatchOptions
 from ligerzoo.vision.processor import Processor
 
@@ -56,7 +56,11 @@ def open_model(
         config = read_config(directory)
 
         def build(device: torch.device) -> CausalLM:
-            return AutoModel.from_config(config, dtype=dtype, device=device)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                built = AutoModel.from_config(config, dtype=dtype, device=device)
+            if device.type != "meta":
+                built.init_weights()  # from the seed, as `initialize_sharded` does; constructors have another order
+            return built
     else:
 
         def build(device: torch.device) -> CausalLM:
@@ -126,11 +130,11 @@ def count_steps(batches: Iterable[object], accumulate: int) -> int:
     """Returns the number of steps in all batches, which this reads.
 
     Raises:
-        LigerzooError: There are no batches.
+        DataError: There are no batches.
     """
     count = sum(1 for _ in batches)
     if not count:
-        raise LigerzooError("the data has no samples", where="option data")
+        raise no_samples("option data")
     return -(-count // accumulate)
 
 

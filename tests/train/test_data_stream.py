@@ -413,6 +413,12 @@ def test_long_samples_are_truncated_or_dropped_on_request() -> None:
         assert all(len(one.input_ids) <= 16 and one.trained_tokens for one in found)
 
 
+def test_endless_data_without_a_sample_is_an_error() -> None:
+    stream = open_data([LONG], "auto", tokenizer(), seq_length=16, too_long="drop")
+    with pytest.raises(DataError, match="the data has no samples"):
+        next(stream)
+
+
 def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     def refused(problem: str, data: Any, kind: Any = "auto", **options: Any) -> None:
         with pytest.raises(DataError, match=problem):

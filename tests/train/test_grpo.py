@@ -225,7 +225,7 @@ def test_a_long_prompt_is_named(checkpoint: Path, reward: Path, tmp_path: Path, 
     file = write_prompts(tmp_path / "prompts.jsonl", 3)
     with file.open("a") as stream:
         stream.write(json.dumps({"prompt": "a" * 60, "answer": "", "id": 0}) + "\n")
-    expected = rf"{file}:4: the sample is too long; got 61 tokens; expected at most 56"
+    expected = rf"{file}:4: the sample is too long; got 61 tokens; expected at most 56\. Shorten it.* max_new_tokens"
     with pytest.raises(DataError, match=expected):
         train(grpo_options(checkpoint, file, reward, tmp_path / "run", dry_run=dry_run))
 

@@ -1,6 +1,7 @@
 """The log, the plot, the FLOPs of a step, and requests to stop."""
 
 import json
+import resource
 import signal
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligerzoo import AutoModel
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM, Mixtral, MixtralConfig
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, cut_log, first_sources, read_log
@@ -56,6 +57,20 @@ def test_each_step_is_a_line(model: CausalLM, tmp_path: Path, capsys: pytest.Cap
     assert 0.1 < first["memory_gib"] < 100
     assert list(first) == list(second)
     assert "step 2 of 2: loss 2.2500, " in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_be_written_is_named(model: CausalLM, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"log\.jsonl: cannot be written, so the run stops; got .*too large"),
+            RunLog(tmp_path, model, first_step=0, steps=9) as log,
+        ):
+            log_losses(log, [1.0] * 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [entry["step"] for entry in read_log(tmp_path / "log.jsonl")] == [1]
 
 
 def test_time_of_saving_is_left_out(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from ligerzoo import AutoModel, cli
 from ligerzoo.adapters import load_adapter
 from ligerzoo.errors import ConfigError, DataError
+from ligerzoo.train import processes
 from ligerzoo.train.data import Batch, LabelledSample, Sample, Source
 from ligerzoo.train.data.batches import collate
 from ligerzoo.train.log import read_log
@@ -172,6 +173,14 @@ def test_each_prompt_gets_the_completion_before() -> None:
 def test_mismatched_sequences_may_be_longer_than_a_row() -> None:
     crossed = mismatched([labelled_batch([[([1] * 6, [2])], [([3], [4] * 6)]], 7)])
     assert {batch.inputs["input_ids"].shape[1] for batch in crossed} == {12}
+
+
+def test_a_process_without_samples_gets_an_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [Sample([1, 2], [-100, 2], Source("data", 0, "row"))]
+    monkeypatch.setattr(processes, "gather", lambda own: [own, (2, others) if isinstance(own, tuple) else 1])
+    (batch,) = mismatched([labelled_batch([[]], 4)])
+    assert batch.rows == [[]]
+    assert batch.inputs["input_ids"].shape == (1, 4)
 
 
 def test_a_single_sample_has_no_mismatched_one() -> None:

@@ -22,6 +22,7 @@ from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
 from ligerzoo.train.options import fill_in, read_options
 from ligerzoo.train.recipes import RECIPES, recipe_source, sft
+from ligerzoo.train.starting import open_model
 from tests.train.test_resume import environment
 from tests.train.tiny_run import SIZES, arguments, options, write_checkpoint, write_tokenizer
 
@@ -191,6 +192,18 @@ def test_epochs_count_the_steps(checkpoint: Path, data: Path, tmp_path: Path) ->
 
 
 # Pretraining
+
+
+def test_random_weights_are_those_of_several_processes(tmp_path: Path) -> None:
+    """`initialize_sharded` gives the weights of `init_weights`, which is tested in tests/parallel."""
+    source = write_checkpoint(tmp_path / "new", tie_word_embeddings=True) / "config.json"
+    torch.manual_seed(1)
+    model = open_model(source, dtype="auto", device=torch.device("cpu"), new=True)
+    found = {name: weight.clone() for name, weight in model.state_dict().items()}
+    torch.manual_seed(1)
+    model.init_weights()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found[name], weight), name
 
 
 @pytest.mark.parametrize("is_file", [False, True])

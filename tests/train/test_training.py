@@ -196,6 +196,19 @@ def test_long_samples(checkpoint: Path, data: Path, tmp_path: Path, capsys: pyte
         assert len(losses(output)) == 2
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("part", ["data", "eval_data"])
+def test_data_without_a_sample_is_refused(
+    checkpoint: Path, data: Path, tmp_path: Path, part: str, dry_run: bool
+) -> None:
+    record = {"prompt": "a" * 100, "completion": "b"}
+    (tmp_path / "long.jsonl").write_text(json.dumps(record) + "\n")
+    given = options(checkpoint, data, tmp_path / "run", too_long="truncate", dry_run=dry_run)
+    with pytest.raises(DataError, match="the data has no samples"):
+        train({**given, part: (str(tmp_path / "long.jsonl"),)})
+    assert not list((tmp_path / "run").glob("*"))
+
+
 def test_the_packing_changes_the_rows(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     tokens = {}
     for packing in ("auto", "none"):

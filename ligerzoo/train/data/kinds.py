@@ -202,11 +202,16 @@ class SampleEncoder:
             truncated = self._truncated(sample)
             is_trained = all(segment.trained_tokens for segment in truncated.segments)
             return [truncated] if is_trained else []
-        together = ", chosen and rejected sequence together" if isinstance(sample, PreferenceSample) else ""
+        expected = f"at most {self._seq_length}"
+        if isinstance(sample, PromptSample):
+            remedy = "Shorten it, or leave more tokens for prompts: a larger seq_length, or a smaller max_new_tokens."
+        else:
+            together = ", chosen and rejected sequence together" if isinstance(sample, PreferenceSample) else ""
+            expected += f" (seq_length){together}"
+            remedy = 'Pass a larger seq_length, or too_long="truncate" or "drop".'
         raise DataError(
-            "the sample is too long", where=sample.source, got=f"{self._tokens(sample)} tokens",
-            expected=f"at most {self._seq_length} (seq_length){together}",
-            remedy='Pass a larger seq_length, or too_long="truncate" or "drop".',
+            "the sample is too long", where=sample.source, got=f"{self._tokens(sample)} tokens", expected=expected,
+            remedy=remedy,
         )  # fmt: skip
 
     @staticmethod

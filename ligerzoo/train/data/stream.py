@@ -21,6 +21,14 @@ _CHUNK = 16  # records that a thread encodes at once
 Encode = Callable[[Sequence[Record]], list[Result]]
 
 
+def no_samples(where: str) -> DataError:
+    """Returns the error of data that is read to its end without a sample."""
+    return DataError(
+        "the data has no samples", where=where,
+        remedy="Samples that are dropped, or truncated before their first trained token, need a larger seq_length.",
+    )  # fmt: skip
+
+
 class SampleStream:
     """Samples in a reproducible order, which depends on the data and the seed only; see `open_data`.
 
@@ -97,9 +105,14 @@ class SampleStream:
         return [next(encoded) if isinstance(record, Record) else record for record in read]
 
     def _generate(self) -> Iterator[AnySample]:
+        last = self._position.epoch  # the last epoch with a sample
         for position, result in self.results():
             if isinstance(result, DataError):
                 raise result
+            if result:
+                last = position.epoch
+            elif position.epoch > last + 1:  # without an end, the search would not end either
+                raise no_samples(", ".join(name for name, *_ in self._identity.get("files", ())) or "data")
             self._position = position._replace(record=position.record + 1)
             self._counts["dropped"] += not result
             yield from result
