@@ -89,8 +89,8 @@ class RunState:
 
     Raises:
         CheckpointError: `output` holds a run and `resume` is False, or it cannot be created, or replaced at the end.
-        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run; or
-            `output` is the working directory or contains it.
+        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run; the
+            run has more than `max_steps` steps; or `output` is the working directory or contains it.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class RunState:
                 self._refuse_changes(state["options"], may_change)
                 self._refuse_other_processes(state.get("processes", 1))
                 self.step = int(state["step"])
+                self._refuse_fewer_steps()
 
     def load(
         self, optimizer: torch.optim.Optimizer, data: Stateful, *, model: CausalLM | None = None, ema: EMA | None = None
@@ -218,6 +219,13 @@ class RunState:
             raise ConfigError(
                 "the run had another number of processes", where=self.checkpoint, got=processes.world_size(),
                 expected=count, remedy=f"Resume it with {count}, or start a new run from this checkpoint as the model.",
+            )  # fmt: skip
+
+    def _refuse_fewer_steps(self) -> None:
+        if (asked := self.options.get("max_steps")) is not None and asked < self.step:
+            raise ConfigError(
+                "the run has done more steps", where="option max_steps", got=asked, expected=f"{self.step} or more",
+                remedy=f"To go back, remove the newer checkpoints from {self.output}.",
             )  # fmt: skip
 
     def _refuse_changes(self, stored: Mapping[str, Any], may_change: Collection[str]) -> None:

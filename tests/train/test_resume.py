@@ -163,6 +163,9 @@ def test_an_earlier_run_is_not_overwritten(checkpoint: Path, data: Path, tmp_pat
         train({**given, "output": str(checkpoint)})
     with pytest.raises(ConfigError, match=r"got accumulate=2 instead of 1, lr=0.01 instead of 0.001\. .*max_steps"):
         train({**given, "resume": True, "lr": 0.01, "accumulate": 2, "max_steps": 9, "save_every": 3})
+    train({**given, "resume": True, "max_steps": 3})
+    with pytest.raises(ConfigError, match=r"option max_steps: the run has done more steps; got 2; expected 3 or more"):
+        train({**given, "resume": True, "max_steps": 2})
 
 
 def test_an_output_that_cannot_be_replaced_is_refused_before_training(
