@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles 
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
-	@echo 'make test           install, then run the test suite (about 12 minutes on 2 cores)'
+	@echo 'make test           install, then run the test suite (about 13 minutes on 2 cores)'
 	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
 	@echo 'make lint           ruff, mypy and the phrases that our prose avoids'
 	@echo 'make clean          remove $(VENV) and all caches'

@@ -12,7 +12,7 @@ from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_ru
 from ligerzoo.kernels.delta_chunks import Launch
 from ligerzoo.kernels.delta_rule import reference
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
-from tests.covering import long_cases
+from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes, layouts_of_sums
 from tests.kernels.layouts import sliced
@@ -108,7 +108,7 @@ OPTIONS = {
 
 
 @needs_triton
-@pytest.mark.parametrize("case", long_cases(OPTIONS), ids=str)
+@pytest.mark.parametrize("case", covering(OPTIONS), ids=str)
 def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     torch.manual_seed(0)
     tokens, normalize = case["tokens"], case["normalize"]
