@@ -79,7 +79,7 @@ class RewardFunction:
             result = self._function(**self._arguments(completions))
         except LigerzooError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = _line(self._file, error)
             raise LigerzooError("the reward function failed", where=where, got=_summary(error)) from error
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or len(result) != len(completions):
@@ -194,17 +194,17 @@ def _import(file: Path) -> ModuleType:
         sys.path.append(str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError("cannot be imported", where=_line(file, error), got=_summary(error)) from error
     return module
 
 
-def _line(file: Path, error: Exception) -> str:
+def _line(file: Path, error: BaseException) -> str:
     """Returns FILE:LINE of the last line of the file that an exception passed."""
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
     return str(file) if line is None else f"{file}:{line}"
 
 
-def _summary(error: Exception) -> str:
+def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

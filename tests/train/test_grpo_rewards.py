@@ -118,6 +118,7 @@ def test_missing_files(tmp_path: Path, name: str) -> None:
         ("return [1, float('inf')]", r"the reward is not a finite number; got inf for '2'"),
         ("return ['high', 1]", r"the reward is not a finite number; got 'high'"),
         ("return [1 / 0, 1]", r"reward\.py:2: the reward function failed; got ZeroDivisionError: division by zero"),
+        ("raise SystemExit('no rewards')", r"reward\.py:2: the reward function failed; got SystemExit: no rewards"),
     ],
 )
 def test_results_that_are_refused(tmp_path: Path, body: str, expected: str) -> None:
