@@ -220,7 +220,8 @@ def _sharding_of(model: nn.Module, where: str) -> _Sharding:
 def keep_gathered(model: LanguageModel) -> None:
     """Keeps the weights of blocks gathered from forward to backward: two instead of three transfers per step.
 
-    Each process then holds the whole model in the dtype of the computation; see `reshard_after_forward`.
+    Each process then holds the whole model in the dtype of the computation; see `reshard_after_forward`. Call it in all
+    processes or in none: those that still gather in backward would wait for the others.
 
     Raises:
         LigerzooError: The model is not sharded.

@@ -86,7 +86,7 @@ def open_trained_model(
         model.gradient_checkpointing_enable()
     elif plan is not None:
         apply_activation_plan(model, plan)
-        if plan.keeps_gathered:
+        if all(processes.gather(plan.keeps_gathered)):  # GPUs differ in what is free, and all gather at once
             keep_gathered(model)
     return model
 

@@ -18,7 +18,7 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import distill, grpo, preference, sft
-from ligerzoo.train.run_state import checkpoints
+from ligerzoo.train.run_state import RunState, checkpoints
 from tests.train import preference_data
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
 from tests.train.preference_data import labelled, pairs, write
@@ -139,6 +139,24 @@ def test_a_plan_is_printed_and_changes_no_bit(
     assert "everything recomputed" in capsys.readouterr().out
     averages = weights = 4 * sum(one.numel() for one in AutoModel.from_pretrained(planned["model"]).parameters())
     assert asked[0]["reserved"] == averages + (weights if method != "grpo" else 0)  # which has no KL term here
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_weights_stay_gathered_only_if_the_plans_of_all_processes_say_so(
+    others: bool, given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the budget "auto", plans depend on what is free on each GPU."""
+    options = sft.Options(**given("sft", tmp_path / "run"))
+    model = AutoModel.from_pretrained(options.model)
+    plan = plan_activations(model, batch_size=1, seq_length=8, budget=10.0, gpus=2)
+    assert plan.keeps_gathered
+    kept: list[CausalLM] = []
+    monkeypatch.setattr(run_model, "open_model", lambda *_, **__: model)
+    monkeypatch.setattr(run_model, "keep_gathered", kept.append)
+    monkeypatch.setattr(run_model.processes, "gather", lambda value: [value, others])
+    state = RunState(options.output, options, resume=False)
+    run_model.open_trained_model(options, state, torch.device("cpu"), plan)
+    assert kept == [model] * others
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
