@@ -16,6 +16,7 @@ for bf16.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,11 +150,13 @@ class CopyEngineReduceScatter(_Collective):
     ) -> None:
         super().__init__(buffers)
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        self._allocates_input = True
+        self._input_length: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        own_dtype = self.input_dtype if self._allocates_input else self.output_dtype
-        self._allocates_input = not self._allocates_input
+        length = math.prod(size)
+        is_output = length * len(self._buffers.views) == self._input_length  # else an input, also after an error
+        self._input_length = None if is_output else length
+        own_dtype = self.output_dtype if is_output else self.input_dtype
         return torch.empty(size, dtype=own_dtype or dtype, device=device)
 
     def __call__(
@@ -161,7 +164,6 @@ class CopyEngineReduceScatter(_Collective):
     ) -> None:
         """Fills `output_tensor`, (n,), with part r of the reduced `input_tensor`, (P n,), in the process of rank r."""
         rank, count = self._buffers.rank, len(self._buffers.views)
-        self._allocates_input = True
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise LigerzooError(
                 "cannot be computed by copy engines", where="reduction of gradients", got=op, expected="AVG or SUM",

@@ -67,6 +67,17 @@ def check_scatter(scatter: CopyEngineReduceScatter, whole: list[Tensor], op: dis
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def allocated_after_an_error(rank: int, directory: Path) -> None:
+    """An input without a reduction, as after an error in backward, leaves the dtypes of later ones as they are."""
+    scatter = CopyEngineReduceScatter(SharedBuffers(directory), torch.bfloat16, torch.float32)
+    count = dist.get_world_size()
+    for length in (3 * count, 5 * count, 5 * count, 0):
+        given = scatter.allocate((length,), dtype=torch.float64, device=torch.device("cpu"))
+        assert given.dtype == torch.bfloat16
+    output = scatter.allocate((0,), dtype=torch.float64, device=torch.device("cpu"))
+    assert output.dtype == torch.float32
+
+
 def not_on_a_cpu(rank: int) -> None:
     model = shard_model(Llama(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)))
     assert use_copy_engines({model: torch.float32}, default_mesh(), None) == ()

@@ -17,6 +17,10 @@ def test_collectives_equal_those_of_torch(tmp_path: Path, processes: int) -> Non
     on_all_processes(partial(process.collectives, directory=tmp_path), processes)
 
 
+def test_dtypes_after_an_error(tmp_path: Path) -> None:
+    on_all_processes(partial(process.allocated_after_an_error, directory=tmp_path))
+
+
 def test_processes_on_a_cpu_use_gloo() -> None:
     on_all_processes(process.not_on_a_cpu)
 
