@@ -81,6 +81,11 @@ class SymmetricBuffers:
         self._driver = ctypes.CDLL("libcuda.so.1")
 
     def barrier(self) -> None:
+        if torch.cuda.is_current_stream_capturing():  # each replay would write the same number, and wait for nothing
+            raise LigerzooError(
+                "copy engines cannot be captured in a CUDA graph", where="barrier between GPUs",
+                remedy="Shard with copy_engines=False.",
+            )  # fmt: skip
         self._barriers = (self._barriers + 1) % 2**32
         others = [rank for rank in range(len(self.views)) if rank != self.rank]
         for other in others:

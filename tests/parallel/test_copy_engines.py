@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ligerzoo.errors import LigerzooError
+from ligerzoo.parallel.copy_engines import SymmetricBuffers
 from tests.parallel import copy_engine_cases as process
 from tests.parallel.spawning import on_all_processes
 
@@ -23,6 +25,12 @@ def test_dtypes_after_an_error(tmp_path: Path) -> None:
 
 def test_processes_on_a_cpu_use_gloo() -> None:
     on_all_processes(process.not_on_a_cpu)
+
+
+def test_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(LigerzooError, match=r"cannot be captured in a CUDA graph.*copy_engines=False"):
+        SymmetricBuffers.__new__(SymmetricBuffers).barrier()
 
 
 @pytest.mark.gpu
