@@ -68,7 +68,7 @@ def check_scatter(scatter: CopyEngineReduceScatter, whole: list[Tensor], op: dis
 
 
 def allocated_after_an_error(rank: int, directory: Path) -> None:
-    """An input without a reduction, as after an error in backward, leaves the dtypes of later ones as they are."""
+    """An input without a reduction, as after an error in backward, does not change the dtypes of later ones."""
     scatter = CopyEngineReduceScatter(SharedBuffers(directory), torch.bfloat16, torch.float32)
     count = dist.get_world_size()
     for length in (3 * count, 5 * count, 5 * count, 0):
