@@ -77,9 +77,8 @@ def suite_job(seconds: float, name: str, arguments: str = "", *, with_fla: bool 
 
 JOBS = {
     "sharded": Job(
-        240,
-        "torch.distributed.run --nproc-per-node {gpus} -m benchmarks.sharded_training --profile --out {out} "
-        "--variants default one-gpu ctas-8",
+        280,
+        "torch.distributed.run --nproc-per-node {gpus} -m benchmarks.sharded_training --profile --out {out}",
         "sharded_training.json",
         all_gpus=True,
     ),

@@ -17,7 +17,6 @@ belong to the root.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
+from benchmarks.decoding import clean_up
 from benchmarks.measure import save_result, synchronize
 from benchmarks.overlap import kernels_of, summary
 from ligerzoo import AutoModel, models
@@ -248,7 +248,7 @@ def main() -> None:
     for number, name in tqdm(order, unit="variant", disable=not processes.is_main):
         profile = arguments.profile and number == arguments.rounds - 1
         found[name].append(measured_round(name, arguments, processes.device, profile))
-        free_memory()
+        clean_up()
         if processes.is_main:
             rows = {
                 name: {
@@ -264,12 +264,6 @@ def main() -> None:
             raw = {"what": __doc__, "shape": shape, "rows": rows}
             save_result(arguments.out, raw, {**compact, "rows": without_profiles(rows)})
     stop_processes()
-
-
-def free_memory() -> None:
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
 
 
 def predicted_gib(variant: Variant, mode: str, arguments: argparse.Namespace) -> dict[str, float]:
