@@ -216,7 +216,7 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
     index = directory / INDEX_FILE
     files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
     if Path(name_or_path).is_dir() or all((directory / file).exists() for file in files):
-        with Checkpoint(directory) as checkpoint:
+        with Checkpoint(directory, strict=False) as checkpoint:
             return checkpoint.tensors.values()
 
     from huggingface_hub import HfApi

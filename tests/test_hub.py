@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -261,6 +261,70 @@ def test_missing_config_json(directory: Path) -> None:
 def test_tensors_that_do_not_match_the_config(directory: Path, change: Callable[[Tensors], None], message: str) -> None:
     edit_tensors(directory, change)
     assert_refused(directory, message)
+
+
+def edit_index(directory: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    """Changes which file the index names for tensors."""
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+MTP, BEYOND = "mtp.fc.weight", "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("names", [[MTP], [BEYOND], ["lm_head.bias", BEYOND, "rotary"]])
+def test_index_lists_tensors_that_the_model_lacks(directory: Path, names: list[str], strict: bool) -> None:
+    expected = Llama.from_pretrained(directory).state_dict()
+    edit_index(directory, lambda index: index.update(dict.fromkeys(names, min(index.values()))))
+    assert same(Llama.from_pretrained(directory, strict=strict).state_dict(), expected)
+
+
+def test_index_lists_a_tied_head_that_no_file_has(tmp_path: Path) -> None:
+    Tiny("tied", {**LLAMA, "tie_word_embeddings": True}, lambda t: t.pop(HEAD) is None or t, shards=3).write(tmp_path)
+    edit_index(tmp_path, lambda index: index.update({HEAD: max(index.values())}))
+    model = Llama.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("overlay", [True, False])
+def test_index_names_one_of_several_copies(directory: Path, overlay: bool) -> None:
+    expected = Llama.from_pretrained(directory).state_dict()
+    first, *_, last = sorted(directory.glob("model*.safetensors"))
+    tensors = load_file(first)
+    name = next(iter(tensors))
+    if overlay:  # the newer copy is in another file, else the stale one in the last shard
+        save_file({name: tensors[name]}, directory / "model-overlay.safetensors")
+        save_file({**tensors, name: tensors[name] * 0}, first)
+        edit_index(directory, lambda index: index.update({name: "model-overlay.safetensors"}))
+    else:
+        save_file({**load_file(last), name: tensors[name] * 0}, last)
+    assert same(Llama.from_pretrained(directory).state_dict(), expected)
+
+
+@pytest.mark.usefixtures("no_weight_is_read")
+def test_index_and_files_disagree_about_what_the_model_needs(directory: Path) -> None:
+    path = directory / "model.safetensors.index.json"
+    right = path.read_text()
+    edit_index(directory, lambda index: index.update({UP: next(f for f in index.values() if f != index[UP])}))
+    assert_refused(directory, f"tensor '{UP}': the index lists this tensor, but the file lacks it")
+    path.write_text(right)
+    edit_index(directory, lambda index: index.pop(UP))
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=f"tensor '{UP}': the index does not list this tensor"):
+            Llama.from_pretrained(directory, strict=strict)
+
+
+def test_unlisted_tensor(directory: Path) -> None:
+    file = min(directory.glob("model*.safetensors"))
+    save_file({**load_file(file), "extra": torch.ones(2), BEYOND: torch.ones(2)}, file)
+    assert_refused(directory, "tensor 'extra': the index does not list this tensor")
+    with pytest.warns(UserWarning, match="that Llama lacks.*'extra'"):
+        model = Llama.from_pretrained(directory, strict=False)
+    assert model.origin is not None
+    assert model.origin.unexpected == ("extra",)
 
 
 def test_subclass_loads_as_itself(directory: Path) -> None:

@@ -65,13 +65,18 @@ class Checkpoint:
 
     As a context manager it closes the files on exit. Tensors that were read stay valid.
 
+    The index decides which tensors the checkpoint has, and in which file each is. Copies in other files are ignored.
+
     Args:
         directory: directory with `model.safetensors`, or with an index and its shards. These may be symbolic links, as
             in the hub's cache.
+        strict: refuse a checkpoint with `absent` or `unlisted` tensors.
 
     Attributes:
         directory: the directory.
         tensors: entries of the headers by tensor name, in the order of the files.
+        absent: tensors that the index lists, but that the file which it names lacks; with the name of this file.
+        unlisted: tensors in the files that the index does not list.
 
     Raises:
         CheckpointError: A file is missing, damaged or not a safetensors file; or the index and its shards disagree; or
@@ -80,7 +85,7 @@ class Checkpoint:
 
     tensors: Mapping[str, TensorInfo]
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, strict: bool = True) -> None:
         self.directory = Path(directory)
         with contextlib.ExitStack() as opened:
             with reading_directory(directory):
@@ -90,9 +95,13 @@ class Checkpoint:
                 _refuse_missing_files(self.directory, files)
                 self._files = {file: opened.enter_context(_open_safetensors(self.directory / file)) for file in files}
                 infos = [info for file in files for info in _read_header(self._files[file], file)]
-                self.tensors = {info.name: info for info in infos}
-                if weight_map:
-                    _check_weight_map(self.directory, weight_map, infos)
+                weight_map = weight_map or {info.name: info.file for info in infos}
+            self.tensors = {info.name: info for info in infos if weight_map.get(info.name) == info.file}
+            self.absent = {name: file for name, file in weight_map.items() if name not in self.tensors}
+            self.unlisted = {info.name: info for info in infos if info.name not in weight_map}
+            if strict:
+                for name in (*self.absent, *self.unlisted):
+                    raise self.disagreement(name)
             self._opened = opened.pop_all()
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -126,6 +135,17 @@ class Checkpoint:
     def locate(self, name: str) -> str:
         """Returns the file and name of a tensor for error messages."""
         return self._locate_stored(self.tensors[name])
+
+    def disagreement(self, name: str) -> CheckpointError:
+        """Returns the error for an absent or unlisted tensor."""
+        if name in self.absent:
+            what, file = "the index lists this tensor, but the file lacks it", self.absent[name]
+        else:
+            what, file = "the index does not list this tensor", self.unlisted[name].file
+        return CheckpointError(
+            what, where=f"{self.directory / file}, tensor {quote(name)}",
+            remedy="The files may be damaged or of several checkpoints: download all of them again.",
+        )  # fmt: skip
 
     def _locate_stored(self, info: TensorInfo) -> str:
         return f"{self.directory / info.file}, tensor {quote(info.name)}"
@@ -244,24 +264,3 @@ def _refuse_missing_files(directory: Path, files: list[str]) -> None:
         expected=first_names(missing),
         remedy=remedy,
     )
-
-
-def _check_weight_map(directory: Path, weight_map: Mapping[str, str], infos: list[TensorInfo]) -> None:
-    """Raises CheckpointError unless each tensor is in the file that the index names, and only there."""
-    for info in infos:
-        listed = weight_map.get(info.name)
-        if listed != info.file:
-            raise CheckpointError(
-                "the tensor is in another file than the index says",
-                where=f"{directory / info.file}, tensor {quote(info.name)}",
-                expected="the tensor to be listed in the index" if listed is None else f"only {quote(listed)}",
-                remedy="The files may be of several checkpoints: download all of them again.",
-            )
-    found = {info.name for info in infos}
-    for name, file in weight_map.items():
-        if name not in found:
-            where = f"{directory / file}, tensor {quote(name)}"
-            raise CheckpointError(
-                "the index lists this tensor, but the file lacks it", where=where,
-                remedy="The file may be damaged or of another checkpoint: download it again.",
-            )  # fmt: skip

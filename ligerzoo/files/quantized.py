@@ -259,7 +259,7 @@ class QuantizedCheckpoint(Checkpoint):
     """
 
     def __init__(self, directory: str | Path, quantization: Quantization | None) -> None:
-        super().__init__(directory)
+        super().__init__(directory, strict=False)
         self._format = quantization.format if quantization else None
         try:
             self.quantized = find_quantized(self.tensors, quantization, self.directory)

@@ -89,8 +89,8 @@ def load(
         ConfigError: config.json describes another class than `model_class`, or has invalid or unsupported entries; or
             an override is not a field of the config, or has an invalid value.
         CheckpointError: Files are missing or damaged; or a tensor is missing, unexpected or of another shape than
-            config.json implies; or the directory was replaced while its files were opened; or, with `shard`, only the
-            constructor can compute a tensor.
+            config.json implies; or the index and the files disagree about it; or the directory was replaced while its
+            files were opened; or, with `shard`, only the constructor can compute a tensor.
     """
     directory = find_checkpoint(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
@@ -323,6 +323,9 @@ def _source(checkpoint: Checkpoint) -> Source:
         if_missing="Compare config.json with the files: they may be of different models, or the upload incomplete. "
         "If the class extends the saved one, load with strict=False.",
         if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
+        absent=checkpoint.absent,
+        unlisted=checkpoint.unlisted,
+        disagreement=checkpoint.disagreement,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -31,6 +31,9 @@ class Source:
         locate: returns where a tensor is, given its stored name.
         if_missing: remedy for missing tensors.
         if_unexpected: remedy for an unexpected tensor.
+        absent: names of tensors that an index lists although they are not stored.
+        unlisted: names of stored tensors that the index does not list.
+        disagreement: returns the error about an absent or unlisted tensor, given its name.
     """
 
     tensors: Mapping[str, TensorInfo] | Mapping[str, Tensor]
@@ -38,6 +41,9 @@ class Source:
     locate: Callable[[str], str]
     if_missing: str
     if_unexpected: str
+    absent: Collection[str] = ()
+    unlisted: Collection[str] = ()
+    disagreement: Callable[[str], CheckpointError] = lambda name: CheckpointError("not listed", where=name)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ def match_tensors(
 
     Raises:
         CheckpointError: A stored tensor has another shape or dtype, or is incomplete; or, if `strict`, is missing or
-            unexpected.
+            unexpected; or the index and the files disagree about a tensor that the model has, or, if `strict`, the
+            index does not list a stored tensor.
     """
     stored = {name: tuple(info.shape) for name, info in source.tensors.items()}
     layout = architecture.with_layouts_for(config).layout_of(stored, shapes)
@@ -76,8 +83,8 @@ def match_tensors(
     # A classifier of a tied causal language model whose files hold the head only: it is the embedding.
     if config.tie_word_embeddings and HEAD in architecture.unused & source.tensors.keys() and not is_stored(EMBEDDING):
         layout = replace(layout, rules=(Rename(HEAD, EMBEDDING), *layout.rules))
-    not_stored = [name for name in TIED if name in shapes and not is_stored(name)]
-    tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 and HEAD in shapes else []
+    without_weight = [name for name in TIED if name in shapes and not is_stored(name)]
+    tied = without_weight if config.tie_word_embeddings and len(without_weight) == 1 and HEAD in shapes else []
     may_lack = architecture.optional if strict else shapes
     missing = [name for name in shapes if name in may_lack and name not in tied and not is_stored(name)]
     left_out = {*tied, *missing}
@@ -86,17 +93,25 @@ def match_tensors(
     # stored, so no more are listed, even if config.json has billions of experts.
     rows = sum(info.shape[0] if info.shape else 1 for info in source.tensors.values())
     slices = list(islice(needed, len(shapes) + rows + 1))
-    _refuse_missing(source, slices)
-    unexpected = _check_tensors(
-        source,
-        slices,
-        is_ignored=lambda name: (
+
+    def is_ignored(name: str) -> bool:
+        return (
             architecture.is_extra_tensor(name)
             or name in architecture.unused
             or (num_layers is not None and is_beyond_last_layer(name, num_layers))
-        ),
-        strict=strict,
-    )
+        )
+
+    expected = {part.stored_name for part in slices}
+    everything = expected | {next(layout.slices_of(name, shapes)).stored_name for name in missing}
+    for name in source.absent:
+        if name in (everything if strict else expected):
+            raise source.disagreement(name)
+    for name in source.unlisted:
+        if name in everything or (strict and not is_ignored(name)):
+            raise source.disagreement(name)
+    _refuse_missing(source, slices)
+    unexpected = _check_tensors(source, slices, is_ignored, strict=strict)
+    unexpected += [name for name in source.unlisted if not is_ignored(name)]
     return Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected))
 
 
