@@ -64,7 +64,7 @@ class _ByteLevelText:
 
     def push(self, token: str) -> str:
         try:
-            return self._utf8.decode(bytes(_BYTE_OF_CHARACTER[character] for character in token))
+            return self._utf8.decode(bytes(BYTE_OF_CHARACTER[character] for character in token))
         except KeyError:  # an added token contains its literal text
             return self._utf8.decode(token.encode())
 
@@ -147,7 +147,7 @@ def token_length(decoder: Decoder | None) -> Callable[[str], int]:
     text = _text_decoder(decoder)
 
     def of_byte_level(token: str) -> int:
-        is_added = any(character not in _BYTE_OF_CHARACTER for character in token)  # contains its literal text
+        is_added = any(character not in BYTE_OF_CHARACTER for character in token)  # contains its literal text
         return len(token.encode()) if is_added else len(token)
 
     def of_others(token: str) -> int:
@@ -169,4 +169,4 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+BYTE_OF_CHARACTER = _byte_of_character()

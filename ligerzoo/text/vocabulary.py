@@ -8,6 +8,7 @@ import torch
 from tokenizers import AddedToken
 
 from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.text.token_bound import TokenBound
 from ligerzoo.text.tokenizer_files import (
     NAMED_TOKENS,
     extra_tokens,
@@ -77,6 +78,7 @@ class Vocabulary:
     def __init__(self, files: Mapping[str, bytes], where: str) -> None:
         self._files, self._where = dict(files), where
         self._backend, self._limits = load_backend(files, where)
+        self._bound: TokenBound | None = None
         config, source = read_json(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
         listed = listed_tokens(config, source)
         named, extra = named_tokens(config, source), extra_tokens(config, source)
@@ -251,6 +253,7 @@ class Vocabulary:
                 )
         present = [token.content for token in self._added_tokens().values()]
         self._limits.check_added({*present, *map(str, tokens)})
+        self._bound = None
         with reporting("cannot add these tokens", self._where, tokens):
             if not special:
                 return self._backend.add_tokens(tokens)
