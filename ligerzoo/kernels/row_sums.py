@@ -5,22 +5,40 @@ multiprocessors would be idle. Then it may split the sums and add up the parts. 
 the number of rows in the call: by a few bits, a token has other logits alone than within a text. So sums are split only
 where `split_row_sums` allows it, as decoding does: each row of a result then has the same bits in every call.
 
-This holds on Hopper GPUs in bf16. Calls in other dtypes, under autocast or in compiled code are left to torch.
+torch has an option against split sums, for the products that it leaves to cuBLASLt. For others it raises under this
+option: those of a single output, a bias with strides, or, in newer versions, a single row. A kernel computes these, and
+all products of up to 64 outputs, or of features that are not divisible by 8: cuBLAS sums these in an order that depends
+on the number of rows, however large it is.
+
+This holds on Hopper GPUs in bf16. Calls in other dtypes, with tensor subclasses, under autocast or in compiled code are
+left to torch.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from ligerzoo.kernels.autograd import FusedFunction
+from ligerzoo.kernels.dispatch import as_rows, cdiv, padded_size
+from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.registration import register
 
 _MIN_FEATURES = 2048  # cuBLAS does not split shorter sums: measured on an H200 for 512 to 4096 outputs
 _MAX_ROWS = 2048  # nor those of more rows: for 512 to 14336 outputs of up to 25600 features it stops at 700
+_MANY_OUTPUTS = 512  # with fewer outputs, as many more rows may be split
+_FEW_OUTPUTS = 64  # of products that the kernel computes for any number of rows
+_ROWS, _COLS, _INNER = 64, 64, 128  # of a tile of the kernel
+_PLAIN = {Tensor, nn.Parameter}
+_HAS_CUBLASLT = os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"  # torch reads it once, too
 
 _SPLITS: ContextVar[bool] = ContextVar("_SPLITS", default=False)
 _LOCK = threading.Lock()
@@ -46,18 +64,90 @@ def would_split(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == torch.bfloat16 == weight.dtype
         and x.is_cuda
+        and {type(x), type(weight)} <= _PLAIN
         and weight.shape[1] > _MIN_FEATURES
-        and 0 < x.numel() < _MAX_ROWS * x.shape[-1]
+        and x.numel() > 0
+        and (_is_irregular(weight) or _leaves_multiprocessors_idle(x.numel() // x.shape[-1], len(weight)))
         and not splits_row_sums()
         and not torch.is_autocast_enabled("cuda")
     )
+
+
+def _is_irregular(weight: Tensor) -> bool:
+    """Whether cuBLAS may sum in other orders for any number of rows."""
+    return len(weight) <= _FEW_OUTPUTS or weight.shape[1] % 8 != 0
+
+
+def _leaves_multiprocessors_idle(n_rows: int, n_outputs: int) -> bool:
+    return n_rows * min(n_outputs, _MANY_OUTPUTS) < _MAX_ROWS * _MANY_OUTPUTS
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """The tensor in a layout that cuBLASLt reads in every version of torch."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+@kernel(unspecialized=("n_rows",))
+def _product_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, n_rows, n_outputs, n_features, x_stride, w_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    col_tiles = tl.cdiv(n_outputs, COLS)
+    rows = (tl.program_id(0) // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = (tl.program_id(0) % col_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+    inner = tl.arange(0, INNER)
+    in_rows, in_cols = rows < n_rows, cols < n_outputs
+    x_ptrs = x_ptr + rows[:, None] * x_stride + inner[None, :]
+    w_ptrs = w_ptr + cols[None, :] * w_stride + inner[:, None]
+    y = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for start in range(0, n_features, INNER):
+        in_row = start + inner < n_features
+        x = tl.load(x_ptrs + start, mask=in_rows[:, None] & in_row[None, :], other=0.0)
+        w = tl.load(w_ptrs + start, mask=in_cols[None, :] & in_row[:, None], other=0.0)
+        y = tl.dot(x, w, y)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + rows[:, None] * n_outputs + cols[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+
+
+@register(
+    "ordered_product",
+    fake=lambda x, weight: x.new_empty(len(x), len(weight)),
+    flops=lambda x, weight: 2 * x.numel() * len(weight),
+)
+def _ordered_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(R, K), (N, K) -> (R, N) in half precision: one sum per number, over the features in order."""
+    x, weight, bias = as_rows(x), as_rows(weight), None if bias is None else bias.contiguous()
+    y, cols = x.new_empty(len(x), len(weight)), min(_COLS, padded_size(len(weight)))
+    _product_kernel[cdiv(len(x), _ROWS) * cdiv(len(weight), cols)](
+        x, weight, bias, y, *y.shape, x.shape[1], x.stride(0), weight.stride(0), _ROWS, cols, _INNER,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+class _OrderedProduct(FusedFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _ordered_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return dy @ weight if needs_x else None, dy.T @ x if needs_weight else None, dy.sum(0) if needs_bias else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` that splits sums only where it is allowed."""
     if not would_split(x, weight):
         return F.linear(x, weight, bias)
-    if bias is None:  # torch has an option against splits, which only products with a bias accept
+    rows, shape = as_rows(x), (*x.shape[:-1], len(weight))
+    if len(rows) == 1 or _is_irregular(weight) or not _HAS_CUBLASLT:
+        return _OrderedProduct.apply(rows, weight, bias).view(shape)
+    if bias is None:  # torch leaves only products with a bias to cuBLASLt
         bias = x.new_zeros(len(weight))
     options = torch.backends.cuda.matmul
     with _LOCK:  # the option belongs to the process
@@ -67,7 +157,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         )
         options.allow_bf16_reduced_precision_reduction = (False, False)
         try:
-            rows = x.reshape(-1, x.shape[-1]).contiguous()  # other strides may be refused
-            return torch.addmm(bias, rows, weight.T).view(*x.shape[:-1], -1)
+            return torch.addmm(_aligned(bias), _aligned(rows), _aligned(weight).T).view(shape)
         finally:
             options.allow_bf16_reduced_precision_reduction = before

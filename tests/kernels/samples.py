@@ -188,6 +188,14 @@ def _few_rows(device: str) -> Samples:
     ]
 
 
+def _ordered_product(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16)
+    return [
+        {"x": t(3, 20), "weight": t(1, 20), "bias": None},
+        {"x": t(1, 20), "weight": transposed(t(7, 20)), "bias": t(7)},
+    ]
+
+
 def _filter_bounds(device: str) -> Samples:
     t = partial(new, device=device)
     ones, top_k = torch.ones(3, device=device), torch.tensor([2, 40, 3], device=device)
@@ -535,6 +543,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "decode_attention": _decode_attention,
     "exact_attention": _exact_attention,
     "few_rows": _few_rows,
+    "ordered_product": _ordered_product,
     "filter_bounds": _filter_bounds,
     "sample_tokens": _sample_tokens,
     "softmax_forward": _softmax_forward,
