@@ -10,6 +10,7 @@ There is no host sync, except on a CPU and in fp64, where a Python loop runs ove
 torch's grouped_mm does not sync either. We use it for outer products (up to 650 TFLOP/s on an H200, against 450 with
 our kernel) and for products of large groups. Our kernel is faster for small ones: the experts of Qwen3-30B-A3B take
 1.77 ms forward and backward at 128 rows per group, against 2.00 ms with torch's. At 512 rows both take the same time.
+A single group is a plain product of all rows: torch's grouped_mm returns wrong results for it.
 """
 
 from __future__ import annotations
@@ -120,16 +121,20 @@ _BAND = 16
 _LARGE_GROUP = 512
 """Average rows per group from which torch's product is used."""
 
+_MAX_GROUPS = 1023
+"""Most groups of torch's product."""
+
 
 def input_precision() -> str:
     """The input precision of `tl.dot` in fp32, from torch's setting."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _suits_torch(a: Tensor, b: Tensor) -> bool:
+def _suits_torch(a: Tensor, b: Tensor, n_groups: int) -> bool:
     """Whether torch's grouped_mm supports these inputs without a host sync."""
     return (
         is_hopper(a)
+        and n_groups <= _MAX_GROUPS
         and a.dtype == torch.bfloat16
         and a.shape[0] > 0
         and all(t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (a, b))
@@ -161,6 +166,8 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
         triton: whether to use the Triton kernel, or torch's on Hopper; False loops over the groups in plain torch.
     """
     (n_rows, n_inner), (n_groups, _, n_cols) = x.shape, w.shape
+    if triton and n_groups == 1:
+        return x @ w[0]
     y = x.new_empty((n_rows, n_cols))
     if not triton:
         for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
@@ -168,7 +175,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
         return y
     is_transposed = w.mT.is_contiguous()
     stored = w.mT if is_transposed else w.contiguous()
-    if n_rows >= _LARGE_GROUP * n_groups and _suits_torch(x, stored):
+    if n_rows >= _LARGE_GROUP * n_groups and _suits_torch(x, stored, n_groups):
         return F.grouped_mm(x, stored.mT if is_transposed else stored, offs=ends)
     if n_rows > 0:
         rows, cols, inner, warps, stages = _tile(x.dtype)
@@ -191,9 +198,11 @@ def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, triton: bool) -> T
         ends: (E,) int32, one past the last row of each group.
         triton: as in `grouped_product`.
     """
-    if triton and _suits_torch(a, b):
-        return F.grouped_mm(a.T, b, offs=ends)
     n_groups, n_rows, n_cols = ends.shape[0], a.shape[1], b.shape[1]
+    if triton and n_groups == 1:
+        return (a.T @ b)[None]
+    if triton and _suits_torch(a, b, n_groups):
+        return F.grouped_mm(a.T, b, offs=ends)
     z = a.new_empty((n_groups, n_rows, n_cols))
     if triton:
         rows, cols, inner, warps, stages = _tile(a.dtype)

@@ -13,6 +13,8 @@ from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
+from ligerzoo.kernels.lora import LowRank
+from ligerzoo.kernels.lora_experts import reference as lora_reference
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, judge, judge_draws
@@ -132,9 +134,52 @@ def test_experts_without_tokens(ids: list[int], device: str) -> None:
         assert torch.equal(gradient[idle], torch.zeros_like(gradient[idle]))
 
 
-def test_the_same_expert_twice(device: str) -> None:
-    x, expert_ids, *others = make(20, 33, 17, 3, 2, torch.float32, device)
-    judge(experts_mlp, reference, [x, expert_ids[:, :1].expand(20, 2), *others])
+def repeated(tokens: int, experts: int, slots: int, device: str) -> Tensor:
+    """Random expert ids, independent of each other: tokens have an expert several times, or only one."""
+    ids = torch.randint(experts, (tokens, slots), device=device)
+    ids[::2] = ids[::2, :1]
+    return ids
+
+
+def updates(experts: int, features: int, inner: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """A and B of rank 8, of the gate and up projections and of the down projections."""
+    shapes = (experts, 8, features), (experts, 2 * inner, 8), (experts, 8, inner), (experts, features, 8)
+    return [numbers(*shape, dtype=dtype, device=device, scale=shape[2] ** -0.5) for shape in shapes]
+
+
+def judge_repeated(tokens: int, experts: int, slots: int, dtype: torch.dtype, device: str) -> None:
+    features, inner = 64, 24
+    x, _, weights, gate_up, down = make(tokens, features, inner, experts, slots, dtype, device)
+    inputs = [x, repeated(tokens, experts, slots, device), weights, gate_up, down]
+    judge(experts_mlp, reference, inputs)
+    frozen = [*inputs[:3], gate_up.detach(), down.detach(), *updates(experts, features, inner, dtype, device)]
+
+    def with_updates(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: function(*args[:5], LowRank(*args[5:7], 0.5), LowRank(*args[7:], 0.5))
+
+    judge(with_updates(lora_experts_mlp), with_updates(lora_reference), frozen)
+
+
+@pytest.mark.parametrize("tokens, experts, slots", [(5, 1, 8), (70, 1, 2), (20, 2, 3), (9, 3, 8), (1, 2, 2)])
+def test_repeated_experts(tokens: int, experts: int, slots: int, device: str) -> None:
+    judge_repeated(tokens, experts, slots, torch.float32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("experts", [1, 2, 4])
+@pytest.mark.parametrize(
+    "tokens, slots", [(1, 8), (63, 8), (64, 8), (300, 8), (1000, 8), (511, 1), (512, 1), (4000, 2)]
+)
+def test_repeated_experts_in_large_groups(tokens: int, slots: int, experts: int, dtype: torch.dtype) -> None:
+    """With our kernel, torch's grouped_mm, and a plain product for a single expert."""
+    judge_repeated(tokens, experts, slots, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [1023, 1024, 1500])
+def test_many_experts(experts: int) -> None:
+    judge(experts_mlp, reference, make(600, 16, 8, experts, 2, torch.bfloat16, "cuda"))
 
 
 def test_int32_ids_and_weights_in_fp32(device: str) -> None:
@@ -279,7 +324,9 @@ def grouped(rows_of_groups: list[int], device: str) -> tuple[int, Tensor]:
     return sum(rows_of_groups), ends
 
 
-GROUPS = on_gpu_too([[3], [0, 63, 65, 0, 129]], [[4000, 1], [0] * 300 + [511, 513], [1024, 1025]])
+GROUPS = on_gpu_too(
+    [[3], [0, 63, 65, 0, 129]], [[512], [4000], [4000, 1], [4000, 0], [0] * 300 + [511, 513], [1024, 1025]]
+)
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
