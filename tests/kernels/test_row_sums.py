@@ -47,7 +47,7 @@ def addmm_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("case", covering(CASES), ids=str)
+@pytest.mark.parametrize("case", covering(CASES))
 def test_products_that_torch_does_not_give_to_cublaslt(
     case: dict[str, Any], device: str, addmm_calls: list[tuple[int, ...]]
 ) -> None:
