@@ -27,7 +27,7 @@ def silu(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), in the dtype of `x`."""
     linear = 40.0  # from here on, log(1 + e^x) - x is below the rounding error of fp64
-    return torch.where(x > linear, x, x.clamp(max=linear).exp().log1p())
+    return torch.where(x >= linear, x, x.clamp(max=linear).exp().log1p())  # clamp's slope at 40 depends on torch
 
 
 def _one_plus_exp(x: Tensor) -> Tensor:

@@ -100,8 +100,9 @@ def safe_exp(x: Tensor) -> Tensor:
 
     The slope beyond 30 is constant. A clamp would have slope 0 there, and training could not reduce x.
     """
-    clamped = x.clamp(max=_MAX_EXPONENT).exp()
-    return torch.where(x > _MAX_EXPONENT, math.exp(_MAX_EXPONENT) * (1 + x - _MAX_EXPONENT), clamped)
+    is_large = x > _MAX_EXPONENT
+    power = torch.where(is_large, _MAX_EXPONENT, x).exp()  # the slope of a clamp at 30 is 0 since torch 2.15
+    return torch.where(is_large, math.exp(_MAX_EXPONENT) * (1 + x - _MAX_EXPONENT), power)
 
 
 @torch.no_grad()
