@@ -152,6 +152,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
+BROKEN = {"5.24.0": ("llama4",)}
+"""Families whose forward fails in a version of transformers, without our kernels."""
+
+
 EAGER = ("deepseek_v4", "gemma2", "gpt_oss")
 """Families that do not support torch's scaled dot-product attention."""
 

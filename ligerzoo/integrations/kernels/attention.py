@@ -1,12 +1,11 @@
 """Attention modules of transformers' models: the rotation of queries and keys, and optionally attention itself.
 
 The forward of an attention module calls functions of its Python module, such as `apply_rotary_pos_emb`. The forward of
-a replaced instance has the same code, in which these names are our functions.
+a replaced instance has the same code and decorators, and these names are our functions.
 """
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ligerzoo.integrations.kernels.attend import AttentionFunctions
+from ligerzoo.integrations.kernels.forwards import DECORATED, decorated_like, undecorated, with_globals
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement
 from ligerzoo.integrations.kernels.rotary import Rotation, cosines_of, recognize_rotation
 
@@ -36,22 +36,11 @@ class KernelAttention(KernelModule):
         names: dict[str, Any] = {name: rotation.function() for name, rotation in options["kernel_rotations"]}
         if options["kernel_attends"]:
             names[TABLE] = AttentionFunctions()
-        return {"forward": _with_globals(original.forward, names)}
-
-
-def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    """Returns `function` with other values of some global names."""
-    assert isinstance(function, types.FunctionType)
-    scope = {**function.__globals__, **names}
-    del scope["__name__"]  # torch.compile would look names up in the module of this name
-    copied = types.FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__annotations__ = function.__annotations__
-    copied.__qualname__ = function.__qualname__
-    copied.__doc__ = function.__doc__
-    return copied
+        forward = undecorated(original.forward)
+        assert forward is not None
+        return {
+            "forward": decorated_like(original.forward, with_globals(forward, names)),
+        }
 
 
 def recognize_attention(
@@ -66,12 +55,11 @@ def recognize_attention(
         rotates: replace the rotation.
         attends: replace attention.
     """
-    forward = type(module).forward
     if "Attention" not in type(module).__name__:
         return None
-    if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
-        rotating = list(_rotating_functions(inspect.unwrap(forward)))
-        return "its forward has decorators" if rotating else "it does not rotate queries and keys"
+    forward = undecorated(type(module).forward)
+    if forward is None:
+        return DECORATED
     reasons = []
     rotations: tuple[tuple[str, Rotation], ...] = ()
     if rotates:
@@ -92,7 +80,7 @@ def recognize_attention(
     return Replacement(KernelAttention, kernel, {"kernel_rotations": rotations, "kernel_attends": attends})
 
 
-def _rotating_functions(forward: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _rotating_functions(forward: types.FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if "apply_rot" in name and callable(function):

@@ -7,12 +7,19 @@ stand-ins, which also record the arguments they receive.
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any
 
 from torch import Tensor, nn
 
+from ligerzoo.integrations.kernels.forwards import DECORATED, decorated_like, undecorated
 from ligerzoo.integrations.kernels.norms import KernelRMSNorm, add_and_normalize, normalize
-from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, difference_for, random_like
+from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, difference_for, no_effects, random_like
+
+
+def _parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """Returns the parameters of the forward of a class, after `self`."""
+    return list(inspect.signature(cls.forward).parameters.values())[1:]
 
 
 class KernelDecoderLayer(KernelModule):
@@ -20,20 +27,27 @@ class KernelDecoderLayer(KernelModule):
 
     Attributes:
         kernel_parameters: names of the positional parameters of the original forward, after the hidden states.
+        kernel_unused: those that it does not pass to attention.
     """
 
     kernel_parameters: tuple[str, ...]
+    kernel_unused: tuple[str, ...]
     self_attn: nn.Module
     mlp: nn.Module
 
     @classmethod
     def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
-        """Returns the names of the parameters of the original forward."""
-        names = tuple(inspect.signature(original.forward).parameters)
-        return {"kernel_parameters": names[2:]}
+        """Returns the names of the parameters of the original forward, and the forward with its decorators."""
+        assert isinstance(cls.forward, types.FunctionType)
+        return {
+            "kernel_parameters": tuple(parameter.name for parameter in _parameters(original)[1:]),
+            "forward": decorated_like(original.forward, cls.forward),
+        }
 
     def _attend(self, hidden_states: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         named = {**dict(zip(self.kernel_parameters, arguments, strict=False)), **named}
+        for name in self.kernel_unused:
+            named.pop(name, None)
         return self.self_attn(hidden_states=hidden_states, **named)[0]  # type: ignore[no-any-return]
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
@@ -137,8 +151,10 @@ def recognize_layer(module: nn.Module) -> Replacement | str | None:
         mixin = KernelScaledPreNormLayer
     if not isinstance(getattr(module, norm), KernelRMSNorm):
         return f"{norm} is not a replaced RMS norm"
-    replacement = Replacement(mixin, "add_rms_norm", options)
-    return _difference(module, replacement) or replacement
+    if undecorated(type(module).forward) is None:
+        return DECORATED
+    found = [_recognize_with(module, mixin, options, _MLP(scores)) for scores in (False, True)]
+    return next((each for each in found if isinstance(each, Replacement)), found[0])
 
 
 class _Attention(nn.Module):
@@ -165,36 +181,34 @@ class _MLP(nn.Module):
         return (output, None) if self.returns_scores else output
 
 
-def _difference(module: nn.Module, replacement: Replacement) -> str | None:
-    """Returns how the replacement differs, in its results or in what it passes to attention."""
-    differences = [_difference_with(module, replacement, _MLP(scores)) for scores in (False, True)]
-    return None if None in differences else differences[0]
-
-
-def _difference_with(module: nn.Module, replacement: Replacement, mlp: _MLP) -> str | None:
-    named = {
-        "attention_mask": object(),
-        "position_ids": object(),
-        "past_key_values": None,
-        "use_cache": False,
-        "position_embeddings": object(),
-        "another_argument": object(),
-    }
+def _recognize_with(
+    module: nn.Module, mixin: type[KernelDecoderLayer], options: dict[str, Any], mlp: _MLP
+) -> Replacement | str:
+    """Returns the replacement, or how it differs in its results or in what it passes to attention."""
+    x = _hidden_states(module)
+    parameters = _parameters(type(module))[1:]
+    declared = {p.name: object() for p in parameters if p.kind is not p.VAR_KEYWORD}
+    others = {"another_argument": object()} if len(declared) < len(parameters) else {}
     attention = _Attention()
     own = {name: module.get_submodule(name) for name in ("self_attn", "mlp")}
-    x = _hidden_states(module)
     try:
         module.self_attn, module.mlp = attention, mlp
-        found = difference_for(module, replacement, x, **named)
+        with no_effects(module):
+            type(module).forward(module, x, **declared, **others)
+        unused = tuple(name for name in declared if name not in attention.received[0])
+        replacement = Replacement(mixin, "add_rms_norm", {**options, "kernel_unused": unused})
+        found = difference_for(module, replacement, x, **declared, **others)
+    except Exception as error:  # the forward of any layer
+        return f"its forward fails on random input: {error}"
     finally:
         for name, child in own.items():
             setattr(module, name, child)
     if found is not None:
         return found
-    theirs, ours = attention.received[:2]
+    theirs, ours = attention.received[1:3]
     if theirs != ours:
         return f"it passes {', '.join(theirs)} to attention, the kernel's layer passes {', '.join(ours)}"
-    return None
+    return replacement
 
 
 def _hidden_states(module: nn.Module) -> Tensor:

@@ -52,7 +52,7 @@ def kernel_class(original: Any, mixin: Any, options: tuple[tuple[str, Any], ...]
 
     It has the name of `original`: transformers, accelerate and PEFT look classes up by name.
     """
-    key = (original, mixin, options)
+    key = (original, original.forward, mixin, options)  # other libraries assign forwards to classes
     if key not in _CLASSES:
         _CLASSES[key] = _new_class(original, mixin, options)
     return _CLASSES[key]
@@ -153,7 +153,7 @@ def difference_for(module: nn.Module, replacement: Replacement, *arguments: Any,
         named: keyword arguments of the forward.
     """
     try:
-        with torch.no_grad(), torch.random.fork_rng(_devices(module)):
+        with no_effects(module):
             for training in (True, False):
                 with training_mode(module, training):
                     torch.manual_seed(0)  # the same dropout in both
@@ -167,6 +167,14 @@ def difference_for(module: nn.Module, replacement: Replacement, *arguments: Any,
     except Exception as error:  # the forward of any module
         return f"its forward fails on random input: {error}"
     return None
+
+
+@contextmanager
+def no_effects(module: nn.Module) -> Iterator[None]:
+    """Runs the block without gradients, and restores the state of torch's random number generators."""
+    devices = list({p.device for p in module.parameters() if p.device.type == "cuda"})
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        yield
 
 
 @contextmanager
@@ -217,7 +225,3 @@ def random_like(parameter: Tensor, *shape: int) -> Tensor:
     """Returns standard normal samples in the dtype and on the device of `parameter`, the same at each call."""
     generator = torch.Generator(parameter.device).manual_seed(0)
     return torch.randn(*shape, generator=generator, device=parameter.device).to(parameter.dtype)
-
-
-def _devices(module: nn.Module) -> list[torch.device]:
-    return list({p.device for p in module.parameters() if p.device.type == "cuda"})
