@@ -9,20 +9,11 @@ import sys
 from pathlib import Path
 
 from ligerzoo.integrations import Report, apply
+from ligerzoo.integrations.kernels.promised import KINDS
 from tests.integrations.families import FAMILIES, tiny
 
 PAGE = Path(__file__).parent.parent / "docs/kernels-in-transformers.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-
-COLUMNS = {
-    "norm": ("rms_norm", "layer_norm"),
-    "add + norm": ("add_rms_norm",),
-    "rope": ("rope",),
-    "mlp": ("glu_linear", "activation_linear"),
-    "experts": ("experts_mlp",),
-    "loss": ("linear_cross_entropy",),
-}
-"""The kernels of each column."""
 
 NO_KERNEL = "no kernel replaces this class"
 
@@ -32,15 +23,15 @@ def with_table(page: str) -> str:
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     rows = [row(family, apply(tiny(family))) for family in FAMILIES]
-    head = f"| family | {' | '.join(COLUMNS)} | kept, and why |"
-    table = "\n".join([head, "|---" * (len(COLUMNS) + 2) + "|", *rows])
+    head = f"| family | {' | '.join(KINDS)} | kept, and why |"
+    table = "\n".join([head, "|---" * (len(KINDS) + 2) + "|", *rows])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def row(family: str, report: Report) -> str:
     """Returns the row of a family: the number of replaced modules in each column, and the reasons to keep others."""
     names = [re.sub(r" .*", "", entry.kernel or "") for entry in report.replaced]
-    counts = [sum(name in kernels for name in names) or "" for kernels in COLUMNS.values()]
+    counts = [sum(name in kernels for name in names) or "" for kernels in KINDS.values()]
     kept = dict.fromkeys(
         f"`{entry.class_name}`: {re.sub(r' by [-+.e0-9]+$', '', entry.reason or '')}"
         for entry in report.kept

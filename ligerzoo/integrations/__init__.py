@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligerzoo.integrations.kernels import AutoKernelModelForCausalLM as AutoKernelModelForCausalLM
+    from ligerzoo.integrations.kernels import MissingKernelWarning as MissingKernelWarning
     from ligerzoo.integrations.kernels import ModuleReport as ModuleReport
     from ligerzoo.integrations.kernels import Report as Report
     from ligerzoo.integrations.kernels import apply as apply
@@ -12,12 +13,13 @@ if TYPE_CHECKING:
 # Imported at first use, since they import transformers.
 _MODULES = {
     "AutoKernelModelForCausalLM": "ligerzoo.integrations.kernels",
+    "MissingKernelWarning": "ligerzoo.integrations.kernels",
     "ModuleReport": "ligerzoo.integrations.kernels",
     "Report": "ligerzoo.integrations.kernels",
     "apply": "ligerzoo.integrations.kernels",
 }
 
-__all__ = ["AutoKernelModelForCausalLM", "ModuleReport", "Report", "apply"]
+__all__ = ["AutoKernelModelForCausalLM", "MissingKernelWarning", "ModuleReport", "Report", "apply"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -14,6 +16,7 @@ from ligerzoo.integrations.kernels.layers import recognize_layer
 from ligerzoo.integrations.kernels.loss import HEAD, recognize_causal_lm
 from ligerzoo.integrations.kernels.mlps import recognize_mlp
 from ligerzoo.integrations.kernels.norms import recognize_norm
+from ligerzoo.integrations.kernels.promised import MissingKernelWarning, missing_kernels
 from ligerzoo.integrations.kernels.replace import (
     KernelModule,
     Replacement,
@@ -65,6 +68,9 @@ def apply(
     Returns:
         What was replaced, what was kept and why. Its `undo` restores the model.
 
+    Warns:
+        MissingKernelWarning: no module uses a kernel that docs/kernels-in-transformers.md promises for this family.
+
     Raises:
         TypeError: `hf_model` contains no `PreTrainedModel`, or layers of ligerzoo; or another argument is not a bool.
         ValueError: the model is sharded over processes by tensor parallelism, or parameters are on the meta device.
@@ -82,9 +88,12 @@ def apply(
         application.replace_each(recognize_layer, "norm", norm)
         application.replace_losses(loss)
     except BaseException:
-        application.report("").undo()
+        application.report("", ()).undo()
         raise
-    report = application.report(before if isinstance(before, str) else "The results of the model are the same.")
+    enabled = {"norm": norm, "add + norm": norm, "rope": rope, "mlp": mlp, "experts": experts, "loss": loss}
+    expected = [kind for kind, is_enabled in enabled.items() if is_enabled]
+    same = "The results of the model are the same."
+    report = application.report(before if isinstance(before, str) else same, expected)
     if not isinstance(before, str):
         changed = change(before, run_model(hf_model))
         if changed:
@@ -93,6 +102,13 @@ def apply(
                 f"apply: {type(hf_model).__name__}: {changed}; expected the same results. All modules have been "
                 "restored. Switch parts off one by one (norm=False, rope=False, ...) to find the cause, and report it"
             )
+    if report.missing:
+        message = (
+            f"apply: {report.describe_missing()}: not used, although docs/kernels-in-transformers.md promises it for "
+            "this family. The model computes without it as before. print(report) says why each module was kept. "
+            f"transformers is {transformers.__version__}; README.md names the tested versions"
+        )
+        warnings.warn(message, MissingKernelWarning, stacklevel=2)
     return report
 
 
@@ -178,8 +194,8 @@ class _Application:
             self.differences[key] = difference(module, found)
         return self.differences[key]
 
-    def report(self, check: str) -> Report:
-        """Returns the report of all modules."""
+    def report(self, check: str, expected: Collection[str]) -> Report:
+        """Returns the report of all modules; `expected` are the kinds of kernels that the caller wants."""
         entries = [
             ModuleReport(
                 name,
@@ -189,4 +205,4 @@ class _Application:
             )
             for name, module in self.modules
         ]
-        return Report(entries, check, self.instances)
+        return Report(entries, check, missing_kernels(self.model, expected), self.instances)

@@ -26,7 +26,7 @@ class KernelAttention(KernelModule):
 
     @classmethod
     def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
-        """Returns the forward.
+        """Returns the forward, and the kind of kernel.
 
         Args:
             original: the class of the module.
@@ -40,6 +40,7 @@ class KernelAttention(KernelModule):
         assert forward is not None
         return {
             "forward": decorated_like(original.forward, with_globals(forward, names)),
+            "kernel_kind": "rope" if options["kernel_rotations"] else "attention",
         }
 
 

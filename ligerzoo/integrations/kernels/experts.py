@@ -17,6 +17,7 @@ from ligerzoo.kernels.activation import Activation
 class KernelExperts(KernelModule):
     """`ligerzoo.kernels.experts_mlp` with the module's weights."""
 
+    kernel_kind = "experts"
     kernel_activation: Activation
     gate_up_proj: Tensor
     down_proj: Tensor

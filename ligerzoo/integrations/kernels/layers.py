@@ -30,6 +30,7 @@ class KernelDecoderLayer(KernelModule):
         kernel_unused: those that it does not pass to attention.
     """
 
+    kernel_kind = "add + norm"
     kernel_parameters: tuple[str, ...]
     kernel_unused: tuple[str, ...]
     self_attn: nn.Module

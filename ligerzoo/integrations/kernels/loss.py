@@ -168,6 +168,7 @@ class KernelHead(KernelModule):
         kernel_defers: whether calls return `DeferredLogits`.
     """
 
+    kernel_kind = "loss"
     kernel_defers: bool = False
     weight: Tensor
     bias: Tensor | None
@@ -205,6 +206,7 @@ class KernelHead(KernelModule):
 class KernelCausalLM(KernelModule):
     """The model's own forward, with deferred logits."""
 
+    kernel_kind = "loss"
     get_output_embeddings: Callable[[], nn.Module]
 
     @classmethod

@@ -25,6 +25,7 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 class KernelMLP(KernelModule):
     """Base class: `down(a(gate) * up)`."""
 
+    kernel_kind = "mlp"
     kernel_activation: Activation
     kernel_projections: tuple[str, ...]
     down_proj: nn.Module
@@ -60,6 +61,7 @@ class KernelFusedGateMLP(KernelMLP):
 class KernelUngatedMLP(KernelModule):
     """`ligerzoo.kernels.activation_linear` after the first projection."""
 
+    kernel_kind = "mlp"
     kernel_activation: Activation
     kernel_projections: tuple[str, ...]
 

@@ -25,6 +25,7 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 class KernelRMSNorm(KernelModule):
     """`ligerzoo.kernels.rms_norm` with the module's weight."""
 
+    kernel_kind = "norm"
     kernel_eps: float
     kernel_weight_offset: float
     kernel_round_before_scale: bool
@@ -53,6 +54,7 @@ class KernelRMSNorm(KernelModule):
 class KernelLayerNorm(KernelModule):
     """`ligerzoo.kernels.layer_norm` with the module's weight and bias."""
 
+    kernel_kind = "norm"
     kernel_eps: float
     kernel_weight_offset: float
     weight: Tensor

@@ -23,11 +23,13 @@ class KernelModule(nn.Module):
     """Base class of the forwards that use ligerzoo's kernels.
 
     Attributes:
+        kernel_kind: the kind of kernel, one of `promised.KINDS`, or "attention".
         kernel_original: the class that the module had.
         kernel_mixin: the class of the forward.
         kernel_options: the constants of the forward, by name. Each is an attribute of the class as well.
     """
 
+    kernel_kind: ClassVar[str]
     kernel_original: ClassVar[type[nn.Module]]
     kernel_mixin: ClassVar[type[KernelModule]]
     kernel_options: ClassVar[tuple[tuple[str, Any], ...]]

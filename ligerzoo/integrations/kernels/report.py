@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ligerzoo.integrations.kernels.replace import KernelModule
@@ -33,10 +33,13 @@ class Report:
     Args:
         modules: one entry per module of the model.
         check: how the model as a whole was compared with itself before.
+        missing: the kernels that docs/kernels-in-transformers.md promises for the model and that no module uses, by
+            the `model_type` of the part of the model, such as `{"llama": ("rope",)}`.
     """
 
     modules: Sequence[ModuleReport]
     check: str
+    missing: Mapping[str, Sequence[str]] = field(default_factory=dict)
     _instances: list[KernelModule] = field(default_factory=list, repr=False)
 
     @property
@@ -78,8 +81,14 @@ class Report:
             module.__class__ = vars(type(module))["kernel_original"]
         self._instances.clear()
 
+    def describe_missing(self) -> str:
+        """Returns the kernels that are missing, such as "rope and add_rms_norm in llama"."""
+        return "; ".join(f"{' and '.join(kernels)} in {family}" for family, kernels in self.missing.items())
+
     def __str__(self) -> str:
-        lines = [f"{len(self.replaced)} of {len(self.modules)} modules replaced. {self.check}", "", "replaced:"]
+        promised = f"Promised but not used: {self.describe_missing()}. " if self.missing else ""
+        counts = f"{len(self.replaced)} of {len(self.modules)} modules replaced."
+        lines = [f"{promised}{counts} {self.check}", "", "replaced:"]
         lines += _table([(m.name, m.class_name, m.kernel or "") for m in self.replaced]) or ["  nothing"]
         lines += ["", "kept:"]
         lines += _table([(m.name, m.class_name, m.reason or "") for m in self.kept]) or ["  nothing"]
