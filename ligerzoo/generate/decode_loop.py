@@ -15,12 +15,13 @@ from ligerzoo.generate.cache_options import CacheOptions
 from ligerzoo.generate.captured import CapturedStep
 from ligerzoo.generate.draft_options import DraftOptions
 from ligerzoo.generate.drafts import Drafter
+from ligerzoo.generate.generation_config import CallOptions, take_options
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import check_copies, count_new_tokens, refuse_unknown, require, require_bool
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.result import GenerateOutput, LogProbs
 from ligerzoo.generate.sampling import Sampler
-from ligerzoo.generate.sampling_options import SamplingOptions
+from ligerzoo.generate.sampling_options import SAMPLING_OPTIONS, SamplingOptions
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.slot_sequences import SlotSequences, make_sequences
 from ligerzoo.generate.speculative import SpeculativeStep
@@ -59,7 +60,7 @@ def generate(
     past_key_values: KVCache | None = None,
     max_new_tokens: int | None = None,
     max_length: int | None = None,
-    num_return_sequences: int = 1,
+    num_return_sequences: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
@@ -72,13 +73,20 @@ def generate(
     cache_dtype: torch.dtype | None = None,
     exact: bool = False,
     return_dict_in_generate: bool = False,
+    use_model_defaults: bool = True,
     **options: Any,
 ) -> Tensor | GenerateOutput:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
     A row finishes with its first end-of-sequence token or stop string, or by a stopping criterion, and is padded from
-    then on. Generation stops when all rows have finished. `eos_token_id` and `pad_token_id` default to those of the
-    model's generation_config, else of its config. No other option has a default there.
+    then on. Generation stops when all rows have finished.
+
+    An option that is None has the value of the model's generation_config.json, as in transformers; many chat models
+    sample by default. These are the options of sampling, the lengths, `num_return_sequences` and `stop_strings`, and
+    `eos_token_id` and `pad_token_id`, which config.json may have too. Pass a value without effect to ignore one, such
+    as `do_sample=False`, `top_k=0` or `suppress_tokens=[]`. If the file has `do_sample=true` and no `top_k`,
+    `top_k=50`, transformers' default. Options of the file that are not implemented, such as beam search, cause a
+    warning.
 
     Args:
         model: a causal language model. Its training mode is not changed. Runs uncompiled after `model.compile()`, and
@@ -96,7 +104,7 @@ def generate(
             generated, not with this.
         max_length: largest number of tokens with the T tokens of the prompt. `max_new_tokens` takes precedence.
         num_return_sequences: sequences per prompt, with `do_sample=True`: prompts a, b become rows a, a, b, b. Each
-            prompt is processed once.
+            prompt is processed once. Default: 1.
         eos_token_id: the token or tokens that finish a row. An empty list means none.
         pad_token_id: fills finished rows. Defaults to the first `eos_token_id` if the model defines no padding token.
         stop_strings: a row finishes when the text of its continuation contains one of these strings.
@@ -118,12 +126,16 @@ def generate(
             them, alone or in any batch: then sampling and training agree exactly. Dense models on Hopper GPUs in bf16,
             see `ligerzoo.layers.exactness`; others are refused. A cache that is passed must be exact itself.
         return_dict_in_generate: whether to return a `GenerateOutput` with log-probabilities and reasons of finishing.
+        use_model_defaults: whether to follow generation_config.json. Otherwise an option that is None has the default
+            of `SamplingOptions`, so that `do_sample=True` samples from the model's own distribution. Token ids follow
+            it in both cases.
         options: how to choose tokens: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
-            `min_new_tokens`, `bad_words_ids`, `no_repeat_ngram_size` and `logits_processor`; see `SamplingOptions`.
-            Speculative decoding of one prompt: `prompt_lookup_num_tokens`, `max_matching_ngram_size`, `assistant_model`
-            and `num_assistant_tokens`; see `DraftOptions`. And further model inputs for the prompts, such as
-            `pixel_values`, without those for tokens in the cache. Per-token inputs (B, T, ...) are padded and sliced
-            like `input_ids`.
+            `min_new_tokens`, `min_length`, `bad_words_ids`, `no_repeat_ngram_size`, `suppress_tokens`,
+            `begin_suppress_tokens`, `forced_bos_token_id`, `forced_eos_token_id`, `sequence_bias` and
+            `logits_processor`; see `SamplingOptions`. Speculative decoding of one prompt: `prompt_lookup_num_tokens`,
+            `max_matching_ngram_size`, `assistant_model` and `num_assistant_tokens`; see `DraftOptions`. And further
+            model inputs for the prompts, such as `pixel_values`, without those for tokens in the cache. Per-token
+            inputs (B, T, ...) are padded and sliced like `input_ids`.
 
     Returns:
         (R, T + new tokens) int64 with R = B * `num_return_sequences`: each prompt unchanged, padding included, followed
@@ -134,36 +146,44 @@ def generate(
             a prompt is empty, the cache does not fit, or `CausalLM.check_inputs` refuses the inputs. Later: the logits
             are NaN or infinite.
     """
-    sampling = SamplingOptions(**{name: options.pop(name) for name in _SAMPLING_OPTIONS if name in options})
-    drafts = DraftOptions(**{name: options.pop(name) for name in _DRAFT_OPTIONS if name in options})
+    require_bool("use_model_defaults", use_model_defaults)
+    call = CallOptions(
+        {"max_new_tokens": max_new_tokens, "max_length": max_length, "num_return_sequences": num_return_sequences,
+         "stop_strings": stop_strings, **take_options(options, SAMPLING_OPTIONS)},
+        model.generation_config if use_model_defaults else {},
+    )  # fmt: skip
+    drafts = DraftOptions(**take_options(options, _DRAFT_OPTIONS))
     refuse_unknown(model, options, _OPTIONS)
     require_bool("return_dict_in_generate", return_dict_in_generate)
     check_streamer(streamer)
-    check_copies(num_return_sequences, do_sample=sampling.do_sample)
-    prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, options)
-    limit = count_new_tokens(max_new_tokens, max_length, prompts.tokens)
-    if drafts.count > 0:
-        drafts.check(model, prompts, num_return_sequences, use_cache, past_key_values)
-    sequences = make_sequences(
-        model, prompts, num_return_sequences, limit, use_cache, past_key_values,
-        CacheOptions(cache_dtype, exact), is_rewindable=drafts.count > 0,
-    )  # fmt: skip
-    given = prompts.given.repeat_interleave(num_return_sequences, 0)
-    stopping = Stopping(
-        model,
-        given,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        stop_strings=stop_strings,
-        tokenizer=tokenizer,
-        stopping_criteria=stopping_criteria,
-    )
-    sampler = Sampler(sequences.rows, model.config.vocab_size, sequences.device, exact=sequences.is_exact)
-    sampler.assign(
-        range(sequences.rows), sequences.prompts, sampling, attention_mask=sequences.prompts_mask,
-        eos_token_ids=stopping.eos_token_ids, generator=generator,
-        seeds=_check_seeds(seeds, sequences, generator, sampling),
-    )  # fmt: skip
+    with call.naming_file():
+        sampling, copies = call.sampling, call.get("num_return_sequences", 1)
+        check_copies(copies, do_sample=sampling.do_sample)
+        prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, options)
+        limit = count_new_tokens(call.get("max_new_tokens"), call.get("max_length"), prompts.tokens)
+        if drafts.count > 0:
+            drafts.check(model, prompts, copies, use_cache, past_key_values)
+        sequences = make_sequences(
+            model, prompts, copies, limit, use_cache, past_key_values,
+            CacheOptions(cache_dtype, exact), is_rewindable=drafts.count > 0,
+        )  # fmt: skip
+        given = prompts.given.repeat_interleave(copies, 0)
+        stopping = Stopping(
+            model,
+            given,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            stop_strings=call.get("stop_strings"),
+            tokenizer=tokenizer,
+            stopping_criteria=stopping_criteria,
+        )
+        sampler = Sampler(sequences.rows, model.config.vocab_size, sequences.device, exact=sequences.is_exact)
+        sampler.assign(
+            range(sequences.rows), sequences.prompts, sampling, attention_mask=sequences.prompts_mask,
+            eos_token_ids=stopping.eos_token_ids, generator=generator,
+            seeds=_check_seeds(seeds, sequences, generator, sampling),
+            prompt_length=prompts.tokens, max_new_tokens=limit,
+        )  # fmt: skip
     log_probs = LogProbs() if return_dict_in_generate else None
 
     if streamer is not None:
@@ -183,10 +203,9 @@ def generate(
 LAG = 4
 """Steps that the GPU may be ahead of the host. Its queue never runs empty."""
 
-_SAMPLING_OPTIONS = [field.name for field in fields(SamplingOptions)]
 _DRAFT_OPTIONS = [field.name for field in fields(DraftOptions)]
 _OPTIONS = [name for name in inspect.signature(generate).parameters if name not in ("model", "options")]
-_OPTIONS += _SAMPLING_OPTIONS + _DRAFT_OPTIONS
+_OPTIONS += [*SAMPLING_OPTIONS, *_DRAFT_OPTIONS]
 
 
 def _check_seeds(

@@ -42,7 +42,8 @@ def generate_many(
         prompts: token ids of each prompt, without padding. An iterator is read only as rows become free; a list, tuple
             or tensor is checked before anything runs.
         batch_size: largest number of prompts that run at the same time.
-        options: those of `Scheduler`, with `max_cache_tokens`, `cache_dtype` and `exact`. `max_new_tokens` is required.
+        options: those of `Scheduler`, with `max_cache_tokens`, `cache_dtype` and `exact`. Without a limit in
+            generation_config.json, `max_new_tokens` is required.
 
     Returns:
         An iterator of results, in the order in which they finish. To stop early, close it or drop it.
@@ -52,7 +53,7 @@ def generate_many(
             model cannot decode in a `DecodeBatch`, or, later, logits are NaN or infinite.
     """
     scheduler = Scheduler(model, batch_size=batch_size, **options)
-    scheduler.defaults.require_max_new_tokens()
+    scheduler.defaults.require_limit()
     is_iterable = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
     remedy = "Encode text, and pass its token ids: [tokenizer.encode(text) for text in texts]."
     require(is_iterable, "prompts", type_name(prompts), "an iterable of lists of token ids", remedy)

@@ -30,7 +30,6 @@ REMEDIES = {
     # other names of our options
     "inputs": _PROMPTS,
     "max_tokens": "Use max_new_tokens.",
-    "min_length": "Use min_new_tokens, which does not count the tokens of the prompt.",
     "seed": "Use generator=torch.Generator(model.device).manual_seed(seed).",
     "stop": _STOP_STRINGS,
     "stop_sequences": _STOP_STRINGS,
@@ -77,16 +76,29 @@ REMEDIES = {
         _SPECULATIVE,
     ),
     **dict.fromkeys(
-        ("begin_suppress_tokens", "custom_generate", "dola_layers", "encoder_no_repeat_ngram_size",
-         "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
-         "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "negative_prompt_attention_mask",
-         "negative_prompt_ids", "penalty_alpha", "prefix_allowed_tokens_fn", "remove_invalid_values",
-         "renormalize_logits", "sequence_bias", "suppress_tokens", "token_healing", "top_h", "typical_p",
-         "watermarking_config"),
+        ("custom_generate", "dola_layers", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+         "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "guidance_scale",
+         "negative_prompt_attention_mask", "negative_prompt_ids", "penalty_alpha", "prefix_allowed_tokens_fn",
+         "remove_invalid_values", "renormalize_logits", "token_healing", "top_h", "typical_p", "watermarking_config"),
         _NOT_IMPLEMENTED,
     ),
 }  # fmt: skip
 """What to do instead, by the name of an option that other libraries have."""
+
+NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(
+        ("num_beams", "num_beam_groups", "length_penalty", "guidance_scale", "encoder_repetition_penalty", "typical_p"),
+        (1,),
+    ),
+    **dict.fromkeys(
+        ("penalty_alpha", "diversity_penalty", "encoder_no_repeat_ngram_size", "early_stopping", "token_healing",
+         "output_scores", "output_logits", "output_attentions", "output_hidden_states", "synced_gpus"),
+        (0,),
+    ),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0, 1)),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), (False, True)),
+}  # fmt: skip
+"""Values without an effect on the result, of options of transformers that are not implemented. They are accepted."""
 
 
 def refuse_unknown(model: Any, names: Iterable[str], options: Sequence[str]) -> None:

@@ -6,7 +6,8 @@ and has no host sync, so that a step can run as a captured CUDA graph; only func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ligerzoo.generate.transfer import to_device, upload
 
 _ANY = -2  # matches each token
 _NONE = -1  # what precedes the first token
+ALWAYS = 2**62  # number of new tokens that no row reaches
 
 
 class RowState:
@@ -141,45 +143,88 @@ class RepetitionPenalty(RowState):
         return penalize_repetition(scores, self.occurred[:, :-1], self.penalty)
 
 
-class BannedSequences(RowState):
-    """Bans the last token of a sequence where the others come before it, while a row has few new tokens.
+class BiasedSequence(NamedTuple):
+    """Token ids, the bias of the last of them, and the number of new tokens from which it is 0."""
+
+    tokens: Sequence[int]
+    bias: float = -math.inf
+    until: int = ALWAYS
+
+
+class BiasedSequences(RowState):
+    """Adds to the score of the last token of a sequence where the others come before it; a bias of -inf bans it.
 
     Attributes:
         prefixes: (R, S, P) int64, the tokens of each sequence but the last, padded on the left by `_ANY`.
         tokens: (R, S) int64, the last tokens.
-        until: (R, S) int64, number of new tokens from which the sequence is allowed; 0 for no sequence.
+        biases: (R, S) fp32.
+        until: (R, S) int64, see `BiasedSequence`; 0 for no sequence.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.prefixes = torch.full((rows, 0, 0), _ANY, device=device)
         self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self.biases = torch.zeros(rows, 0, device=device)
         self.until = torch.zeros(rows, 0, dtype=torch.int64, device=device)
 
-    def assign(self, rows: Tensor, sequences: Sequence[tuple[Sequence[int], int]]) -> bool:
-        """Replaces the sequences of these rows, given with their `until`. Returns whether the tensors were replaced."""
+    def assign(self, rows: Tensor, sequences: Sequence[BiasedSequence]) -> bool:
+        """Replaces the sequences of these rows. Returns whether the tensors were replaced."""
         count, length = self.prefixes.shape[1:]
         more = max(0, len(sequences) - count)
-        longer = max(0, max((len(tokens) - 1 for tokens, _ in sequences), default=0) - length)
+        longer = max(0, max((len(sequence.tokens) - 1 for sequence in sequences), default=0) - length)
         if more or longer:
             self.prefixes = F.pad(self.prefixes, (longer, 0, 0, more), value=_ANY)
-            self.tokens, self.until = F.pad(self.tokens, (0, more)), F.pad(self.until, (0, more))
-        self.until[rows] = 0
+            self.tokens, self.biases, self.until = (F.pad(x, (0, more)) for x in (self.tokens, self.biases, self.until))
+        self.until.index_fill_(0, rows, 0)
         if sequences:
             width, device = self.prefixes.shape[2], self.tokens.device
-            prefixes = [[_ANY] * (width - len(tokens) + 1) + list(tokens[:-1]) for tokens, _ in sequences]
+            prefixes = [[_ANY] * (width - len(tokens) + 1) + list(tokens[:-1]) for tokens, _, _ in sequences]
             some = rows[:, None], torch.arange(len(sequences), device=device)
             self.prefixes[some] = upload(prefixes, device)
-            self.tokens[some] = upload([tokens[-1] for tokens, _ in sequences], device)
-            self.until[some] = upload([until for _, until in sequences], device)
+            self.tokens[some] = upload([tokens[-1] for tokens, _, _ in sequences], device)
+            self.biases[some] = to_device(torch.tensor([bias for _, bias, _ in sequences]), device)
+            self.until[some] = upload([until for _, _, until in sequences], device)
         return bool(more or longer)
 
     def apply(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
-        """Bans tokens, given the number of new tokens of each row, (R,)."""
-        is_banned = counts[:, None] < self.until
+        """Adds the biases, given the number of new tokens of each row, (R,)."""
+        matches = counts[:, None] < self.until
         if width := self.prefixes.shape[2]:
-            matches = (self.prefixes == _ANY) | (self.prefixes == history.last(width)[:, None])
-            is_banned &= matches.all(-1)
-        return _ban(scores, self.tokens, is_banned)
+            matches &= ((self.prefixes == _ANY) | (self.prefixes == history.last(width)[:, None])).all(-1)
+        return scores.scatter_add(1, self.tokens, self.biases.where(matches, 0))
+
+
+class ForcedTokens(RowState):
+    """Allows only some tokens after a certain number of new tokens.
+
+    Attributes:
+        tokens: (R, S) int64.
+        steps: (R, S) int64, the number of new tokens after which one of the tokens with this number is next; or
+            `_NONE`.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+
+    def assign(self, rows: Tensor, tokens: Mapping[int, Sequence[int]]) -> bool:
+        """Replaces the tokens of these rows, given by their `steps`. Returns whether the tensors were replaced."""
+        pairs = [(step, token) for step, allowed in tokens.items() for token in allowed]
+        more = max(0, len(pairs) - self.tokens.shape[1])
+        if more:
+            self.tokens, self.steps = F.pad(self.tokens, (0, more)), F.pad(self.steps, (0, more), value=_NONE)
+        self.steps.index_fill_(0, rows, _NONE)
+        if pairs:
+            some = rows[:, None], torch.arange(len(pairs), device=rows.device)
+            self.steps[some], self.tokens[some] = (upload(values, rows.device) for values in zip(*pairs, strict=True))
+        return more > 0
+
+    def apply(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """Replaces the scores of rows whose number of new tokens, (R,), is one of their steps: 0 for these tokens."""
+        is_allowed = self.steps == counts[:, None]
+        bound = torch.zeros_like(self.tokens, dtype=scores.dtype).masked_fill(~is_allowed, -torch.inf)
+        forced = torch.full_like(scores, -torch.inf).scatter_reduce(1, self.tokens, bound, "amax")
+        return forced.where(is_allowed.any(1, keepdim=True), scores)
 
 
 class RepeatedNgrams(RowState):
@@ -204,14 +249,9 @@ class RepeatedNgrams(RowState):
         for offset in range(1, largest):  # the token `offset` before the end of the n-gram
             is_same = F.pad(tokens[:, :-offset] == last[:, -offset, None], (min(offset, len(index)), 0))
             is_banned &= is_same | (self.sizes <= offset)
-        return _ban(scores, tokens, is_banned)
-
-
-def _ban(scores: Tensor, tokens: Tensor, is_banned: Tensor) -> Tensor:
-    """Sets the scores (R, V) of those tokens (R, S) to -inf for which `is_banned`, (R, S); ignores ids beyond V."""
-    is_banned = is_banned & (tokens < scores.shape[1])
-    bound = torch.full_like(tokens, torch.inf, dtype=scores.dtype).masked_fill(is_banned, -torch.inf)
-    return scores.scatter_reduce(1, tokens.clamp(max=scores.shape[1] - 1), bound, "amin")
+        is_banned &= tokens < scores.shape[1]  # ids beyond the vocabulary, such as image tokens, have no score
+        bound = torch.full_like(tokens, torch.inf, dtype=scores.dtype).masked_fill(is_banned, -torch.inf)
+        return scores.scatter_reduce(1, tokens.clamp(max=scores.shape[1] - 1), bound, "amin")
 
 
 class UserProcessors:

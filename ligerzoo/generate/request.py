@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.generate.generation_config import CallOptions, take_options
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.options import REMEDIES, invalid, is_integer, require, type_name
+from ligerzoo.generate.options import REMEDIES, count_new_tokens, is_integer, require, require_bool, type_name
 from ligerzoo.generate.sampling import check_generator
-from ligerzoo.generate.sampling_options import SamplingOptions
+from ligerzoo.generate.sampling_options import SAMPLING_OPTIONS
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 
 _REMEDIES = {
@@ -39,10 +39,13 @@ class RequestOptions:
     """The options of a request, validated.
 
     Args:
-        model: the model, whose configs give the default of `eos_token_id`.
-        max_new_tokens: largest number of new tokens, at least 1. None is refused by `Request`.
-        eos_token_id, stop_strings, tokenizer, generator: see `generate`.
+        model: the model, whose configs give the defaults.
+        max_new_tokens: largest number of new tokens, at least 1.
+        eos_token_id, stop_strings, tokenizer, generator, use_model_defaults: see `generate`.
         sampling: see `SamplingOptions`.
+
+    Attributes:
+        naming_file: see `CallOptions`.
 
     Raises:
         LigerzooError: an option is unknown or invalid.
@@ -57,24 +60,35 @@ class RequestOptions:
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: SupportsDecode | None = None,
         generator: torch.Generator | None = None,
+        use_model_defaults: bool = True,
         **sampling: Any,
     ) -> None:
+        require_bool("use_model_defaults", use_model_defaults)
+        given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
+        given |= take_options(sampling, SAMPLING_OPTIONS)
         _refuse_unknown(sampling)
-        self.sampling = SamplingOptions(**sampling)
-        is_count = max_new_tokens is None or (is_integer(max_new_tokens) and max_new_tokens > 0)
-        require(is_count, "max_new_tokens", repr(max_new_tokens), "an integer, 1 or more")
-        self.max_new_tokens = max_new_tokens
+        call = CallOptions(given, model.generation_config if use_model_defaults else {})
+        self.naming_file = call.naming_file
+        with call.naming_file():
+            self.sampling = call.sampling
+            self._max_new_tokens, self._max_length = call.get("max_new_tokens"), call.get("max_length")
+            is_count = self._max_new_tokens is None or (is_integer(self._max_new_tokens) and self._max_new_tokens > 0)
+            require(is_count, "max_new_tokens", repr(self._max_new_tokens), "an integer, 1 or more")
+            strings = call.get("stop_strings")
+            self.stop_strings = StopStrings(strings, tokenizer) if strings is not None else None
         self.eos_token_ids = frozenset(token_ids(model, "eos_token_id", eos_token_id))
-        self.stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
         if generator is not None:
             check_generator(generator, getattr(model, "device", torch.device("cpu")))
         self.generator = generator
 
-    def require_max_new_tokens(self) -> int:
-        """Returns `max_new_tokens`; raises LigerzooError if it is None."""
-        if self.max_new_tokens is None:
-            raise invalid("max_new_tokens", "None", "an integer, 1 or more", "Pass max_new_tokens=20, for example.")
-        return self.max_new_tokens
+    def require_limit(self) -> None:
+        """Raises LigerzooError if there is no largest number of tokens."""
+        if self._max_length is None:
+            self.count_new_tokens(0)
+
+    def count_new_tokens(self, prompt_length: int) -> int:
+        """Returns the largest number of new tokens; raises LigerzooError if it is unknown, or none fits."""
+        return count_new_tokens(self._max_new_tokens, self._max_length, prompt_length)
 
 
 class Request:
@@ -82,7 +96,7 @@ class Request:
 
     Args:
         prompt: (T,) int64 token ids on the CPU.
-        options: its options, with `max_new_tokens`.
+        options: its options.
 
     Attributes:
         prompt, options: as given.
@@ -95,7 +109,7 @@ class Request:
     seed: Tensor | None = None
 
     def __init__(self, prompt: Tensor, options: RequestOptions) -> None:
-        self.prompt, self.options, self.max_new_tokens = prompt, options, options.require_max_new_tokens()
+        self.prompt, self.options, self.max_new_tokens = prompt, options, options.count_new_tokens(len(prompt))
         self.started = 0
         self.tokens: list[int] = []
 
@@ -166,11 +180,9 @@ def _is_token_id(value: object) -> bool:
 
 
 def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
-    """Raises LigerzooError unless all names are options of sampling."""
-    names = [field.name for field in dataclasses.fields(SamplingOptions)]
-    options = ["max_new_tokens", "eos_token_id", "stop_strings", "tokenizer", "generator", *names]
+    """Raises LigerzooError if there is an option."""
+    options = ["max_new_tokens", "eos_token_id", "stop_strings", "tokenizer", "generator", *SAMPLING_OPTIONS]
     for name in sampling:
-        if name not in names:
-            remedy = _REMEDIES.get(name) or did_you_mean(name, options)
-            expected = None if remedy else ", ".join(options)
-            raise LigerzooError("not an option of a request", where=name, expected=expected, remedy=remedy)
+        remedy = _REMEDIES.get(name) or did_you_mean(name, options)
+        expected = None if remedy else ", ".join(options)
+        raise LigerzooError("not an option of a request", where=name, expected=expected, remedy=remedy)

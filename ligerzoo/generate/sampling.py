@@ -12,7 +12,10 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import require
 from ligerzoo.generate.processors import (
-    BannedSequences,
+    ALWAYS,
+    BiasedSequence,
+    BiasedSequences,
+    ForcedTokens,
     History,
     PaddedPrompts,
     RepeatedNgrams,
@@ -27,7 +30,6 @@ from ligerzoo.kernels.logit_filter import filter_bounds
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 
 _FREE = SamplingOptions()
-_ALWAYS = 2**62  # number of new tokens that no row reaches
 
 
 class _Features(NamedTuple):
@@ -36,14 +38,17 @@ class _Features(NamedTuple):
     samples: bool
     filters: bool
     penalizes: bool
+    biases: bool
     bans: bool
+    forces: bool
     ngram_size: int
     has_functions: bool
     keeps_history: bool
 
     @property
     def changes_scores(self) -> bool:
-        return self.penalizes or self.bans or self.ngram_size > 0 or self.has_functions
+        changes = self.penalizes, self.biases, self.bans, self.forces, self.ngram_size, self.has_functions
+        return any(changes)
 
 
 class _Parameters(RowState):
@@ -97,7 +102,9 @@ class Sampler:
         self._parameters = _Parameters(rows, vocab_size, device)
         self._history = History(rows, device)
         self._penalty: RepetitionPenalty | None = None
-        self._banned = BannedSequences(rows, device)
+        self._biased = BiasedSequences(rows, device)
+        self._banned = BiasedSequences(rows, device)
+        self._forced = ForcedTokens(rows, device)
         self._ngrams = RepeatedNgrams(rows, device)
         self._functions: list[UserProcessors] = []
         self._options = [_FREE] * rows
@@ -132,8 +139,14 @@ class Sampler:
 
     def check(self, options: SamplingOptions) -> None:
         """Raises LigerzooError if an option does not fit the vocabulary."""
-        largest = max((token for word in options.bad_words_ids or () for token in word), default=0)
-        require(largest < self._vocab_size, "bad_words_ids", largest, f"token ids below {self._vocab_size}")
+        for name, sequences in {
+            "bad_words_ids": options.bad_words_ids or (),
+            "sequence_bias": [tokens for tokens, _ in options.biases],
+            "forced_bos_token_id": [[options.forced_bos_token_id or 0]],
+            "forced_eos_token_id": [options.forced_eos_token_ids],
+        }.items():
+            largest = max((token for tokens in sequences for token in tokens), default=0)
+            require(largest < self._vocab_size, name, largest, f"token ids below {self._vocab_size}")
 
     def assign(
         self,
@@ -146,6 +159,8 @@ class Sampler:
         generator: torch.Generator | None = None,
         seeds: Tensor | None = None,
         new_tokens: int = 0,
+        prompt_length: int = 0,
+        max_new_tokens: int | None = None,
     ) -> None:
         """Starts new sequences in some rows. All of them are passed to each `logits_processor` together.
 
@@ -159,6 +174,9 @@ class Sampler:
             seeds: (n,) int64, see `draw_seeds`. None draws them.
             new_tokens: number of tokens at the end of each prompt that were chosen earlier, with the same seeds: the
                 next ones are those that would have followed.
+            prompt_length: number of tokens of the prompts, padding included, for `min_length` and
+                `forced_bos_token_id`.
+            max_new_tokens: largest number of new tokens, for `forced_eos_token_id`.
 
         Raises:
             LigerzooError: an option does not fit the vocabulary, or the generator is on another device.
@@ -171,16 +189,18 @@ class Sampler:
             seeds = draw_seeds(len(rows), self._device, generator)
         self._leave_functions(rows)
         self._parameters.assign(index, options, seeds, self._vocab_size, new_tokens)
-        banned = self._banned_by(options, eos_token_ids)
+        biased = [BiasedSequence(*pair) for pair in options.biases]
+        banned = self._banned_by(options, eos_token_ids, prompt_length)
+        self._allocations += self._biased.assign(index, biased)
         self._allocations += self._banned.assign(index, banned)
+        self._allocations += self._forced.assign(index, _forced_by(options, prompt_length, max_new_tokens))
         self._ngrams.assign(index, options.no_repeat_ngram_size or 0)
         is_penalized = options.repetition_penalty != 1
         if is_penalized and self._penalty is None:
             self._penalty = RepetitionPenalty(self.rows, self._vocab_size, self._device)
             self._allocations += 1
-        needs_history = bool(
-            options.no_repeat_ngram_size or options.logits_processor or any(len(tokens) > 1 for tokens, _ in banned)
-        )
+        has_prefixes = any(len(sequence.tokens) > 1 for sequence in biased + banned)
+        needs_history = bool(options.no_repeat_ngram_size or options.logits_processor or has_prefixes)
         lengths: list[int | None] = [None] * len(rows)
         if is_penalized or needs_history:
             padded = PaddedPrompts.of(prompts, attention_mask, self._device)
@@ -290,12 +310,17 @@ class Sampler:
     def _process(self, scores: Tensor) -> Tensor:
         """Applies the repetition penalty, bans and functions of the rows to scores (R, V), which stay unchanged."""
         features, history = self._features, self._history
+        counts = self._parameters.counts
+        if features.biases:
+            scores = self._biased.apply(scores, history, counts)
         if features.penalizes and self._penalty is not None:
             scores = self._penalty.apply(scores)
         if features.ngram_size:
             scores = self._ngrams.apply(scores, history, features.ngram_size)
         if features.bans:
-            scores = self._banned.apply(scores, history, self._parameters.counts)
+            scores = self._banned.apply(scores, history, counts)
+        if features.forces:
+            scores = self._forced.apply(scores, counts)
         if features.has_functions:
             scores = scores.clone()
             for group in self._functions:
@@ -303,11 +328,21 @@ class Sampler:
                 group.apply(scores, history, [(self._lengths[row] or 1) - 1 for row in group.rows])
         return scores
 
-    def _banned_by(self, options: SamplingOptions, eos_token_ids: Sequence[int]) -> list[tuple[Sequence[int], int]]:
-        """Sequences whose last token the options ban, each with the number of new tokens from which it is allowed."""
+    def _banned_by(
+        self, options: SamplingOptions, eos_token_ids: Sequence[int], prompt_length: int
+    ) -> list[BiasedSequence]:
+        """Returns the sequences whose last token the options ban."""
         words = [word for word in options.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_token_ids)]
-        ends = [token for token in eos_token_ids if options.min_new_tokens and token < self._vocab_size]
-        return [(word, _ALWAYS) for word in words] + [((token,), options.min_new_tokens or 0) for token in ends]
+        fewest = options.min_new_tokens
+        if fewest is None:
+            fewest = max(0, (options.min_length or 0) - prompt_length)
+        first = 2 if prompt_length == 1 and options.forced_bos_token_id is not None else 1
+        tokens = [(token, fewest) for token in eos_token_ids if fewest > 0]
+        tokens += [(token, first) for token in options.begin_suppress_tokens or ()]
+        tokens += [(token, ALWAYS) for token in options.suppress_tokens or ()]
+        return [BiasedSequence(word) for word in words] + [
+            BiasedSequence((token,), until=until) for token, until in tokens if token < self._vocab_size
+        ]
 
     def _leave_functions(self, rows: Sequence[int]) -> None:
         """Removes rows from the groups of `logits_processor`."""
@@ -322,11 +357,25 @@ class Sampler:
             samples=any(row.do_sample for row in options),
             filters=any(row.is_filtering for row in options),
             penalizes=any(row.repetition_penalty != 1 for row in options),
-            bans=any(row.bad_words_ids or row.min_new_tokens for row in options),
+            biases=any(row.sequence_bias for row in options),
+            bans=any(row.is_banning for row in options),
+            forces=any(row.forced_bos_token_id is not None or row.forced_eos_token_ids for row in options),
             ngram_size=max((row.no_repeat_ngram_size or 0 for row in options), default=0),
             has_functions=bool(self._functions),
             keeps_history=any(length is not None for length in self._lengths),
         )
+
+
+def _forced_by(
+    options: SamplingOptions, prompt_length: int, max_new_tokens: int | None
+) -> dict[int, Sequence[int]]:  # fmt: skip
+    """Returns the tokens that the options force, by the number of new tokens before them."""
+    forced: dict[int, Sequence[int]] = {}
+    if options.forced_bos_token_id is not None and prompt_length == 1:
+        forced[0] = [options.forced_bos_token_id]
+    if options.forced_eos_token_ids and max_new_tokens is not None:
+        forced[max_new_tokens - 1] = options.forced_eos_token_ids
+    return forced
 
 
 def draw_seeds(count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:

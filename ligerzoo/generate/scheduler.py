@@ -85,7 +85,8 @@ class Scheduler:
         cache_dtype: dtype of the KV cache, see `generate`.
         exact: see `generate`.
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
-            those of `SamplingOptions`.
+            `use_model_defaults`, and those of `SamplingOptions`. As in `generate`, generation_config.json has the
+            defaults of those that are None.
 
     Attributes:
         device: device of the model.
@@ -176,8 +177,10 @@ class Scheduler:
             options: see `add`.
         """
         parsed = RequestOptions(self._model, **{**self._given, **options}) if options else self.defaults
-        self._sampler.check(parsed.sampling)
-        request = Request(as_prompt(prompt, self._model, name), parsed)
+        tokens = as_prompt(prompt, self._model, name)
+        with parsed.naming_file():
+            self._sampler.check(parsed.sampling)
+            request = Request(tokens, parsed)
         if self.max_length is not None and request.max_length > self.max_length:
             got = f"{len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}"
             if self.max_length == self._slots.max_length:
@@ -254,7 +257,8 @@ class Scheduler:
                 eos_token_ids = sorted(options.eos_token_ids)
                 self._sampler.assign(
                     [row], [context], options.sampling, eos_token_ids=eos_token_ids, seeds=request.seed,
-                    new_tokens=request.started,
+                    new_tokens=request.started, prompt_length=len(request.prompt),
+                    max_new_tokens=request.max_new_tokens,
                 )  # fmt: skip
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])

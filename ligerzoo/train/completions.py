@@ -55,7 +55,8 @@ def without_labels(completion: SampledCompletion) -> SampledCompletion:
 class CompletionSampler:
     """Samples completions of prompts, `num_samples` of each; they follow each other.
 
-    On a GPU, decode steps run as captured CUDA graphs, see `ligerzoo.generate.generate`.
+    Completions have the distribution of the policy itself, whatever generation_config.json says. On a GPU, decode steps
+    run as captured CUDA graphs, see `ligerzoo.generate.generate`.
 
     Args:
         model: the model.
@@ -83,6 +84,7 @@ class CompletionSampler:
         self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "exact": exact, "num_return_sequences": num_samples,
             "eos_token_id": self._ends.tolist(), "pad_token_id": padding,
+            "use_model_defaults": False,  # completions have the distribution of the policy itself
         }  # fmt: skip
         if temperature is not None:
             self._options |= {"do_sample": True, "temperature": temperature}

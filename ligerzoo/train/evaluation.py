@@ -72,7 +72,9 @@ Prompt = Sequence[int] | Mapping[str, Tensor]
 def continue_prompts(
     model: CausalLM, tokenizer: Tokenizer, prompts: Iterable[Prompt], max_new_tokens: int = NEW_TOKENS
 ) -> list[dict[str, str]]:
-    """Continues prompts greedily. Returns {"prompt": text, "continuation": text} for each.
+    """Continues prompts greedily, without the options of generation_config.json.
+
+    Returns {"prompt": text, "continuation": text} for each.
 
     All processes must call it. Those of a sharded model each gather the whole model for it.
     """
@@ -83,7 +85,7 @@ def continue_prompts(
             given = prompt if isinstance(prompt, Mapping) else {"input_ids": torch.tensor([list(prompt)])}
             inputs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in given.items()}
             ids = given["input_ids"][0].tolist()
-            continued = model.generate(**inputs, max_new_tokens=max_new_tokens)[0, len(ids) :]
+            continued = model.generate(**inputs, max_new_tokens=max_new_tokens, use_model_defaults=False)[0, len(ids) :]
             # Of an image, one token is shown.
             kept = [b for a, b in pairwise([None, *ids]) if a != b or b not in model.placeholders]
             shown.append({"prompt": tokenizer.decode(kept), "continuation": tokenizer.decode(continued)})

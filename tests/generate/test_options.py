@@ -45,7 +45,14 @@ OPTIONS = {
         ({"do_sample": True, "temperature": 0.0}, "temperature: .*got 0.0; expected a positive number"),
         ({"do_sample": True, "temperature": math.inf}, "temperature: .*got inf"),
         ({"do_sample": True, "temperature": 10**400}, "temperature: .*got 1000"),
-        ({"do_sample": True, "top_k": 0}, "top_k: .*got 0"),
+        ({"do_sample": True, "top_k": -1}, "top_k: .*got -1"),
+        ({"suppress_tokens": 5}, "suppress_tokens: .*got 5; expected a list of token ids"),
+        ({"begin_suppress_tokens": [-1]}, r"begin_suppress_tokens: .*got \[-1\]"),
+        ({"forced_bos_token_id": [3]}, r"forced_bos_token_id: .*got \[3\]; expected a token id"),
+        ({"forced_eos_token_id": 97}, "forced_eos_token_id: .*got 97; expected token ids below 97"),
+        ({"sequence_bias": [[[5], math.inf]]}, "sequence_bias: .*expected a dict of tuples of token ids to numbers"),
+        ({"sequence_bias": {(5, 97): 1.0}}, "sequence_bias: .*got 97"),
+        ({"use_model_defaults": None}, "use_model_defaults: .*got None; expected True or False"),
         ({"do_sample": True, "top_p": 0.0}, "top_p: .*got 0.0"),
         ({"do_sample": True, "top_p": 1.1}, "top_p: .*got 1.1"),
         ({"do_sample": True, "min_p": -0.1}, "min_p: .*got -0.1"),
@@ -127,8 +134,8 @@ def test_warnings_name_the_line_of_the_caller(call: Callable[[Any], object]) -> 
         ({"do_sample": True, "top_k": True}, "top_k"),
         ({"do_sample": True, "top_p": "0.9"}, "top_p"),
         ({"do_sample": True, "min_p": "0.1"}, "min_p"),
-        ({"do_sample": True, "temperature": None}, "temperature"),
-        ({"repetition_penalty": None}, "repetition_penalty"),
+        ({"do_sample": True, "temperature": "1"}, "temperature"),
+        ({"repetition_penalty": "1"}, "repetition_penalty"),
     ],
 )
 def test_options_of_the_wrong_type_or_size(options: dict[str, Any], named: str) -> None:
@@ -186,7 +193,7 @@ def test_options_without_effect_on_the_distribution_need_no_sampling() -> None:
 def test_unknown_options_are_refused_with_what_to_use_instead(name: str, remedy: str) -> None:
     message = f"^{name}: not an option of generate or input of Llama.*{re.escape(remedy)}"
     with pytest.raises(LigerzooError, match=message):
-        tiny_llama("cpu").generate(PROMPT, **{name: 1})
+        tiny_llama("cpu").generate(PROMPT, **{name: 2})
 
 
 def test_suggestions_include_the_inputs_of_the_model() -> None:
@@ -203,7 +210,7 @@ def test_suggestions_include_the_inputs_of_the_model() -> None:
 def test_a_model_without_a_list_of_inputs_receives_all_but_foreign_options() -> None:
     assert generate(Scripted([[1], [1]]), PROMPT, max_new_tokens=1, volume=2).shape == (2, 3)
     with pytest.raises(LigerzooError, match=r"^num_beams: not an option of generate or input of Scripted"):
-        generate(Scripted([[1], [1]]), PROMPT, num_beams=1)
+        generate(Scripted([[1], [1]]), PROMPT, num_beams=2)
 
 
 def test_every_option_of_transformers_is_one_of_ours_or_has_a_remedy() -> None:

@@ -111,9 +111,14 @@ def test_padding_is_not_trained(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_of_sampling_are_those_of_training(checkpoint: Path, temperature: float) -> None:
-    """With prompts of different lengths, several of them at once, and completions that end early."""
+    """With prompts of different lengths, several of them at once, completions that end early, and a
+    generation_config.json that would change the distribution.
+    """
     model, tokenizer = AutoModel.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
-    model.generation_config["eos_token_id"] = list(range(40, 60))
+    model.generation_config = {
+        "eos_token_id": list(range(40, 60)), "temperature": 0.2, "top_k": 2, "repetition_penalty": 3.0, "num_beams": 4,
+        "suppress_tokens": list(range(60, 200)), "min_new_tokens": 9,
+    }  # fmt: skip
     prompts = [PromptSample(tokenizer.encode("a" * n), {"prompt": "?"}, Source("x", n, "row")) for n in (1, 9, 4, 2, 7)]
     torch.manual_seed(0)
     sample = CompletionSampler(
