@@ -23,20 +23,24 @@ class RequestOptions:
 
     Args:
         max_new_tokens: largest number of new tokens, 1 or more. None leaves it to the caller.
-        temperature, top_k, top_p, min_p: see `ligerzoo.generate.generate`. If all are None, or the temperature is 0,
-            the most likely token is chosen.
+        do_sample: whether to sample if temperature, top_k, top_p and min_p are None.
+        temperature, top_k, top_p, min_p: see `ligerzoo.generate.generate`. If one is given, tokens are sampled. But a
+            temperature of 0 chooses the most likely token.
         repetition_penalty, min_new_tokens, no_repeat_ngram_size, bad_words_ids: see
             `ligerzoo.generate.SamplingOptions`.
         seed: seed of the random numbers. None draws one from torch's default generator.
         stop: the continuation ends with the first of these strings.
+
+    What is None follows the model's generation_config.json.
     """
 
     max_new_tokens: int | None = None
+    do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     min_new_tokens: int | None = None
     no_repeat_ngram_size: int | None = None
     bad_words_ids: list[list[int]] | None = None
@@ -74,6 +78,7 @@ class RequestOptions:
         """
         options: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.do_sample,
             "repetition_penalty": self.repetition_penalty,
             "min_new_tokens": self.min_new_tokens,
             "no_repeat_ngram_size": self.no_repeat_ngram_size,
@@ -81,12 +86,14 @@ class RequestOptions:
         }
         filters = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         given = {name: value for name, value in filters.items() if value is not None}
-        if not given or self.temperature == 0:
-            return options
+        if self.temperature == 0:
+            return {**options, "do_sample": False}
+        if given:
+            options |= {"do_sample": True, **given}
         if self.seed is not None:
             seed = self.seed if choice == 0 else derived_seed(self.seed, choice)
-            given["generator"] = torch.Generator(device).manual_seed(seed)
-        return {**options, "do_sample": True, **given}
+            options["generator"] = torch.Generator(device).manual_seed(seed)
+        return options
 
 
 def parse_json(text: str | bytes) -> Any:

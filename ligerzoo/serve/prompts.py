@@ -23,10 +23,14 @@ class PromptEncoder:
         tokenizer: the model's tokenizer.
         vocab_size: number of rows of the model's embedding.
         max_context: largest number of tokens of a prompt and its continuation.
+        default_new_tokens: largest number of new tokens, unless a request has one; None for the rest of the context.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_context: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, max_context: int, default_new_tokens: int | None = None
+    ) -> None:
         self.tokenizer, self.vocab_size, self.max_context = tokenizer, vocab_size, max_context
+        self._default_new_tokens = default_new_tokens
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text to continue."""
@@ -69,13 +73,16 @@ class PromptEncoder:
 
         Args:
             prompt: the token ids.
-            max_new_tokens: the number that was asked for. None asks for the rest of the context.
+            max_new_tokens: the number that was asked for. None asks for `default_new_tokens`, or the rest of the
+                context if it is shorter.
 
         Raises:
             ContextLengthError: prompt and continuation are longer than the context.
         """
         room = self.max_context - len(prompt)
-        requested = max(room, 1) if max_new_tokens is None else max_new_tokens
+        requested = max_new_tokens
+        if requested is None:
+            requested = max(1, min(room, self._default_new_tokens or room))
         if requested > room:
             raise ContextLengthError(
                 "the context is too long", where="prompt",

@@ -252,7 +252,6 @@ def _check_names(
 def _call(fields: Mapping[str, Any], prompts: list[list[int]], has_logprobs: bool, limits: Mapping[str, str]) -> Call:
     """Reads what both endpoints have."""
     names = {**{name: name for name in _SAMPLING}, **limits}
-    sampling = {**fields, "temperature": _or_default(fields.get("temperature"), 1)}  # the API samples by default
     n = _or_default(fields.get("n"), 1)
     _require(is_integer(n, 1, MAX_CHOICES), "n", n, f"an integer from 1 to {MAX_CHOICES}")
     is_streamed = _flag(fields, "stream")
@@ -263,7 +262,7 @@ def _call(fields: Mapping[str, Any], prompts: list[list[int]], has_logprobs: boo
     return Call(
         model=fields["model"],
         prompts=prompts,
-        options=RequestOptions.from_json(sampling, names),
+        options=replace(RequestOptions.from_json(fields, names), do_sample=True),  # the API samples by default
         n=n,
         is_streamed=is_streamed,
         includes_usage=_flag(stream_options or {}, "include_usage"),

@@ -176,6 +176,23 @@ def test_seeds_repeat_and_choices_differ(client: Any) -> None:
     assert len(set(texts(n=2, seed=5, top_p=1e-6))) == 1
 
 
+def test_generation_config_has_the_defaults_of_requests(
+    client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    banned = expected(served, "import ")[2][:2]
+    file = {"temperature": 0.5, "top_k": 3, "suppress_tokens": banned, "repetition_penalty": 1.3}
+    for name, value in file.items():
+        monkeypatch.setitem(served.model.generation_config, name, value)
+    options = {"model": "demo", "prompt": "import ", "max_tokens": 12}
+    greedy = client.completions.create(**options, temperature=0).choices[0].text
+    assert greedy == expected(served, "import ", max_new_tokens=12, do_sample=False)[0]
+    for given in ({}, {"temperature": 2.0}, {"top_k": 9, "repetition_penalty": 1.0}):
+        text = client.completions.create(**options, seed=4, extra_body=given).choices[0].text
+        generator = torch.Generator().manual_seed(4)
+        of_call = {"max_new_tokens": 12, "do_sample": True, "generator": generator, **given}
+        assert text == expected(served, "import ", **of_call)[0]
+
+
 def test_seeded_tokens_do_not_depend_on_other_requests(served: Served) -> None:
     async def texts(client: Any, seed: int, n: int) -> list[str]:
         response = await client.completions.create(model="demo", prompt="import ", max_tokens=20, seed=seed, n=n)
