@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -264,7 +265,7 @@ NUMBERS = {
     "--max-new-tokens": ["-1", "1e9", str(2**31), "10" * 20, "9" * 5000],
     "--top-k": ["0", "-1", "2.5", str(2**31), "10" * 20],
     "--seed": ["-1", "x", str(2**63), "1" + "0" * 30, "9" * 5000, "nan"],
-    "--temperature": ["0", "-1", "nan", "inf", "1e999", "x", ""],
+    "--temperature": ["-1", "nan", "inf", "1e999", "x", ""],
     "--top-p": ["0", "-0.1", "1.1", "nan", "x"],
     "--min-p": ["-0.1", "1.1", "nan", "inf", "x"],
     "--repetition-penalty": ["0", "-1", "nan", "inf", "x"],
@@ -436,7 +437,7 @@ def test_an_interruption_exits_with_130(
 
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param("info {}", marks=pytest.mark.thorough), "generate {} --prompt x --max-new-tokens 9", "--help"],
+    [pytest.param("info {}", marks=pytest.mark.thorough), "generate {} --chat --prompt x", "--help"],
 )
 def test_a_closed_pipe_is_quiet(arguments: str, checkpoint: Path) -> None:
     reader, writer = os.pipe()
@@ -531,6 +532,65 @@ def test_generate_reads_the_prompt_from_standard_input(
     standard_input(monkeypatch, "one\ntwo")
     assert cli.main(["generate", str(checkpoint), "--prompt", "-", "--max-new-tokens", "1"]) == 0
     assert capsys.readouterr().out.startswith("one\ntwo")
+
+
+FILE = {"do_sample": True, "temperature": 2.0, "top_k": 7, "repetition_penalty": 1.5, "max_new_tokens": 6,
+        "suppress_tokens": [10, 200], "num_return_sequences": 2}  # fmt: skip
+
+
+@pytest.fixture
+def sampling_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint with a generation_config.json that samples."""
+    directory = shutil.copytree(checkpoint, tmp_path / "sampling")
+    (directory / "generation_config.json").write_text(json.dumps(FILE))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        ("", FILE),
+        ("--temperature 0", FILE | {"do_sample": False, "temperature": 1.0, "top_k": None}),
+        ("--temperature 1 --max-new-tokens 4", FILE | {"temperature": 1.0, "max_new_tokens": 4}),
+        ("--repetition-penalty 1 --top-k 2", FILE | {"repetition_penalty": 1.0, "top_k": 2}),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat", "batch"])
+def test_options_of_generation_config_are_defaults(
+    command: str, arguments: str, options: dict[str, Any], checkpoint: Path, sampling_checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    tokenizer = Tokenizer.from_pretrained(checkpoint)
+    ids, seed = tokenizer.encode("one"), 5
+    if command == "generate":
+        call = ["generate", str(sampling_checkpoint), "--prompt", "one"]
+    elif command == "chat":
+        standard_input(monkeypatch, "one")
+        call = ["chat", str(sampling_checkpoint)]
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "one"}], add_generation_prompt=True)
+    else:
+        write_lines(tmp_path / "prompts.jsonl", [{"prompt": "one", "seed": seed}])
+        call = batch_command(sampling_checkpoint, tmp_path)
+    assert cli.main([*call, "--device", "cpu", "--seed", str(seed), *arguments.split()]) == 0
+    generator = torch.Generator().manual_seed(seed) if options["do_sample"] else None
+    expected = continuation(checkpoint, ids, generator=generator, **options | {"num_return_sequences": 1})
+    if command == "batch":
+        assert read_results(tmp_path / "results.jsonl")[1]["text"] == expected
+    else:
+        assert capsys.readouterr().out == ("one" if command == "generate" else "") + f"{expected}\n"
+
+
+def test_generate_applies_the_chat_template_on_request(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["generate", str(checkpoint), "--prompt", "Hello", "--max-new-tokens", "9"]
+    assert cli.main(call) == 0
+    assert (
+        capsys.readouterr().err == "The prompt is continued as plain text. --chat applies the model's chat template.\n"
+    )
+    assert cli.main([*call, "--chat"]) == 0
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = Tokenizer.from_pretrained(checkpoint).apply_chat_template(messages, add_generation_prompt=True)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (continuation(checkpoint, ids, max_new_tokens=9) + "\n", "")
 
 
 @pytest.mark.parametrize(

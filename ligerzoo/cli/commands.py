@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     Inputs = dict[str, torch.Tensor]
 
 
+GENERATED_TOKENS, ANSWER_TOKENS = 128, 1024
+"""Largest number of new tokens of `generate` and `chat`, unless generation_config.json has one."""
+
 NO_LIMIT = 2**31 - 1
 """The context of a model whose config has no `max_position_embeddings`."""
 
@@ -72,12 +75,14 @@ def generate(options: argparse.Namespace) -> int:
     if options.batch is not None:
         return generate_batch(options)
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
-    inputs, tokenizer = prepare_images(prompt, options) if options.image else prepare_text(prompt, options)
+    inputs, tokenizer = (prepare_images if options.image else prepare_text)(prompt, options)
     model = load_model(options)
     decoding = {**load_drafts(options), "cache_dtype": find_cache_dtype(options.cache_dtype)}
+    set_default_length(model, options, GENERATED_TOKENS)
     print_continuation(
-        model, tokenizer, inputs, options, random_generator(model, options), decoding, skip_prompt=bool(options.image)
-    )
+        model, tokenizer, inputs, options, random_generator(model, options), decoding,
+        skip_prompt=bool(options.image or options.chat),
+    )  # fmt: skip
     return 0
 
 
@@ -94,11 +99,13 @@ def generate_batch(options: argparse.Namespace) -> int:
     results = batch.Results(options.output, resumes=options.resume)
     tokenizer = load_tokenizer(options)
     model = load_model(options)
+    defaults.setdefault("max_new_tokens", model.generation_config.get("max_new_tokens") or GENERATED_TOKENS)
     scheduler = Scheduler(
         model,
         batch_size=options.batch_size,
         max_cache_tokens=options.max_cache_tokens,
         cache_dtype=find_cache_dtype(options.cache_dtype),
+        tokenizer=tokenizer,
     )
     encoder = prompt_encoder(model, tokenizer, scheduler.max_length)
     entries = results.remaining(batch.read_entries(options.batch, defaults, encoder, scheduler))
@@ -145,7 +152,9 @@ def serve(options: argparse.Namespace) -> int:
             tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
         model = load_model(options)
         cache_dtype = find_cache_dtype(options.cache_dtype)
-        make_scheduler = partial(Scheduler, model, batch_size=options.batch_size, cache_dtype=cache_dtype)
+        make_scheduler = partial(
+            Scheduler, model, batch_size=options.batch_size, cache_dtype=cache_dtype, tokenizer=tokenizer
+        )
         scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)
         encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
         max_requests = options.batch_size + options.max_queue
@@ -173,6 +182,7 @@ def chat(options: argparse.Namespace) -> int:
     for file in options.image:
         conversation.add_image(file)
     model = load_model(options)
+    set_default_length(model, options, ANSWER_TOKENS)
     generator, drafts, cache = random_generator(model, options), load_drafts(options), ConversationCache(model)
     images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
     for line in input_lines("Ctrl-D ends the conversation." + images):
@@ -247,7 +257,8 @@ def prompt_encoder(
     if max_context is not None and max_context > longest:
         expected = f"at most {longest}, which the model and --max-cache-tokens allow"
         raise LigerzooError("invalid value", where="--max-context", got=max_context, expected=expected)
-    return PromptEncoder(tokenizer, embedding_rows(model), max_context or longest)
+    new_tokens = model.generation_config.get("max_new_tokens")
+    return PromptEncoder(tokenizer, embedding_rows(model), max_context or longest, new_tokens)
 
 
 def embedding_rows(model: CausalLM) -> int:
@@ -256,9 +267,16 @@ def embedding_rows(model: CausalLM) -> int:
 
 
 def prepare_text(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:
-    """Returns the model inputs of a text to continue."""
+    """Returns the model inputs of a text to continue, or with --chat, of a question."""
+    from ligerzoo.text.conversation import Conversation
+
     tokenizer = load_tokenizer(options)
-    return tokenizer([prompt], return_tensors="pt"), tokenizer
+    if options.chat:
+        return Conversation(tokenizer).ask(prompt), tokenizer
+    inputs = tokenizer([prompt], return_tensors="pt")
+    if tokenizer.chat_templates:
+        print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
+    return inputs, tokenizer
 
 
 def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:
@@ -273,6 +291,14 @@ def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, To
     for file in options.image:
         conversation.add_image(file)
     return conversation.ask(prompt), processor.tokenizer
+
+
+def set_default_length(model: CausalLM, options: argparse.Namespace, max_new_tokens: int) -> None:
+    """Sets the largest number of new tokens, unless the user or generation_config.json has set it."""
+    from ligerzoo.generate.generation_config import limits_length
+
+    if options.max_new_tokens is None and not limits_length(model.generation_config):
+        options.max_new_tokens = max_new_tokens
 
 
 def random_generator(model: CausalLM, options: argparse.Namespace) -> torch.Generator | None:
@@ -300,14 +326,17 @@ def print_continuation(
     from ligerzoo.generate import TextStreamer
 
     tokenizer.check_ids(inputs["input_ids"], embedding_rows(model))
-    names = ("temperature", "top_k", "top_p", "min_p")
-    sampling: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    sampling: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    if options.temperature == 0:
+        sampling = {"do_sample": False}
+    elif any(value is not None for value in sampling.values()):
+        sampling["do_sample"] = True
     if cache is not None and inputs.keys() & set(model.modalities):
         cache = None
     ids = model.generate(
         **{name: tensor.to(model.device) for name, tensor in inputs.items()},
         max_new_tokens=options.max_new_tokens,
-        do_sample=bool(sampling),
+        num_return_sequences=1,
         **sampling,
         **decoding,
         repetition_penalty=options.repetition_penalty,

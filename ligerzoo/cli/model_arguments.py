@@ -13,6 +13,7 @@ from ligerzoo.cli.options import (
     DEFAULT_BATCH_SIZE,
     MIN_P,
     MODEL_HELP,
+    NOT_NEGATIVE,
     PORT,
     POSITIVE,
     SEED,
@@ -95,10 +96,15 @@ examples:
   ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "The capital of France is" --max-new-tokens 20
   ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
   ligerzoo generate path/to/checkpoint --prompt - < prompt.txt
+  ligerzoo generate HuggingFaceTB/SmolLM2-360M-Instruct --chat --prompt "What is a liger?"
   ligerzoo generate Qwen/Qwen2-VL-2B-Instruct --image cat.png --prompt "What is the cat doing?"
   ligerzoo generate path/to/checkpoint --batch prompts.jsonl --output results.jsonl
 
-Without a sampling option, each token is the most likely one, and the output is always the same.
+Options that are left out have the values of the checkpoint's generation_config.json; many chat models sample by
+default. If it does not say so, each token is the most likely one, as it is with --temperature 0.
+
+With --chat, the prompt is a question: the chat template formats it as a user message, and only the answer is printed.
+`ligerzoo chat` continues the conversation. Without --chat, the prompt is continued as it is.
 
 With --image, the prompt is a question. The chat template formats the images and the question as one user message, and
 only the answer is printed. Without a chat template, the prompt must contain one placeholder token for each image.
@@ -114,8 +120,9 @@ written in the order in which they finish, with the number of the line. After an
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help='text to continue; "-" reads standard input')
     prompt.add_argument("--batch", type=Path, metavar="FILE", help="JSONL file with one prompt in each line")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     add_image_option(parser, "image to ask about; may be repeated")
-    add_generation_options(parser, max_new_tokens=128)
+    add_generation_options(parser, max_new_tokens=commands.GENERATED_TOKENS)
     add_cache_dtype_option(parser)
     batch = parser.add_argument_group("batch", "Options of --batch.")
     batch.add_argument("--output", type=Path, metavar="FILE", help="new JSONL file for the results")
@@ -134,7 +141,12 @@ def check_batch(options: argparse.Namespace) -> None:
             if value:
                 options.parser.error(f"argument {name}: only allowed with --batch")
     else:
-        given = {"--image": options.image, "--draft": options.draft, "--prompt-lookup": options.prompt_lookup}
+        given = {
+            "--chat": options.chat,
+            "--image": options.image,
+            "--draft": options.draft,
+            "--prompt-lookup": options.prompt_lookup,
+        }
         for name, value in given.items():
             if value:
                 options.parser.error(f"argument {name}: not allowed with --batch")
@@ -162,7 +174,7 @@ adds an image to the next question. Repeat it to add several.""",
     add_model_arguments(parser)
     add_image_option(parser, "image for the first question; may be repeated")
     parser.add_argument("--system", metavar="TEXT", help="system message: instructions for the whole conversation")
-    add_generation_options(parser, max_new_tokens=1024)
+    add_generation_options(parser, max_new_tokens=commands.ANSWER_TOKENS)
 
 
 def add_serve(subparsers: Subparsers) -> None:
@@ -308,18 +320,22 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     parser.add_argument(
         "--max-new-tokens",
         type=COUNT,
-        default=max_new_tokens,
         metavar="N",
-        help="largest number of new tokens (default: %(default)s)",
+        help=f"largest number of new tokens (default: that of generation_config.json, or else {max_new_tokens})",
     )
     add_dtype_option(parser)
     add_device_option(parser)
     parser.add_argument(
         "--stop", action="append", type=stop_text, metavar="TEXT", help="stop after this text; may be repeated"
     )
-    sampling = parser.add_argument_group("sampling", "The first four options enable sampling.")
+    sampling = parser.add_argument_group(
+        "sampling", "The first four options enable sampling. Defaults are those of generation_config.json."
+    )
     sampling.add_argument(
-        "--temperature", type=POSITIVE, metavar="T", help="less than 1: more predictable; greater than 1: more varied"
+        "--temperature",
+        type=NOT_NEGATIVE,
+        metavar="T",
+        help="less than 1: more predictable; greater than 1: more varied; 0: the most likely token",
     )
     sampling.add_argument("--top-k", type=AT_LEAST_1, metavar="K", help="sample from the K most likely tokens")
     sampling.add_argument(
@@ -332,7 +348,6 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     sampling.add_argument(
         "--repetition-penalty",
         type=POSITIVE,
-        default=1.0,
         metavar="R",
         help="greater than 1: make tokens that have occurred less likely",
     )

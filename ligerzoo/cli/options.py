@@ -42,6 +42,7 @@ AT_LEAST_1 = number_in_range(int, "an integer from 1 to 2**31 - 1", lambda numbe
 AT_LEAST_2 = number_in_range(int, "an integer from 2 to 2**31 - 1", lambda number: 1 < number < 2**31)
 SEED = number_in_range(int, "an integer from 0 to 2**63 - 1", lambda number: 0 <= number < 2**63)
 POSITIVE = number_in_range(float, "a positive number", lambda number: 0 < number < math.inf)
+NOT_NEGATIVE = number_in_range(float, "a number, 0 or more", lambda number: 0 <= number < math.inf)
 TOP_P = number_in_range(float, "a number greater than 0 and at most 1", lambda number: 0 < number <= 1)
 MIN_P = number_in_range(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
