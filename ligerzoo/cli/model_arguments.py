@@ -101,10 +101,10 @@ examples:
   ligerzoo generate path/to/checkpoint --batch prompts.jsonl --output results.jsonl
 
 Options that are left out have the values of the checkpoint's generation_config.json; many chat models sample by
-default. If it does not say so, each token is the most likely one, as it is with --temperature 0.
+default. Otherwise, and with --temperature 0, each token is the most likely one.
 
 With --chat, the prompt is a question: the chat template formats it as a user message, and only the answer is printed.
-`ligerzoo chat` continues the conversation. Without --chat, the prompt is continued as it is.
+`ligerzoo chat` continues the conversation. Without --chat, the prompt is plain text.
 
 With --image, the prompt is a question. The chat template formats the images and the question as one user message, and
 only the answer is printed. Without a chat template, the prompt must contain one placeholder token for each image.
