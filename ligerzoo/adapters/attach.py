@@ -15,6 +15,9 @@ from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+"""Names of the modules that every model has, or may lack."""
+
 
 def add_lora(
     model: LanguageModel,
@@ -141,12 +144,18 @@ def untie(model: LanguageModel, name: str) -> None:
     """Gives a module its own copy of a weight that it shares, so that training it does not change the other module."""
     import dataclasses
 
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    module = model.get_submodule(name)
-    if head is None or embedding.weight is not head.weight or module not in (embedding, head):
+    if name not in tied_modules(model):
         return
-    module.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=embedding.weight.requires_grad)
+    weight = model.get_input_embeddings().weight
+    model.get_submodule(name).weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     model.config = dataclasses.replace(model.config, tie_word_embeddings=False)  # type: ignore[type-var]
+
+
+def tied_modules(model: LanguageModel) -> tuple[str, ...]:
+    """Returns the names of the embedding and the head if they share a weight."""
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    return (EMBEDDING, HEAD) if is_tied else ()
 
 
 def has_adapters(model: nn.Module) -> bool:

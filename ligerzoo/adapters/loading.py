@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.adapters.attach import attach, refuse_adapters, share_a, untie
+from ligerzoo.adapters.attach import attach, refuse_adapters, share_a
+from ligerzoo.adapters.base_weights import BaseWeights
+from ligerzoo.adapters.module_names import ModuleNames
 from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE, PeftConfig, read_config, unmatched
 from ligerzoo.adapters.peft_tensors import PREFIX, StoredUpdate, stored_updates, unpack_experts
-from ligerzoo.adapters.targets import Target, base_shapes, targets_of
-from ligerzoo.convert import architecture_of_model
+from ligerzoo.adapters.targets import Target, targets_of
+from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.checkpoint import SafetensorsFile
 from ligerzoo.files.locate import locate_files
 from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
+_EMBEDDING = re.compile(r".+\.embed_tokens\.(token_adapter\.)?(base_layer\.)?weight")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -29,10 +33,13 @@ def load_adapter(
     """Adds the updates and trained modules of a LoRA adapter of PEFT to its base model, and freezes all other weights.
 
     Parts of a weight that transformers fuses, such as Phi3's `qkv_proj`, share the matrix A, so that training continues
-    as in PEFT. Only safetensors files are read.
+    as in PEFT. An embedding and a head that the adapter holds replace the model's, and rows of them
+    (`trainable_token_indices`) those of the model, without training further; `save_adapter` writes them again. Names of
+    transformers before 5.0 are read. Only safetensors files are read.
 
     Args:
-        model: the adapter's base model, without adapters.
+        model: the adapter's base model, without adapters. If the adapter was trained with added tokens, call
+            `resize_token_embeddings` first.
         name_or_path: directory with adapter_config.json and adapter_model.safetensors, or id of a hub repository.
         dtype: dtype of the updates. Modules that were trained in full get that of the model.
         hub_options: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
@@ -50,14 +57,10 @@ def load_adapter(
     config = read_config(directory)
     with SafetensorsFile(directory / WEIGHT_FILE) as file:
         plan = _Plan(model, config, file)
-        tensors = {name: file.read(name) for name in file.tensors}
+        tensors = {name: file.read(stored_name) for name, stored_name in plan.names.items()}
+    plan.base_weights.check(tensors, directory / WEIGHT_FILE)
     model.requires_grad_(False)
-    for stored_name, name in plan.replaced.items():
-        _replace(model, name, tensors[stored_name])
-    for stored_name, name in plan.saved.items():
-        module, _, _ = name.rpartition(".")
-        untie(model, module)
-        _replace(model, name, tensors[stored_name]).requires_grad_(True)
+    plan.base_weights.copy(tensors)
     pairs = [(target, options) for update, options in plan.updates for target in update.targets]
     attach(model, pairs, dora=config.use_dora, dtype=dtype)
     for update, _ in plan.updates:
@@ -65,13 +68,29 @@ def load_adapter(
     return [target.name for target, _ in pairs]
 
 
+def resize_for_adapter(model: LanguageModel, name_or_path: str | Path, **hub_options: Any) -> None:
+    """Gives a model as many tokens as the embedding in an adapter's file has, if it holds one.
+
+    Args:
+        model: the adapter's base model, without adapters.
+        name_or_path: as in `load_adapter`.
+        hub_options: as in `load_adapter`.
+    """
+    directory = locate_files(name_or_path, [CONFIG_FILE, WEIGHT_FILE], **hub_options)
+    read_config(directory)  # raises if it is not an adapter
+    with SafetensorsFile(directory / WEIGHT_FILE) as file:
+        shapes = [info.shape for name, info in file.tensors.items() if _EMBEDDING.fullmatch(name)]
+    if shapes and shapes[0]:
+        model.resize_token_embeddings(shapes[0][0])
+
+
 class _Plan:
     """What to do with each tensor of an adapter's file.
 
     Attributes:
+        names: names of the tensors in the file, by those with today's names of modules.
         updates: updates of transformers' weights, with their options.
-        saved: our parameters that the adapter trained in full, by the names of stored tensors.
-        replaced: our parameters with updates that the file stores too (embeddings, by PEFT's `save_embedding_layers`).
+        base_weights: weights of the base model that the file holds too.
 
     Raises:
         CheckpointError: as `load_adapter`.
@@ -80,41 +99,53 @@ class _Plan:
     def __init__(self, model: LanguageModel, config: PeftConfig, file: SafetensorsFile) -> None:
         self._file, self._config = file, config
         self._config_path = file.path.parent / CONFIG_FILE
+        self._module_names = ModuleNames(model)
+        self.names = self._current_names()
         targets = targets_of(model)
-        chosen = [target for target in targets if self._is_chosen(target)]
         self._refuse_unmatched_names(targets)
+        self.base_weights = BaseWeights(model, config, self._config_path, self._module_names, self.names)
+        chosen = self._chosen(targets)
         self.updates = [(update, self._options(update)) for update in stored_updates(chosen)]
-        layout, shapes = architecture_of_model(model).module_layout, base_shapes(model)
-        stored = {
-            f"{PREFIX}{part.stored_name}": part for name in shapes for part in layout.slices_of(name, shapes)
-            if part.is_copy
-        }  # fmt: skip
-        adapted = {target.stored_parameter for update, _ in self.updates for target in update.targets}
-        self.saved, self.replaced = {}, {}
-        expected: dict[str, tuple[int, ...]] = {}
+        expected: dict[str, Shape] = {}
         for update, options in self.updates:
             used = zip(update.tensor_names, update.shapes(options.rank), strict=True)
             expected |= dict(list(used)[: 3 if config.use_dora else 2])
-        for name, part in stored.items():
-            module, _, parameter = part.stored_name.rpartition(".")
-            with_base_layer = f"{PREFIX}{module}.base_layer.{parameter}"
-            if part.stored_name in adapted and with_base_layer in file.tensors:
-                self.replaced[with_base_layer] = part.name
-                expected[with_base_layer] = part.stored_shape
-            elif config.has_saved_module(module):
-                self.saved[name] = part.name
-                expected[name] = part.stored_shape
-        self._check(expected)
+        self._check(expected | self.base_weights.expected)
+
+    def _current_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for stored_name in self._file.tensors:
+            name = stored_name
+            if name.startswith(PREFIX):
+                name = PREFIX + self._module_names.current(name.removeprefix(PREFIX))
+            if name in names:
+                raise CheckpointError(
+                    "one tensor under two names", where=self._file.path, got=first_names([names[name], stored_name])
+                )
+            names[name] = stored_name
+        return names
+
+    def _chosen(self, targets: list[Target]) -> list[Target]:
+        chosen = {target for target in targets if self._is_chosen(target)}
+        if self._config.ensure_weight_tying and any(target.module in self.base_weights.tied for target in chosen):
+            chosen |= {target for target in targets if target.module in self.base_weights.tied}
+        if both := [target.module for target in chosen if target.module in self.base_weights.modules_with_rows]:
+            raise CheckpointError(
+                "rows of a module that has an update", where=f"{self._config_path}, trainable_token_indices",
+                got=first_names(both), expected="modules that target_modules leaves out",
+            )  # fmt: skip
+        return [target for target in targets if target in chosen]
 
     def _is_chosen(self, target: Target) -> bool:
         update = StoredUpdate((target,))
+        names = self._module_names.all_of(update.name)
         if target.is_parameter:
-            return self._config.has_parameter(update.name)
-        chosen = self._config.has_module(update.name)
-        return update.tensor_names[0] in self._file.tensors if chosen is None else chosen
+            return self._config.has_parameter(names)
+        chosen = self._config.has_module(names)
+        return update.tensor_names[0] in self.names if chosen is None else chosen
 
     def _options(self, update: StoredUpdate) -> LoRAOptions:
-        options = self._config.options(update.name)
+        options = self._config.options(self._module_names.all_of(update.name))
         if update.targets[0].is_experts and (self._config.use_dora or options.dropout):
             raise CheckpointError(
                 "experts have no DoRA and no dropout", where=self._config_path,
@@ -132,44 +163,45 @@ class _Plan:
             ("target_modules", () if names is None or isinstance(names, str) else names, modules),
             ("target_parameters", self._config.target_parameters, parameters),
         ):
-            if missing := unmatched(given, candidates):
+            if missing := unmatched(
+                given, [name for candidate in candidates for name in self._module_names.all_of(candidate)]
+            ):
                 available = dict.fromkeys(name.rpartition(".")[2] for name in candidates)
                 raise CheckpointError(
                     "the model has no such weight", where=f"{self._config_path}, {entry}", got=missing,
                     expected=", ".join(available), remedy="The adapter may be of another base model.",
                 )  # fmt: skip
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        path, found = self._file.path, self._file.tensors
+    def _check(self, expected: Mapping[str, Shape]) -> None:
+        path = self._file.path
         if not self.updates:
             raise CheckpointError(
-                "no updates of this model's weights", where=path, got=first_names(list(found)) or None
+                "no updates of this model's weights", where=path, got=first_names(list(self.names)) or None
             )
-        if unexpected := [name for name in found if name not in expected]:
+        if unexpected := [name for name in self.names if name not in {*expected, *self.base_weights.redundant}]:
             raise CheckpointError(
-                "unexpected tensors", where=path, got=first_names(unexpected, 4),
+                "unexpected tensors", where=path, got=first_names([self.names[name] for name in unexpected], 4),
                 expected=f"the tensors that {CONFIG_FILE} and the model imply",
                 remedy="The adapter may be of another base model.",
             )  # fmt: skip
-        if missing := [name for name in expected if name not in found]:
+        if missing := [name for name in expected if name not in self.names]:
             raise CheckpointError(
                 "tensors are missing", where=path, got=f"no {first_names(missing, 4)}",
                 remedy=f"{CONFIG_FILE} or the base model may be another one.",
             )  # fmt: skip
-        for name, info in found.items():
-            where = f"{path}, tensor {quote(name)}"
-            if tuple(info.shape) != expected[name]:
-                raise CheckpointError("wrong shape", where=where, got=tuple(info.shape), expected=expected[name])
+        for name, shape in expected.items():
+            info = self._file.tensors[self.names[name]]
+            where = f"{path}, tensor {quote(info.name)}"
+            if info.shape != shape:
+                is_resized = name in self.base_weights.expected and info.shape[1:] == shape[1:]
+                raise CheckpointError(
+                    "wrong shape", where=where, got=info.shape, expected=shape,
+                    remedy=f"If tokens were added, call model.resize_token_embeddings({info.shape[0]}) first."
+                    if is_resized else None,
+                )  # fmt: skip
             if info.dtype not in _DTYPES:
                 dtypes = " or ".join(map(str, _DTYPES))
                 raise CheckpointError("not a dtype of weights", where=where, got=info.dtype, expected=dtypes)
-
-
-def _replace(model: LanguageModel, name: str, value: Tensor) -> Tensor:
-    parameter = model.get_parameter(name)
-    with torch.no_grad():
-        parameter.copy_(value)
-    return parameter
 
 
 def _copy_update(model: LanguageModel, update: StoredUpdate, tensors: Mapping[str, Tensor]) -> None:

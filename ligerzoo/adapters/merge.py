@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.adapters.attach import untie
-from ligerzoo.adapters.loading import load_adapter
+from ligerzoo.adapters.loading import load_adapter, resize_for_adapter
 from ligerzoo.convert.stored_tensors import StoredTensors
 from ligerzoo.convert.tensor_slices import TensorSlice
 from ligerzoo.errors import LigerzooError
@@ -57,7 +57,8 @@ def fuse(
 ) -> list[str]:
     """Writes the checkpoint of a base model with the weights that `merge_lora` computes, in the dtype of the base.
 
-    Merges one weight at a time, while it is written. The base's files are mapped, not read into memory.
+    The checkpoint has the tokens that the adapter added. Merges one weight at a time, while it is written. The base's
+    files are mapped, not read into memory.
 
     Args:
         base: directory or hub id of the base model.
@@ -73,6 +74,7 @@ def fuse(
         LigerzooError: as `from_pretrained`, `load_adapter` and `save_pretrained`.
     """
     model = AutoModel.from_pretrained(base, **hub_options)
+    resize_for_adapter(model, adapter, **hub_options)
     load_adapter(model, adapter, **hub_options)
     layers = _updated_layers(model, "fuse")
     for name in layers:

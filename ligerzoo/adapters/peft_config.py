@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ class PeftConfig:
         layers_to_transform: indices of layers whose `target_modules` have updates; None for all.
         layers_pattern: names of the lists of layers that are counted; None for any.
         modules_to_save: names, or their ends, of modules that are stored as a whole.
+        trainable_token_indices: tokens whose rows are stored, by the name or last parts of an embedding or head; a
+            sequence means those of the embedding.
+        ensure_weight_tying: an embedding and a head that share a weight are stored as one.
         rank_pattern: ranks of modules with others, by name or last parts.
         alpha_pattern: `lora_alpha` of modules with others.
     """
@@ -61,51 +64,63 @@ class PeftConfig:
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
+    ensure_weight_tying: bool = False
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
-    def options(self, name: str) -> LoRAOptions:
-        """Returns the options of the update of a module or parameter of transformers."""
-        rank = _first_match(self.rank_pattern, name, self.r)
-        alpha = _first_match(self.alpha_pattern, name, self.lora_alpha)
+    def options(self, names: Sequence[str]) -> LoRAOptions:
+        """Returns the options of the update of a module or parameter of transformers.
+
+        Args:
+            names: its names in all versions of transformers, as in the methods below.
+        """
+        rank = _first_match(self.rank_pattern, names, self.r)
+        alpha = _first_match(self.alpha_pattern, names, self.lora_alpha)
         return LoRAOptions(rank=rank, alpha=alpha, use_rslora=self.use_rslora, dropout=self.lora_dropout)
 
-    def has_module(self, name: str) -> bool | None:
+    def has_module(self, names: Sequence[str]) -> bool | None:
         """Whether a module of transformers has an update; None if only a regular expression could say."""
         if isinstance(self.target_modules, str) or isinstance(self.exclude_modules, str):
             return None
-        if _ends_with_any(name, self.exclude_modules) or self.has_saved_module(name):
+        if _ends_with_any(names, self.exclude_modules) or self.has_saved_module(names):
             return False
-        if name in (self.target_modules or ()):
+        if not {*names}.isdisjoint(self.target_modules or ()):
             return True
-        if not _ends_with_any(name, self.target_modules or ()):
+        if not _ends_with_any(names, self.target_modules or ()):
             return False
         if self.layers_to_transform is None:
             return True
-        names = "|".join(map(re.escape, self.layers_pattern)) or r"[^.]*"
-        index = re.match(rf"(?:^|.*?\.)(?:{names})\.(\d+)\.", name)
-        return index is not None and int(index[1]) in self.layers_to_transform
+        lists = "|".join(map(re.escape, self.layers_pattern)) or r"[^.]*"
+        indices = (re.match(rf"(?:^|.*?\.)(?:{lists})\.(\d+)\.", name) for name in names)
+        return any(index is not None and int(index[1]) in self.layers_to_transform for index in indices)
 
-    def has_parameter(self, name: str) -> bool:
+    def has_parameter(self, names: Sequence[str]) -> bool:
         """Whether the config names a parameter of transformers."""
-        return _ends_with_any(name, self.target_parameters)
+        return _ends_with_any(names, self.target_parameters)
 
-    def has_saved_module(self, name: str) -> bool:
+    def has_saved_module(self, names: Sequence[str]) -> bool:
         """Whether a module of transformers, or one that contains it, is stored as a whole."""
-        parts = name.split(".")
-        return any(
-            ".".join(parts[:end]).endswith(saved) for saved in self.modules_to_save for end in range(1, len(parts) + 1)
-        )
+        parts = [name.split(".") for name in names]
+        parents = [".".join(own[:end]) for own in parts for end in range(1, len(own) + 1)]
+        return any(parent.endswith(saved) for saved in self.modules_to_save for parent in parents)
+
+    def token_indices(self, names: Sequence[str], *, is_embedding: bool) -> tuple[int, ...]:
+        """Returns the tokens whose rows of an embedding or head are stored."""
+        if isinstance(self.trainable_token_indices, Mapping):
+            indices: tuple[int, ...] = _first_match(self.trainable_token_indices, names, ())
+            return indices
+        return self.trainable_token_indices if is_embedding else ()
 
 
-def _ends_with_any(name: str, ends: Sequence[str]) -> bool:
-    return any(name == end or name.endswith(f".{end}") for end in ends)
+def _ends_with_any(names: Sequence[str], ends: Sequence[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for name in names for end in ends)
 
 
-def _first_match(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of the first key that is the name, its last parts or, after ^, the whole name."""
+def _first_match(pattern: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
+    """Returns the value of the first key that is a name, its last parts or, after ^, the whole name."""
     for key, value in pattern.items():
-        if key == f"^{name}" or (not key.startswith("^") and _ends_with_any(name, [key])):
+        if key.removeprefix("^") in names or (not key.startswith("^") and _ends_with_any(names, [key])):
             return value
     return default
 
@@ -193,6 +208,19 @@ def _numbers_by_name(value: object, where: str) -> dict[str, Any]:
     return {name.replace(".*\\.", "", 1).replace("\\", ""): number for name, number in value.items()}
 
 
+def _tokens(value: object, where: str) -> Mapping[str, tuple[int, ...]] | tuple[int, ...]:
+    if isinstance(value, dict):
+        return {name: _distinct_tokens(indices, where) for name, indices in value.items()}
+    return _distinct_tokens(value, where)
+
+
+def _distinct_tokens(value: object, where: str) -> tuple[int, ...]:
+    indices = _indices(value, where)
+    if len({*indices}) < len(indices) or min(indices, default=0) < 0:
+        raise _refuse(value, where, "distinct token ids")
+    return indices
+
+
 _READERS: Mapping[str, Any] = {
     "r": _number,
     "lora_alpha": _number,
@@ -205,11 +233,13 @@ _READERS: Mapping[str, Any] = {
     "layers_to_transform": _indices,
     "layers_pattern": _names,
     "modules_to_save": _names,
+    "trainable_token_indices": _tokens,
+    "ensure_weight_tying": _flag,
     "rank_pattern": _numbers_by_name,
     "alpha_pattern": _numbers_by_name,
 }
 
 
-def unmatched(names: Sequence[str], candidates: Sequence[str]) -> str | None:
+def unmatched(names: Iterable[str], candidates: Sequence[str]) -> str | None:
     """Returns the names that end no candidate, for a message; None if all do."""
-    return first_names([name for name in names if not any(_ends_with_any(c, [name]) for c in candidates)]) or None
+    return first_names([name for name in names if not _ends_with_any(candidates, [name])]) or None

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.adapters.base_weights import stored_base_weights
 from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
-from ligerzoo.adapters.peft_tensors import PREFIX, StoredUpdate, pack_experts, stored_updates
+from ligerzoo.adapters.peft_tensors import StoredUpdate, pack_experts, stored_updates
 from ligerzoo.adapters.targets import Target, base_shapes, targets_of
 from ligerzoo.convert import architecture_of_model
-from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors
@@ -29,8 +29,9 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
     """Writes the updates, and the modules that train in full, as PEFT 0.21 writes and reads them.
 
     The names are those of transformers' model. Where it fuses weights, such as Phi3's `qkv_proj`, updates of the parts
-    become one: if they share A, with the same rank; else with the sum of the ranks, which computes the same. Weights of
-    the base model are not written. Other files of the directory are kept.
+    become one: if they share A, with the same rank; else with the sum of the ranks, which computes the same. Of the
+    base model's weights, the embedding and the head are written if tokens were added, or if a loaded adapter replaced
+    them. Other files of the directory are kept.
 
     If weights are DTensors, as with FSDP2, all processes must call it, and the main process writes.
 
@@ -54,7 +55,7 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
     for update in updates:
         values, options[update.name] = _merge_parts(model, update)
         tensors |= {name: value for name, value in zip(update.tensor_names, values, strict=True) if value is not None}
-    saved_modules = _add_saved_modules(model, tensors, directory)
+    base_tensors, base_entries = stored_base_weights(model, directory)
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if isinstance(model, SequenceClassifier) else "CAUSAL_LM",
@@ -68,13 +69,13 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         ),
         "target_parameters": _target_names([u for u in updates if u.targets[0].is_parameter], model, is_parameter=True)
         or None,
-        "modules_to_save": saved_modules or None,
+        **base_entries,
     }
     if is_sharded(dict(model.named_parameters())) and torch.distributed.get_rank() != 0:
         return
     with replacing_directory(directory, keep=lambda name: True) as temporary:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        write_safetensors(temporary / WEIGHT_FILE, tensors)
+        write_safetensors(temporary / WEIGHT_FILE, {**tensors, **base_tensors})
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -181,30 +182,3 @@ def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_p
 
     ambiguous = {short(name) for name in others}
     return sorted({name if short(name) in ambiguous else short(name) for name in names})
-
-
-def _add_saved_modules(model: LanguageModel, tensors: dict[str, Tensor], directory: str | Path) -> list[str]:
-    """Adds the tensors of modules that train in full, and returns the modules' names in transformers."""
-    layout = architecture_of_model(model).module_layout
-    shapes, saved = shapes_of(model.state_dict()), []
-    for name, module in model.named_modules():
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        trained = [key for key, p in own.items() if p.requires_grad and "lora_" not in key]
-        if not trained:
-            continue
-        if isinstance(module, LoRALayer):
-            raise CheckpointError(
-                "PEFT's files hold an update of a weight or the weight itself", where=f"{directory}, module {name!r}",
-                got="both train", remedy="Freeze the weight.",
-            )  # fmt: skip
-        for key, parameter in own.items():
-            part = next(layout.slices_of(f"{name}.{key}", shapes))
-            if not part.is_copy:
-                raise CheckpointError(
-                    "PEFT's files hold whole modules of transformers, which stores this one in another layout",
-                    where=f"{directory}, module {name!r}", expected=f"an update of {part.stored_name!r}",
-                    remedy="Train it with add_lora, or save the whole model.",
-                )  # fmt: skip
-            tensors[f"{PREFIX}{part.stored_name}"] = _whole(parameter)
-        saved.append(part.stored_name.rpartition(".")[0])
-    return saved

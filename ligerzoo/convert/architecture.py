@@ -56,6 +56,7 @@ class Architecture:
         read_rope: returns the fields of the rotary embedding from these entries and the default `rope_theta`.
         write_entries: returns the entries of config.json from the config and the entries named like its fields.
         layouts: possible layouts of the tensors. New models are saved in the first.
+        layout_of_modules: index of the layout that transformers' modules have, up to prefixes.
         layouts_of_config: returns the layouts for a config where they depend on it, instead of `layouts`.
         prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
@@ -83,6 +84,7 @@ class Architecture:
     read_rope: Callable[[Mapping[str, Any], float], dict[str, Any]] = rope_fields
     write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
     layouts: tuple[Layout, ...] = (Layout(),)
+    layout_of_modules: int = -1
     layouts_of_config: Callable[[Any], tuple[Layout, ...]] | None = None
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     module_prefixes: tuple[tuple[str, str], ...] = ()
@@ -152,22 +154,34 @@ class Architecture:
 
     @property
     def module_layout(self) -> Layout:
-        """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
+        """The layout of parameters in transformers' modules, whose names adapters of PEFT have."""
+        return Layout(self.layouts[self.layout_of_modules].rules, prefixes=self.module_prefixes)
 
-        Of the rules of checkpoints, those of fused, interleaved and transposed weights and of parts such as a vision
-        tower hold. The names of other modules are ours, which follow transformers up to `module_prefixes`, except for
-        projections into heads that it interleaves, see `interleaves`.
+    def module_names(self, name: str, shapes: Mapping[str, Shape]) -> list[str]:
+        """Returns the names in transformers' modules of what holds a parameter: today's, then those of old versions.
+
+        Of vision-language models until 4.51, and of mixtures until 5.0, modules had the names of checkpoints.
         """
-        kinds = Fused | ModuleRules | Interleaved | Transposed
-        rules = tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds))
-        return Layout(rules, prefixes=self.module_prefixes)
+        part = next(self.module_layout.slices_of(name, shapes))
+        names = [part.stored_name]
+        for layout in self.layouts:
+            stored_prefixes = [
+                (prefix, other) for prefix, others in self.prefixes.items() if name.startswith(prefix)
+                for other in others if other
+            ]  # fmt: skip
+            for variant in [layout.with_prefix(*pair) for pair in stored_prefixes] or [layout]:
+                old = next(variant.slices_of(name, shapes))
+                if replace(old, stored_name=part.stored_name) == part:
+                    names.append(old.stored_name)
+        return list(dict.fromkeys(names))
 
     @property
     def wrapper_layout(self) -> Layout:
-        """`module_layout` for our modules under the names of transformers.
+        """`module_layout` for our modules under the names of transformers, except for norms and biases of routers.
 
         Their interleaved and transposed weights are ours, so they have other names.
         """
+        kinds = Fused | ModuleRules | Interleaved | Transposed
 
         def renamed(rule: Rule) -> Rule:
             match rule:
@@ -177,7 +191,7 @@ class Architecture:
                     return Rename(f"{rule.path}_transposed", rule.path)
             return rule
 
-        return Layout(tuple(map(renamed, self.module_layout.rules)))
+        return Layout(tuple(renamed(rule) for rule in self.layouts[0].rules if isinstance(rule, kinds)))
 
     def interleaves(self, name: str) -> bool:
         """Returns whether transformers' modules interleave this parameter with others, head by head.

@@ -60,7 +60,10 @@ def vision_lm(
     config_class: type[Qwen3VisionLMConfig],
     layouts: tuple[Layout, ...],
 ) -> Architecture:
-    """Returns an architecture whose checkpoints have this format; the arguments are fields of `Architecture`."""
+    """Returns an architecture whose checkpoints have this format.
+
+    The arguments are fields of `Architecture`; transformers' modules have the first of the layouts.
+    """
     return Architecture(
         model_type,
         hf_class,
@@ -70,6 +73,7 @@ def vision_lm(
         read_rope=read_interleaved_rope,
         write_entries=partial(_write_entries, model_type=model_type),
         layouts=layouts,
+        layout_of_modules=0,
         prefixes={"model.": ("model.language_model.",), "visual.": ("model.visual.",)},
         module_prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     )

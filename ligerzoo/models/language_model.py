@@ -42,6 +42,8 @@ class LanguageModel(nn.Module):
     Attributes:
         generation_config: entries of generation_config.json: default token ids for `generate`.
         origin: where the weights were loaded from, to save them with the same names; None for a new model.
+        replaced_weights: embedding and head whose weights are not those of the base model, by module name: all rows
+            (None), or some. Adapters are saved with them.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ()
@@ -72,6 +74,7 @@ class LanguageModel(nn.Module):
         self.model = model
         self.generation_config: dict[str, Any] = {}
         self.origin: Origin | None = None
+        self.replaced_weights: dict[str, tuple[int, ...] | None] = {}
 
     def init_weights(self, std: float | None = None) -> None:
         """Initializes all weights again, such as those of a model built on meta after `to_empty` and `tie_weights`.

@@ -48,6 +48,8 @@ def resize_token_embeddings(
     for weight in dict.fromkeys(weights):  # a tied weight once
         _resize_rows(weight, size)
     embedding.num_embeddings = size
+    modules = (name for name, module in model.named_modules() if module in (embedding, head))
+    model.replaced_weights |= dict.fromkeys(modules)
     model.config = dataclasses.replace(model.config, vocab_size=size)  # type: ignore[type-var]
     return embedding
 

@@ -15,6 +15,7 @@ from ligerzoo.errors import CheckpointError, LigerzooError
 from tests.adapters.models import llama, mixtral, randomize
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+EMBEDDING = "base_model.model.model.embed_tokens"
 
 
 @pytest.fixture
@@ -56,9 +57,14 @@ def refused(directory: Path, message: str) -> None:
         ({"bias": "all"}, "bias: not supported; got 'all'; expected 'none'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: not supported; got 'pissa'"),
         ({"init_lora_weights": 1}, "init_lora_weights: not supported; got '1'"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices: not a supported entry"),
+        ({"trainable_token_indices": [3]}, "tensors are missing; got no '.*embed_tokens.token_adapter"),
+        ({"trainable_token_indices": [64]}, "trainable_token_indices: not a token id; got 64; expected less than 64"),
+        ({"trainable_token_indices": [3, 3]}, "trainable_token_indices: invalid value.*expected distinct token ids"),
+        ({"trainable_token_indices": {"wte": [3]}}, "not the embedding or the head; got 'wte'"),
+        ({"trainable_token_indices": {"lm_head": [3]}}, "rows of a module that has an update; got 'lm_head'"),
+        ({"modules_to_save": ["norm", "embed_tokens"]}, "tensors are missing; got no '.*embed_tokens.weight'"),
         ({"layer_replication": [[0, 2]]}, "layer_replication: not a supported entry"),
-        ({"ensure_weight_tying": True}, "ensure_weight_tying: not a supported entry"),
+        ({"ensure_weight_tying": 1}, "ensure_weight_tying: invalid value; got '1'; expected true or false"),
         ({"something_new": 3}, "something_new: not a supported entry"),
         ({"use_dor": True}, "use_dor: not a supported entry.*Did you mean 'use_dora'"),
         ({"r": "4"}, "r: invalid value; got '4'; expected a number"),
@@ -109,7 +115,12 @@ def test_a_slow_regular_expression_is_not_evaluated(directory: Path) -> None:
             lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 32).int()}),
             "not a dtype of weights; got torch.int32",
         ),
-        (lambda t: t.update({f"{Q}.base_layer.weight": torch.ones(3)}), "wrong shape"),
+        (lambda t: t.update({f"{Q}.base_layer.weight": torch.ones(3)}), "unexpected tensors"),
+        (
+            lambda t: t.update({f"{EMBEDDING}.weight": torch.ones(70, 32)}),
+            r"wrong shape; got \(70, 32\); expected \(64, 32\).*call model.resize_token_embeddings\(70\) first",
+        ),
+        (lambda t: t.update({f"{EMBEDDING}.modules_to_save.weight": torch.ones(64, 32)}), "unexpected tensors"),
         (lambda t: t.clear(), "tensors are missing"),
     ],
 )
@@ -131,6 +142,19 @@ def test_missing_files(directory: Path) -> None:
     refused(directory, "1 of 1 weight files missing.*loading a pickle runs code")
     (directory / "adapter_config.json").unlink()
     refused(directory, "adapter_config.json: no such file")
+
+
+def test_different_values_of_a_tied_weight(tmp_path: Path) -> None:
+    tied = llama(tie_word_embeddings=True)
+    adapters.add_lora(tied, rank=4, targets="q_proj")
+    adapters.save_adapter(tied, tmp_path)
+    weights = {f"{EMBEDDING}.weight": torch.ones(64, 32), "base_model.model.lm_head.weight": torch.zeros(64, 32)}
+    change_tensors(tmp_path, lambda t: t.update(weights))
+    with pytest.raises(CheckpointError, match=r"stored with different values.*tie_word_embeddings=False"):
+        adapters.load_adapter(llama(tie_word_embeddings=True), tmp_path)
+    model = llama()
+    adapters.load_adapter(model, tmp_path)
+    assert not model.lm_head.weight.any()
 
 
 def test_another_base_model(directory: Path) -> None:

@@ -1,10 +1,12 @@
 """Adapters of vision-language models: PEFT and we read each other's files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
@@ -24,6 +26,22 @@ pytestmark = [
 
 TOWERS = {"gemma3": "vision_tower", "mllama": "vision_model"}
 """Names of the vision towers; others are named "visual"."""
+
+
+OLD_PREFIXES: dict[str, list[dict[str, str]]] = {
+    "gemma3": [
+        {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head",
+         "model.vision_tower.": "vision_tower.vision_model.", "model.multi_modal_projector.": "multi_modal_projector."},
+        {"model.vision_tower.": "model.vision_tower.vision_model."},
+    ],
+    "mllama": [
+        {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head",
+         "model.vision_model.": "vision_model.", "model.multi_modal_projector.": "multi_modal_projector."},
+    ],
+    "qwen2_vl": [{"model.language_model.": "model.", "model.visual.": "visual."}],
+    "qwen2_5_vl": [{"model.language_model.": "model.", "model.visual.": "visual."}],
+}  # fmt: skip
+"""Prefixes of transformers before 4.52 and 5.0, by those of today."""
 
 
 @pytest.fixture(params=KINDS)
@@ -74,3 +92,33 @@ def test_we_read_adapters_of_peft(base: Path, tmp_path: Path) -> None:
     ids = torch.randint(3, 200, (2, 9))
     with torch.no_grad():
         assert close(ours(ids).logits, theirs.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("whole_names", [True, False])
+def test_names_of_old_versions(kind: str, base: Path, whole_names: bool, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(base)
+    towers = TOWERS.get(kind, "visual")
+    adapters.add_lora(model, 2, 4.0, ["layers.*q_proj", f"{towers}*mlp", "lm_head"], trained=["model.norm"])
+    randomize(model)
+    adapters.save_adapter(model, tmp_path / "new")
+    for old in OLD_PREFIXES.get(kind, []):
+
+        def renamed(name: str, old: dict[str, str] = old) -> str:
+            path = name.removeprefix("base_model.model.")
+            prefix = next((prefix for prefix in old if path.startswith(prefix)), "")
+            return name.replace(prefix, old.get(prefix, ""), 1)
+
+        tensors = load_file(tmp_path / "new/adapter_model.safetensors")
+        config = json.loads((tmp_path / "new/adapter_config.json").read_text())
+        if whole_names:
+            updates = {name.partition(".lora_")[0] for name in tensors if ".lora_A" in name}
+            config["target_modules"] = [renamed(name).removeprefix("base_model.model.") for name in updates]
+        config["modules_to_save"] = list(map(renamed, config["modules_to_save"]))
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old/adapter_config.json").write_text(json.dumps(config))
+        save_file({renamed(name): value for name, value in tensors.items()}, tmp_path / "old/adapter_model.safetensors")
+        loaded = AutoModel.from_pretrained(base)
+        adapters.load_adapter(loaded, tmp_path / "old")
+        expected = model.state_dict()
+        assert all(torch.equal(tensor, expected.pop(name)) for name, tensor in loaded.state_dict().items())
+        assert not expected
