@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.memory import LOW_BIT
@@ -105,6 +106,27 @@ def check_dtype(model: CausalLM) -> None:
                 "cannot be trained in float16: small gradients would become 0", where=name,
                 expected="float32 or bfloat16", remedy="Choose a dtype, such as --dtype bfloat16.",
             )  # fmt: skip
+
+
+def weights_that_are_not_finite(model: CausalLM) -> list[str]:
+    """Returns the names of weights that train and, in this process, have a value that is infinite or NaN.
+
+    Waits for the GPU.
+    """
+    own = {
+        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    largest = [
+        (name, torch.linalg.vector_norm(weight.detach(), torch.inf).double())
+        for name, weight in own.items()
+        if weight.numel()
+    ]
+    if not largest:
+        return []
+    are_finite = torch.stack([value for _, value in largest]).isfinite().tolist()
+    return [name for (name, _), is_finite in zip(largest, are_finite, strict=True) if not is_finite]
 
 
 def check_tied_weights(model: CausalLM) -> None:

@@ -1,4 +1,4 @@
-"""What is due after a step: an evaluation, saving, stopping."""
+"""After which steps a run evaluates, saves and stops."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ligerzoo.train import processes
 from ligerzoo.train.interrupt import StopRequest
+from ligerzoo.train.log import RunLog
 from ligerzoo.train.run_options import RunOptions
 
 
@@ -16,7 +17,7 @@ class Due:
     Attributes:
         evaluation: whether to evaluate: every `eval_every` steps and after the last one, given evaluation data.
         save: whether to save: every `save_every` steps, after the last one and before stopping.
-        stop: whether a process was asked to stop before the last step.
+        stop: whether to stop: after a save, if a process was asked to before the last step.
     """
 
     evaluation: bool
@@ -24,11 +25,31 @@ class Due:
     stop: bool
 
 
-def due_after(step: int, steps: int, options: RunOptions, stop: StopRequest) -> Due:
-    """Returns what is due after a step of a run of `steps` steps. All processes must call it, and get the same."""
-    is_last, is_stopped = step == steps, any(processes.total(stop.requested))
-    return Due(
-        evaluation=options.eval_data is not None and (is_last or step % options.eval_every == 0),
-        save=is_last or is_stopped or step % options.save_every == 0,
-        stop=is_stopped and not is_last,
-    )
+class Schedule:
+    """After which steps a run evaluates, saves and stops.
+
+    Saving and stopping wait for a step whose update is not skipped. Otherwise checkpoints of a model that no longer
+    learns would replace the last good ones.
+
+    Args:
+        options: options of the run.
+        steps: number of steps of the run.
+        stop: asks the run to stop.
+        log: knows whether updates are skipped.
+    """
+
+    def __init__(self, options: RunOptions, steps: int, stop: StopRequest, log: RunLog) -> None:
+        self._options, self._steps, self._stop, self._log = options, steps, stop, log
+        self._waits_to_save = False
+
+    def after(self, step: int) -> Due:
+        """Returns what is due after a step. All processes must call it, and get the same."""
+        is_last, is_stopped = step == self._steps, any(processes.total(self._stop.requested))
+        save = is_last or is_stopped or self._waits_to_save or step % self._options.save_every == 0
+        self._waits_to_save = save and any(processes.total(self._log.is_skipped()))
+        save = save and not self._waits_to_save
+        return Due(
+            evaluation=self._options.eval_data is not None and (is_last or step % self._options.eval_every == 0),
+            save=save,
+            stop=save and is_stopped and not is_last,
+        )

@@ -32,19 +32,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.errors import CheckpointError, LigerzooError
+from ligerzoo.files.slots import is_at
 from ligerzoo.models import CausalLM
+from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes
+from ligerzoo.train.run_state import LOG_FILE, last_finite
 from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
 
-LOG_FILE = "log.jsonl"
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
 
 STOPPED = 130
 """Exit code of a run that Ctrl-C or SIGTERM has stopped, as a shell reports SIGINT."""
 
-MAX_SKIPPED = 10
-"""Number of skipped steps in a row after which the run stops."""
+MAX_SKIPPED, MAX_SKIPPED_AT_END = 10, 2
+"""Number of skipped steps in a row after which the run stops; and with which it may end."""
 
 
 class CountedBatch(Protocol):
@@ -129,10 +131,14 @@ class RunLog:
         output: directory of the run, created if it does not exist. A log of the same run is continued.
         model: the model, to count FLOPs.
         first_step: number of steps done before. Later steps in an existing log, which the run repeats, are deleted.
+            The log must be that of these steps.
         steps: number of steps at the end of the run.
         report: called with each object that is written, for example to send it to TensorBoard.
         shown: metrics of a step that the live line begins with.
         may_be_zero: whether a loss of exactly 0 is normal, as in policy gradients.
+
+    Raises:
+        CheckpointError: An existing log is damaged, or not that of the steps done before.
     """
 
     def __init__(
@@ -142,16 +148,17 @@ class RunLog:
     ) -> None:  # fmt: skip
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
-        self._steps, self._report = steps, report
+        self._first_step, self._steps, self._report = first_step, steps, report
         self._pending: tuple[dict[str, Any], list[str], HostCopy, float, Sequence[CountedBatch]] | None = None
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
         self._skipped, self._skipped_in_a_row = 0, 0
         self._file = None
-        if processes.is_main():
-            output.mkdir(parents=True, exist_ok=True)
-            cut_log(self.path, first_step)
-            self._file = self.path.open("a", encoding="utf-8")
+        with failing_together(f"opening {self.path}"):
+            if processes.is_main():
+                output.mkdir(parents=True, exist_ok=True)
+                cut_log(self.path, first_step, has_all_steps=True)
+                self._file = self.path.open("a", encoding="utf-8")
         is_silent = None if processes.is_main() else True  # None: shown on a terminal only
         self._progress = tqdm(total=steps, initial=first_step, unit="step", disable=is_silent, dynamic_ncols=True)
         self._last = Moment(model.device)
@@ -197,6 +204,11 @@ class RunLog:
         self.say(f"step {step}: {name.removeprefix('eval_')} on the evaluation data {value:.4f}")
         for sample in values.get("samples", ()):
             self.say(f"  {sample['prompt']!r} -> {sample['continuation']!r}")
+
+    def is_skipped(self) -> bool:
+        """Returns whether the update of the last step was skipped, after waiting for the step."""
+        self._write_pending()
+        return self._skipped_in_a_row > 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -244,10 +256,13 @@ class RunLog:
         where = f"step {entry['step']}, {first_sources(batches)}"
         entry["skipped"] = True
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row == MAX_SKIPPED:
+        is_end = entry["step"] == self._steps
+        most = min(MAX_SKIPPED_AT_END, self._steps - self._first_step - 1) if is_end else MAX_SKIPPED - 1
+        if self._skipped_in_a_row > most:
+            steps = f"the last {self._skipped_in_a_row} steps" if is_end else f"{MAX_SKIPPED} steps in a row"
             raise LigerzooError(
-                f"the gradients of {MAX_SKIPPED} steps in a row are not finite, so the run stops", where=where,
-                got=f"loss {entry['loss']}", remedy="Look at these samples, or lower the learning rate.",
+                f"the gradients of {steps} are not finite, so the run stops", where=where, got=f"loss {entry['loss']}",
+                remedy=f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}",
             )  # fmt: skip
         warnings.warn(f"{where}: gradients are not finite, so the update is skipped", stacklevel=5)
         for name in ("loss", "grad_norm"):
@@ -261,7 +276,7 @@ class RunLog:
                 raise LigerzooError(
                     f"the {name} is not a finite number, so the run stops",
                     where=f"step {entry['step']}, {first_sources(batches)}", got=value,
-                    remedy="Look at these samples, or lower the learning rate. The last checkpoint is from before.",
+                    remedy=f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}",
                 )  # fmt: skip
         if entry["loss"] == 0 and self._warns_of_zero:
             self._warns_of_zero = False
@@ -276,6 +291,11 @@ class RunLog:
             with writing(self.path):
                 self._file.write(json.dumps(entry) + "\n")
                 self._file.flush()
+            if not is_at(self._file.fileno(), self.path):
+                raise CheckpointError(
+                    "was deleted, moved or replaced during the run, so the run stops", where=self.path,
+                    remedy="Start the run again, or continue from the last checkpoint, if any, with --resume.",
+                )  # fmt: skip
         if self._report is not None and processes.is_main():
             self._report(entry)
 
@@ -317,14 +337,45 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def cut_log(path: Path, step: int) -> None:
-    """Deletes the lines of a log after a step, which a run that continues from that step writes again."""
+def cut_log(path: Path, step: int, *, has_all_steps: bool = False) -> None:
+    """Deletes the lines of a log after a step, which a run that continues from that step writes again.
+
+    Args:
+        path: the log, which may not exist.
+        step: number of steps done.
+        has_all_steps: whether the log has each step from its first one to `step`, if any.
+
+    Raises:
+        CheckpointError: A line is damaged, or a step is missing or repeated.
+    """
     if not path.exists():
         return
-    end = 0
+    end, last = 0, 0
     with path.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+        for number, line in enumerate(file if step else (), 1):
+            if not line.endswith(b"\n"):
                 break
-            end += len(line)
+            if (current := _step_of(line)) is None or current < last or (has_all_steps and end and current > last + 1):
+                raise _other_log(f"{path}:{number}", f"step {current} after step {last}", "the next step")
+            if current > step:
+                break
+            end, last = end + len(line), current
+        if has_all_steps and end and last < step:
+            raise _other_log(path, f"{last} steps", f"{step}, those of the checkpoint")
         file.truncate(end)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Returns the step of a line; None if it is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int and step > 0 else None
+
+
+def _other_log(where: object, got: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        "is not the log of the run that continues", where=where, got=got, expected=expected,
+        remedy="Move the file away: the run continues with a new one.",
+    )  # fmt: skip

@@ -9,7 +9,8 @@ from xml.sax.saxutils import escape
 
 from ligerzoo.files.atomic import replace_files
 from ligerzoo.train import processes
-from ligerzoo.train.log import LOG_FILE, read_log
+from ligerzoo.train.log import read_log
+from ligerzoo.train.run_state import LOG_FILE
 
 PLOT_FILE = "loss.svg"
 WIDTH, HEIGHT = 800, 450

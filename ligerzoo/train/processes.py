@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,22 +32,6 @@ def say(text: object) -> None:
     """Prints a text in the main process."""
     if is_main():
         print(text)
-
-
-def run_together(work: Callable[[torch.device], int], device: str | None) -> int:
-    """Joins the processes of torchrun, if any, and leaves them after the work, unless they had been joined before.
-
-    Args:
-        work: what each process does, given its device. Returns the exit code.
-        device: device of a single process, or "cuda" or "cpu" for several. None: a GPU if there is one.
-    """
-    was_joined = dist.is_initialized()
-    own = parallel.start_processes(device)
-    try:
-        return work(own.device)
-    finally:
-        if not was_joined:
-            parallel.stop_processes()
 
 
 def gather(value: Any) -> list[Any]:

@@ -1,8 +1,9 @@
 """The output directory of a run: checkpoints from which the run continues bit for bit, and the model at the end.
 
     OUTPUT/checkpoint-STEP/    the model and tokenizer in Hugging Face format, and what resuming needs:
-        state.json             step, options and number of processes
-        state.pt               optimizer, data position and random number generators: tensors and numbers, no code
+        state.json             step, options, number of processes, and fingerprints of the files of the checkpoint
+        state.pt               optimizer, data position and random number generators: tensors and numbers, no code;
+                               and fingerprints of the weights
         optimizer/             the optimizer of a run of several processes
         averages/              averaged weights, with an EMA
         trained/               trained parameters of a run that trains adapters, by their names in the model
@@ -10,23 +11,25 @@
 
 The model of a run that trains adapters is an adapter in PEFT's format. Several processes save together.
 A checkpoint appears in one step, when all of its files are complete. A kill at any time leaves only whole ones.
+Resuming compares all fingerprints, so a file that was damaged, edited or exchanged is an error, never another run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
-import pickle
 import re
 from collections.abc import Collection, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ligerzoo import adapters
-from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError, first_names
 from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
 from ligerzoo.files.slots import delete_leftovers
 from ligerzoo.files.untrusted import read_json
@@ -41,29 +44,19 @@ from ligerzoo.parallel import (
 )
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
+from ligerzoo.train.checks import weights_that_are_not_finite
+from ligerzoo.train.fingerprint import fingerprint
 from ligerzoo.train.optimizers import EMA
+from ligerzoo.train.output_lock import OutputLock
+from ligerzoo.train.run_options import RunOptions
 from ligerzoo.vision.processor import Processor
 
-STATE_FILE, TENSORS_FILE = "state.json", "state.pt"
+LOG_FILE, STATE_FILE, TENSORS_FILE = "log.jsonl", "state.json", "state.pt"
 OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_FILES_OF_A_RUN = ("config.json", "log.jsonl", "*.safetensors")
-
-
-def _read_tensors(path: Path) -> dict[str, Any]:
-    """Reads what `torch.save` wrote.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            "cannot be read", where=path, got=" ".join(str(error).split())[:200],
-            remedy=f"The file may be damaged. Remove {path.parent} to resume an earlier checkpoint.",
-        ) from error  # fmt: skip
-    return state
+_FILES_OF_A_RUN = ("config.json", LOG_FILE, "*.safetensors")
+_HASHED = 2**16
+"""Bytes of a safetensors file whose hash is stored: of its header. Fingerprints protect the tensors."""
 
 
 class Stateful(Protocol):
@@ -78,71 +71,73 @@ class RunState:
 
     Args:
         output: directory of the run.
-        options: dataclass of the run's options, stored in each checkpoint.
-        resume: continue the run that `output` holds. Without checkpoints, the run starts from the beginning.
+        options: the run's options, stored in each checkpoint. With `resume` the run that `output` holds continues;
+            without checkpoints, it starts from the beginning.
         may_change: names of options that may differ from those of the run that continues.
-        keep: number of checkpoints to keep: the newest ones.
+        lock: the lock of `output`, in the main process; None in others, and in a dry run.
 
     Attributes:
         checkpoint: directory of the newest checkpoint, from which the run continues; None for a new run.
         step: number of steps done.
 
     Raises:
-        CheckpointError: `output` holds a run and `resume` is False, or it cannot be created, or replaced at the end.
-        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run; the
-            run has more than `max_steps` steps; or `output` is the working directory or contains it.
+        CheckpointError: `output` holds a run and `resume` is False, or the state of its newest checkpoint is damaged.
+        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run; or the
+            run has more than `max_steps` steps.
     """
 
     def __init__(
-        self, output: str | Path, options: Any, *, resume: bool, may_change: Collection[str] = (), keep: int = 2
-    ) -> None:
-        self.output, self.keep = Path(output), keep
+        self, output: str | Path, options: RunOptions, *, may_change: Collection[str] = (),
+        lock: OutputLock | None = None,
+    ) -> None:  # fmt: skip
+        self.output, self._keep, self._lock = Path(output), options.keep, lock
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
         self.checkpoint: Path | None = None
         self.step = 0
         with failing_together(f"opening {output}"):
-            _refuse_output(self.output)
-            if not resume:
+            if not options.resume:
                 _refuse_earlier_run(self.output)
             self.checkpoint = newest_checkpoint(self.output)
             if self.checkpoint is not None:
-                state = read_json(self.checkpoint / STATE_FILE)
-                if missing := [name for name in ("options", "step") if name not in state]:
-                    raise CheckpointError(
-                        "is not the state of a run", where=self.checkpoint / STATE_FILE,
-                        got=f"no {' and no '.join(missing)}", remedy="Remove this directory to resume an earlier one.",
-                    )  # fmt: skip
+                state = self._read_state(self.checkpoint)
                 self._refuse_changes(state["options"], may_change)
-                self._refuse_other_processes(state.get("processes", 1))
-                self.step = int(state["step"])
+                self._refuse_other_processes(state["processes"])
+                self.step = state["step"]
                 self._refuse_fewer_steps()
 
     def load(
-        self, optimizer: torch.optim.Optimizer, data: Stateful, *, model: CausalLM | None = None, ema: EMA | None = None
+        self, model: CausalLM, optimizer: torch.optim.Optimizer, data: Stateful, ema: EMA | None = None
     ) -> None:  # fmt: skip
-        """Restores the state of the run from the checkpoint, if any.
+        """Restores the state of the run from the checkpoint, if any. All processes must call it.
 
         Args:
-            optimizer: of the model that was loaded from the checkpoint, or of a model with new adapters.
+            model: the model, as loaded from the checkpoint, or with new adapters, whose parameters are restored.
+            optimizer: its optimizer.
             data: gets the position in the data.
-            model: the model; needed if it is sharded or has adapters, whose parameters are restored.
             ema: gets the averaged weights.
+
+        Raises:
+            CheckpointError: A file of the checkpoint is missing, damaged, or not the one that was saved.
+            LigerzooError: A weight that trains is infinite or NaN.
         """
         if self.checkpoint is None:
+            self._refuse_infinite_weights(model, "before the first step")
             return
-        state = _read_tensors(self.checkpoint / TENSORS_FILE)
-        if model is not None and adapters.has_adapters(model):
+        with failing_together(f"reading {self.checkpoint}"):
+            state = self._read_tensors(self.checkpoint)
+        own = state["processes"][processes.rank()]
+        if adapters.has_adapters(model):
             load_tensors(_trained(model), self.checkpoint / TRAINED)
         if "optimizer" in state:
             optimizer.load_state_dict(state["optimizer"])
         else:
-            assert model is not None
             load_optimizer(model, optimizer, self.checkpoint / OPTIMIZER)
         if ema is not None:
             averaged = ema.state_dict()
             load_tensors(averaged["averages"], self.checkpoint / AVERAGES)
             ema.load_state_dict({**averaged, "updates": state["ema_updates"]})
-        own = state["processes"][processes.rank()]
+        with failing_together(f"reading {self.checkpoint}"):
+            _compare(own["fingerprints"], _fingerprints(model, optimizer, ema), self.checkpoint)
         data.load_state_dict(own["data"])
         set_random_state(own["random"])
 
@@ -154,11 +149,17 @@ class RunState:
 
         Raises:
             CheckpointError: It cannot be written, for example because the disk is full. Earlier ones are unchanged.
+            LigerzooError: A weight that trains is infinite or NaN. Nothing is written.
         """
         target = self.output / f"checkpoint-{step}"
-        own = processes.gather({"data": data.state_dict(), "random": random_state()})
-        tensors: dict[str, Any] = {"processes": own}
+        self._refuse_infinite_weights(model, f"after step {step}")
+        own = {
+            "data": data.state_dict(), "random": random_state(), "fingerprints": _fingerprints(model, optimizer, ema),
+        }  # fmt: skip
+        tensors: dict[str, Any] = {"processes": processes.gather(own)}
         try:
+            with failing_together(f"saving {target}"):
+                self._check_directory()
             if processes.is_main():
                 delete_leftovers(self.output)
             with replacing_directory_together(target) as new:
@@ -176,28 +177,61 @@ class RunState:
                 if processes.is_main():  # after all that the processes do together
                     tokenizer.save_pretrained(new)
                     torch.save(tensors, new / TENSORS_FILE)
-                    state = {"step": step, "options": self.options, "processes": processes.world_size()}
+                    state: dict[str, Any] = {
+                        "step": step, "options": self.options, "processes": processes.world_size(),
+                        "fingerprints": {TENSORS_FILE: fingerprint(tensors), **_hashes(new)},
+                    }  # fmt: skip
+                    state["fingerprints"][STATE_FILE] = fingerprint(state)
                     (new / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             raise self._not_saved(target, error) from error
         self.checkpoint, self.step = target, step
         if processes.is_main():
-            for old in checkpoints(self.output)[: -self.keep]:
+            for old in checkpoints(self.output)[: -self._keep]:
                 delete_directory(old)
 
-    def finish(self, model: CausalLM, tokenizer: Tokenizer | Processor) -> None:
-        """Saves the model and the tokenizer in the output directory itself. All processes must call it.
+    def finish(self, model: CausalLM, tokenizer: Tokenizer | Processor, files: Collection[str]) -> None:
+        """Saves the model and the tokenizer in the output directory itself, and says so. All processes must call it.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer or processor.
+            files: names of the other files that the run may have written, for the user.
 
         Raises:
-            CheckpointError: They cannot be written. Checkpoints are unchanged.
+            CheckpointError: They cannot be written, or the directory was deleted. Checkpoints are unchanged.
+            LigerzooError: A weight that trains is infinite or NaN. Nothing is written.
         """
+        self._refuse_infinite_weights(model, "at the end")
         try:
+            with failing_together(f"saving {self.output}"):
+                self._check_directory()
             self._save_model(model, self.output)
             with failing_together(f"saving {self.output}"):
                 if processes.is_main():
                     tokenizer.save_pretrained(self.output)
+                    self._check_directory()
         except OSError as error:
             raise self._not_saved(self.output, error) from error
+        kind = "adapter" if adapters.has_adapters(model) else "model"
+        *names, last = [f"the {kind}", *(name for name in files if (self.output / name).exists())]
+        processes.say(f"{self.output} holds {', '.join(names)} and {last}")
+
+    def _check_directory(self) -> None:
+        """Raises CheckpointError if the directory or the log in it was deleted or replaced during the run."""
+        if self._lock is not None:
+            self._lock.check()
+            if not (self.output / LOG_FILE).exists():
+                raise CheckpointError("was deleted during the run", where=self.output / LOG_FILE)
+
+    def _refuse_infinite_weights(self, model: CausalLM, when: str) -> None:
+        """Raises LigerzooError if a weight that trains is infinite or NaN, in all processes."""
+        found = dict.fromkeys(chain.from_iterable(processes.gather(weights_that_are_not_finite(model))))
+        if found:
+            raise LigerzooError(
+                f"weights are infinite or NaN {when}, so the run stops", where=first_names(list(found), 3),
+                remedy=f"Look at the data, or lower the learning rate.{last_finite(self.output)}",
+            )  # fmt: skip
 
     def _save_model(self, model: CausalLM, directory: Path) -> None:
         """Saves the model, or its adapter if it has one."""
@@ -208,11 +242,48 @@ class RunState:
             adapters.save_adapter(model, directory, base_model=self.options.get("model"))
 
     def _not_saved(self, target: Path, error: Exception) -> CheckpointError:
-        last = f"{self.checkpoint} is whole: continue from it with --resume." if self.checkpoint else ""
+        last = newest_checkpoint(self.output)
+        remedy = f" {last} is whole: continue from it with --resume." if last else ""
         return CheckpointError(
             "cannot be saved, so the run stops", where=target, got=" ".join(str(error).split()),
-            remedy=f"Make room on the disk. {last}".strip(),
+            remedy=f"Make room on the disk.{remedy}",
         )  # fmt: skip
+
+    def _read_state(self, checkpoint: Path) -> dict[str, Any]:
+        """Reads state.json, and checks the small files of a checkpoint.
+
+        Raises:
+            CheckpointError: It is not what a save has written, or belongs to another step.
+        """
+        try:
+            state = read_json(checkpoint / STATE_FILE)
+        except CheckpointError as error:
+            raise _damaged(checkpoint, STATE_FILE, error.what, got=error.got) from error
+        fields = {"step": int, "options": dict, "processes": int, "fingerprints": dict}
+        if missing := [name for name, kind in fields.items() if not isinstance(state.get(name), kind)]:
+            got = f"no {' and no '.join(missing)}"
+            raise _damaged(checkpoint, STATE_FILE, "is not the state of a run", got=got)
+        own = state["fingerprints"].pop(STATE_FILE, None)
+        _compare({STATE_FILE: own}, {STATE_FILE: fingerprint(state)}, checkpoint)
+        self._tensors_fingerprint = state["fingerprints"].pop(TENSORS_FILE)
+        if (name := f"checkpoint-{state['step']}") != checkpoint.name:
+            raise _damaged(checkpoint, STATE_FILE, "is the state of another step", got=name, expected=checkpoint.name)
+        _compare(state["fingerprints"], _hashes(checkpoint), checkpoint)
+        return state
+
+    def _read_tensors(self, checkpoint: Path) -> dict[str, Any]:
+        """Reads state.pt.
+
+        Raises:
+            CheckpointError: It cannot be read, or is not what a save has written.
+        """
+        try:
+            state = torch.load(checkpoint / TENSORS_FILE, map_location="cpu", weights_only=True)
+        except Exception as error:  # what damaged bytes raise depends on where they are
+            got = " ".join(str(error).split())[:200]
+            raise _damaged(checkpoint, TENSORS_FILE, "cannot be read", got=got) from error
+        _compare({TENSORS_FILE: self._tensors_fingerprint}, {TENSORS_FILE: fingerprint(state)}, checkpoint)
+        return state  # type: ignore[no-any-return]
 
     def _refuse_other_processes(self, count: int) -> None:
         if count != processes.world_size():
@@ -245,7 +316,7 @@ class RunState:
 def checkpoints(output: Path) -> list[Path]:
     """Returns the checkpoints in a run's directory, oldest first."""
     found = [path for path in output.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted((path for path in found if (path / STATE_FILE).exists()), key=_step)
+    return sorted(filter(Path.is_dir, found), key=_step)
 
 
 def newest_checkpoint(output: Path) -> Path | None:
@@ -253,8 +324,56 @@ def newest_checkpoint(output: Path) -> Path | None:
     return next(reversed(checkpoints(output)), None)
 
 
+def last_finite(output: Path) -> str:
+    """Returns a sentence with the newest checkpoint, for errors of values that are not finite; nothing without one."""
+    newest = newest_checkpoint(output)
+    return "" if newest is None else f" The weights of {newest} are finite: start a new run from it."
+
+
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def _damaged(
+    checkpoint: Path, name: str, what: str, *, got: object = None, expected: object = None
+) -> CheckpointError:  # fmt: skip
+    """Returns the error of a file of a checkpoint that is not the one that was saved."""
+    remedy = f"The file may be damaged. Remove {checkpoint} to resume an earlier checkpoint."
+    return CheckpointError(what, where=checkpoint / name, got=got, expected=expected, remedy=remedy)
+
+
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    """Returns the hashes of the files of a checkpoint but state.json and state.pt, by name."""
+    hashes = {}
+    for path in checkpoint.rglob("*"):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and name not in (STATE_FILE, TENSORS_FILE):
+            with path.open("rb") as file:
+                content = file.read(_HASHED if path.suffix == ".safetensors" else -1)
+            digest = hashlib.blake2b(content, digest_size=16, key=str(path.stat().st_size).encode())
+            hashes[name] = digest.hexdigest()
+    return hashes
+
+
+def _fingerprints(model: CausalLM, optimizer: torch.optim.Optimizer, ema: EMA | None) -> dict[str, str]:
+    """Returns the fingerprints of the states that are not in state.pt, of what this process has of them."""
+    trained = _trained(model)
+    frozen = {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
+    origin = "weights of MODEL" if adapters.has_adapters(model) else "weights that are not trained"
+    found = {"weights that are trained": fingerprint(trained), origin: fingerprint(frozen)}
+    if processes.world_size() > 1:
+        found[OPTIMIZER] = fingerprint(optimizer.state_dict()["state"])
+    if ema is not None:
+        found[AVERAGES] = fingerprint(ema.state_dict()["averages"])
+    return found
+
+
+def _compare(saved: Mapping[str, Any], found: Mapping[str, str], checkpoint: Path) -> None:
+    """Raises CheckpointError for the first fingerprint that was saved and is not found."""
+    for name, expected in saved.items():
+        if found.get(name) != expected:
+            what = "differs from what was saved" if name in found else "is missing"
+            raise _damaged(checkpoint, name, what)
 
 
 def _trained(model: CausalLM) -> dict[str, torch.Tensor]:
@@ -280,7 +399,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(gpu_state, gpu)
 
 
-def _refuse_output(output: Path) -> None:
+def refuse_output(output: Path) -> None:
     """Refuses a directory that could not be created or replaced at the end of the run."""
     path = output.resolve()
     if Path.cwd().is_relative_to(path):

@@ -154,7 +154,7 @@ def test_weights_stay_gathered_only_if_the_plans_of_all_processes_say_so(
     monkeypatch.setattr(run_model, "open_model", lambda *_, **__: model)
     monkeypatch.setattr(run_model, "keep_gathered", kept.append)
     monkeypatch.setattr(run_model.processes, "gather", lambda value: [value, others])
-    state = RunState(options.output, options, resume=False)
+    state = RunState(options.output, options)
     run_model.open_trained_model(options, state, torch.device("cpu"), plan)
     assert kept == [model] * others
 

@@ -22,13 +22,14 @@ from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.losses import Distillation, LossOutput
 from ligerzoo.train import processes, run_model
 from ligerzoo.train.data import Batch
-from ligerzoo.train.due import due_after
+from ligerzoo.train.due import Schedule
 from ligerzoo.train.evaluation import evaluate_method, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
 from ligerzoo.train.metrics import forward_backward
 from ligerzoo.train.options import Fraction, NotNegative, Positive, parse_options
 from ligerzoo.train.plot import plot_loss
+from ligerzoo.train.run import run_together
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
@@ -77,12 +78,11 @@ def make_loss(options: Options) -> Distillation:
 
 def main(options: Options) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    return processes.run_together(lambda device: train(options, device), options.device)
+    return run_together(train, options, may_change=MAY_CHANGE)
 
 
-def train(options: Options, device: torch.device) -> int:
+def train(options: Options, run: RunState, device: torch.device) -> int:
     """Trains in this process."""
-    run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
     check_same_tokens(tokenizer, Tokenizer.from_pretrained(options.teacher), options.teacher)
@@ -102,7 +102,7 @@ def train(options: Options, device: torch.device) -> int:
     model = run_model.open_trained_model(options, run, device, plan, new=True)
     teacher = load_teacher(options.teacher, model, device=device, **dtypes)
     update = Update(model, options, steps)
-    run.load(update.optimizer, batches, model=model, ema=update.ema)
+    run.load(model, update.optimizer, batches, update.ema)
     distillation = make_loss(options)
 
     def loss_of(micro_batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -125,6 +125,7 @@ def train(options: Options, device: torch.device) -> int:
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     with StopRequest() as stop, RunLog(run.output, model, first_step=run.step, steps=steps, report=tracker) as log:
+        schedule = Schedule(options, steps, stop, log)
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
             update.set_lr(step)
@@ -135,7 +136,7 @@ def train(options: Options, device: torch.device) -> int:
                 metrics=metrics,
             )  # fmt: skip
 
-            due = due_after(step, steps, options, stop)
+            due = schedule.after(step)
             if due.evaluation and options.eval_data:
                 with log.paused(), update.averaged():
                     held_out, shown = data.once(options.eval_data), data.first_samples(options.eval_data, 2)
@@ -147,8 +148,7 @@ def train(options: Options, device: torch.device) -> int:
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, processor)
-    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
+        run.finish(model, processor, ["log.jsonl", "loss.svg"])
     return 0
 
 

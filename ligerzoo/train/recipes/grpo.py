@@ -30,7 +30,7 @@ from ligerzoo.train.completions import (
     without_labels,
 )
 from ligerzoo.train.data import check_data, format_sample, open_data
-from ligerzoo.train.due import due_after
+from ligerzoo.train.due import Schedule
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
@@ -38,6 +38,7 @@ from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positiv
 from ligerzoo.train.plot import plot_loss, plot_metric
 from ligerzoo.train.rewards import RewardFunction, summarize, with_advantages
 from ligerzoo.train.rollouts import Rollouts
+from ligerzoo.train.run import run_together
 from ligerzoo.train.run_options import MAY_CHANGE, RunOptions
 from ligerzoo.train.run_state import RunState
 from ligerzoo.train.sample_log import SampleLog
@@ -127,13 +128,11 @@ class Options(RunOptions):
 
 def main(options: Options) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    return processes.run_together(lambda device: train(options, device), options.device)
+    return run_together(train, options, may_change={*MAY_CHANGE, "sample_every"})
 
 
-def train(options: Options, device: torch.device) -> int:
+def train(options: Options, run: RunState, device: torch.device) -> int:
     """Trains in this process."""
-    may_change = {*MAY_CHANGE, "sample_every"}
-    run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
     reward = RewardFunction(options.reward)
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
@@ -184,7 +183,7 @@ def train(options: Options, device: torch.device) -> int:
         return 0
 
     update = Update(model, options, steps)
-    run.load(update.optimizer, stream, model=model, ema=update.ema)
+    run.load(model, update.optimizer, stream, update.ema)
     reference = run_model.open_reference(options, device) if needs_copy else model if options.beta else None
     grpo = options.loss()
 
@@ -234,6 +233,7 @@ def train(options: Options, device: torch.device) -> int:
         RunLog(run.output, model, first_step=run.step, steps=steps, report=tracker, **shown) as log,
     ):
         samples.cut(run.step)
+        schedule = Schedule(options, steps, stop, log)
         for step in range(run.step + 1, steps + 1):
             watch, asked = Stopwatch(device), list(islice(stream, options.prompts))
             seeds = completion_seeds(options.seed, step, len(asked) * options.num_samples)
@@ -254,7 +254,7 @@ def train(options: Options, device: torch.device) -> int:
                 metrics={**on_device({**numbers, **watch.seconds}, device), **results},
             )  # fmt: skip
 
-            due = due_after(step, steps, options, stop)
+            due = schedule.after(step)
             if due.evaluation and held_out:
                 with log.paused(), update.averaged():
                     log.evaluation(step, **roll_out_greedily.evaluate(held_out))
@@ -266,9 +266,7 @@ def train(options: Options, device: torch.device) -> int:
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, processor)
-    files = "log.jsonl, samples.jsonl, reward.svg and loss.svg"
-    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, {files}")
+        run.finish(model, processor, ["log.jsonl", "samples.jsonl", "reward.svg", "loss.svg"])
     return 0
 
 

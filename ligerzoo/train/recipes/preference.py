@@ -22,7 +22,7 @@ from ligerzoo.losses import CPO, DPO, KTO, ORPO, HeadLoss, LossOutput, SimPO, mo
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes, run_model
 from ligerzoo.train.data import Batch
-from ligerzoo.train.due import due_after
+from ligerzoo.train.due import Schedule
 from ligerzoo.train.evaluation import evaluate_method, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog
@@ -38,6 +38,7 @@ from ligerzoo.train.preferences import (
     samples_of,
     sequences_of,
 )
+from ligerzoo.train.run import run_together
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
@@ -107,13 +108,11 @@ def uses_kl(options: Options) -> bool:
 
 def main(options: Options) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    return processes.run_together(lambda device: train(options, device), options.device)
+    return run_together(train, options, may_change={*MAY_CHANGE, "precompute_reference"})
 
 
-def train(options: Options, device: torch.device) -> int:
+def train(options: Options, run: RunState, device: torch.device) -> int:
     """Trains in this process."""
-    may_change = {*MAY_CHANGE, "precompute_reference"}
-    run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
     outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
@@ -134,7 +133,7 @@ def train(options: Options, device: torch.device) -> int:
 
     model = run_model.open_trained_model(options, run, device, plan)
     update = Update(model, options, steps)
-    run.load(update.optimizer, batches, model=model, ema=update.ema)
+    run.load(model, update.optimizer, batches, update.ema)
     reference: CausalLM | None = run_model.open_reference(options, device) if needs_copy else model
 
     def on_device(batch: Batch) -> dict[str, Any]:
@@ -186,6 +185,7 @@ def train(options: Options, device: torch.device) -> int:
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     with StopRequest() as stop, RunLog(run.output, model, first_step=run.step, steps=steps, report=tracker) as log:
+        schedule = Schedule(options, steps, stop, log)
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
             update.set_lr(step)
@@ -196,7 +196,7 @@ def train(options: Options, device: torch.device) -> int:
                 metrics=metrics,
             )  # fmt: skip
 
-            due = due_after(step, steps, options, stop)
+            due = schedule.after(step)
             if due.evaluation and options.eval_data:
                 with log.paused(), update.averaged():
                     prompts = (prompt_of(one.segments[0]) for one in data.first_samples(options.eval_data, 2))
@@ -209,8 +209,7 @@ def train(options: Options, device: torch.device) -> int:
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, processor)
-    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
+        run.finish(model, processor, ["log.jsonl", "loss.svg"])
     return 0
 
 

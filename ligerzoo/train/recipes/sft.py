@@ -19,12 +19,13 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.train import processes, run_model
 from ligerzoo.train.captured_step import CapturedStep
 from ligerzoo.train.checks import check_capture
-from ligerzoo.train.due import due_after
+from ligerzoo.train.due import Schedule
 from ligerzoo.train.evaluation import evaluate
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
 from ligerzoo.train.options import parse_options
 from ligerzoo.train.plot import plot_loss
+from ligerzoo.train.run import run_together
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
@@ -55,14 +56,12 @@ class Options(BatchOptions):
 
 def main(options: Options) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    return processes.run_together(lambda device: train(options, device), options.device)
+    return run_together(train, options, may_change={*MAY_CHANGE, "capture"})
 
 
-def train(options: Options, device: torch.device) -> int:
+def train(options: Options, run: RunState, device: torch.device) -> int:
     """Trains in this process."""
     check_capture(options, device)
-    may_change = {*MAY_CHANGE, "capture"}
-    run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
     is_new = options.method == "pretrain"
@@ -87,10 +86,11 @@ def train(options: Options, device: torch.device) -> int:
         model, update.optimizer, max_norm=options.max_grad_norm or None, skip=update.skip, capture=options.capture,
         autocast=run_model.compute_dtype(options),
     )  # fmt: skip
-    run.load(update.optimizer, batches, model=model, ema=update.ema)
+    run.load(model, update.optimizer, batches, update.ema)
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     with StopRequest() as stop, RunLog(run.output, model, first_step=run.step, steps=steps, report=tracker) as log:
+        schedule = Schedule(options, steps, stop, log)
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
             (trained_tokens,) = processes.total(sum(batch.trained_tokens for batch in micro_batches))
@@ -104,7 +104,7 @@ def train(options: Options, device: torch.device) -> int:
             update.average()
             log.step(step, loss=loss, grad_norm=norm, lr=update.lr, batches=micro_batches, skipped=update.skip.count)
 
-            due = due_after(step, steps, options, stop)
+            due = schedule.after(step)
             if due.evaluation and options.eval_data:
                 with log.paused(), update.averaged():
                     held_out, prompts = data.once(options.eval_data), data.prompts(options.eval_data, 2)
@@ -116,8 +116,7 @@ def train(options: Options, device: torch.device) -> int:
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, processor)
-    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
+        run.finish(model, processor, ["log.jsonl", "loss.svg"])
     return 0
 
 
