@@ -1,7 +1,8 @@
 """OpenAI's JSON for chat completions and completions: requests -> calls, continuations -> responses.
 
 A field that would change the result and is not supported is refused by name, unless it has its neutral value. Fields
-that are not OpenAI's: `_EXTENSIONS` and, for chats, `chat_template_kwargs`.
+that are not OpenAI's: `_EXTENSIONS` and, for chats, vLLM's `chat_template_kwargs`, `add_generation_prompt` and
+`continue_final_message`, and `special_tokens`.
 """
 
 from __future__ import annotations
@@ -168,7 +169,10 @@ class Chat(Endpoint):
     """/v1/chat/completions."""
 
     prefix, response_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    fields = ("messages", "max_completion_tokens", "chat_template_kwargs", *_COMMON)
+    fields = (
+        "messages", "max_completion_tokens", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+        "special_tokens", *_COMMON,
+    )  # fmt: skip
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder) -> Call:
@@ -179,7 +183,10 @@ class Chat(Endpoint):
         limits = [name for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
         if len(limits) > 1:
             raise LigerzooError("given together with max_completion_tokens", where="max_tokens", expected="one of them")
-        prompt = encoder.encode_chat(fields.get("messages"), variables)
+        flags = {name: _optional_flag(fields, name) for name in ("add_generation_prompt", "continue_final_message")}
+        special_tokens = _or_default(fields.get("special_tokens"), "text")
+        _require(special_tokens in ("text", "control"), "special_tokens", special_tokens, '"text" or "control"')
+        prompt = encoder.encode_chat(fields.get("messages"), variables, special_tokens=special_tokens, **flags)
         return _call(fields, [prompt], has_logprobs, dict.fromkeys(limits, "max_new_tokens"))
 
     def opening(self) -> list[dict[str, Any]]:
@@ -283,9 +290,13 @@ def _is_ids(value: object) -> bool:
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
+    return bool(_optional_flag(fields, name))
+
+
+def _optional_flag(fields: Mapping[str, Any], name: str) -> bool | None:
+    value: bool | None = fields.get(name)
     _require(isinstance(value, bool | None), name, value, "true or false")
-    return bool(value)
+    return value
 
 
 def _or_default(value: Any, default: Any) -> Any:

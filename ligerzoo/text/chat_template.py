@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,37 @@ class ChatTemplate:
             raise TokenizerError("the template changes the text of a generation block", where=self.where)
         return text, spans
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and does not set itself, such as "messages" and "enable_thinking".
+
+        Raises:
+            TokenizerError: the template is malformed.
+        """
+        return frozenset(self._request(None, ("", ""), "variables"))
+
     def _render(self, variables: Mapping[str, Any], marks: tuple[str, str]) -> str:
         try:
-            request = marshal.dumps((_MAX_SECONDS, self.source, self.where, _plain(variables), marks))
-        except (ValueError, RecursionError) as error:
-            raise TokenizerError("cannot send the variables to the template", where=self.where, got=error) from error
+            plain = _plain(variables)
+        except RecursionError as error:
+            raise self._unsendable(error) from error
+        text: str = self._request(plain, marks, "text")
+        return text
+
+    def _request(self, variables: dict[str, Any] | None, marks: tuple[str, str], field: str) -> Any:
+        """Returns a field of the reply, or raises TokenizerError if the reply lacks it."""
+        try:
+            request = marshal.dumps((_MAX_SECONDS, self.source, self.where, variables, marks))
+        except ValueError as error:
+            raise self._unsendable(error) from error
         reply = _worker.exchange(request)
-        if isinstance(text := reply.get("text"), str):
-            return text
+        if field in reply:
+            return reply[field]
         line = f", line {reply['line']}" if reply.get("line") else ""
         raise TokenizerError(f"the template {_problem(reply)}", where=f"{self.where}{line}")
+
+    def _unsendable(self, error: Exception) -> TokenizerError:
+        return TokenizerError("cannot send the variables to the template", where=self.where, got=error)
 
 
 def _problem(reply: Mapping[str, Any]) -> str:

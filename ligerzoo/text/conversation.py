@@ -78,7 +78,7 @@ class Conversation:
         if self._processor is not None:
             return self._processor(self.messages, add_generation_prompt=True)
         inputs: dict[str, Tensor] = self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, return_tensors="pt"
+            self.messages, add_generation_prompt=True, special_tokens="text", return_tensors="pt"
         )
         return inputs
 

@@ -2,7 +2,7 @@
 
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tokenizers
@@ -10,10 +10,11 @@ import torch
 
 from ligerzoo.errors import TokenizerError, did_you_mean
 from ligerzoo.text.padding import BatchEncoding, Columns, as_tensors, pad_columns, padded_length
+from ligerzoo.text.special_text import Rendered, Span
 from ligerzoo.text.token_bound import TokenBound
 from ligerzoo.text.tokenizer_files import PaddingSide, checked_side, padding_side, read_json, reporting
 from ligerzoo.text.tokenizer_limits import MAX_GROWTH
-from ligerzoo.text.truncation import Truncation, truncate, truncation_strategy
+from ligerzoo.text.truncation import Truncation, truncate, truncation_strategy, without_length
 from ligerzoo.text.vocabulary import Vocabulary
 
 _NO_MAX_LENGTH = int(1e30)  # transformers' value for "unknown"
@@ -135,7 +136,9 @@ class TextEncoder(Vocabulary):
             TokenizerError: a text cannot be encoded, an argument has an unsupported value, or rows need padding and
                 there is neither a pad token nor an EOS token.
         """
-        _refuse_unknown(unknown)
+        if unknown:
+            parameters = inspect.signature(TextEncoder.__call__).parameters
+            refuse_unknown(unknown, [name for name in parameters if name not in ("self", "unknown")], "the tokenizer")
         is_single = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
         if not isinstance(text_pair, str | Sequence | None):
@@ -210,28 +213,12 @@ class TextEncoder(Vocabulary):
             padding_side=padding_side, return_tensors=return_tensors,
         )  # fmt: skip
 
-    def special_token_spellings(self) -> dict[int, list[int]]:
-        """Returns, for each special token, the ids of its characters as ordinary text.
-
-        Untrusted text that contains `<|im_end|>` must not end the message. Replace the id by these ids to encode it as
-        text. The unknown token is left out: the model of the tokenizer produces it for any text.
-        """
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        backend.encode_special_tokens = True
-        special = set(self.all_special_ids)
-
-        def encode(text: str) -> list[int]:
-            return backend.encode(text, add_special_tokens=False).ids
-
-        spellings = {}
-        for token_id in special - {self.unk_token_id}:
-            token = self.id_to_token(token_id)
-            assert token is not None
-            ids = encode_continuation(encode, token)
-            if special.intersection(ids):  # a Unigram model knows the whole token
-                ids = [one for letter in token for one in encode_continuation(encode, letter)]
-            spellings[token_id] = ids
-        return spellings
+    def encode_rendered(self, rendered: Rendered) -> tuple[list[int], list[Span]]:
+        """Returns the ids of a rendered conversation, and the (first, last + 1) characters of each token."""
+        (encoding,) = self._encode_all([rendered.text], None, False, None, None, offsets=True)
+        if rendered.literal is None:
+            return encoding.ids, encoding.offsets
+        return self.special_text.spell(rendered.text, encoding.ids, encoding.offsets, rendered.literal)
 
     def _finish(
         self,
@@ -287,10 +274,7 @@ class TextEncoder(Vocabulary):
             self._check_pair_template()
         if truncation is not None:
             if max_length is None:
-                raise TokenizerError(
-                    "truncation without a length", where="max_length", got="None, and tokenizer_config.json has none",
-                    remedy="Pass max_length.",
-                )  # fmt: skip
+                raise without_length()
             special = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
             for i, encoding in enumerate(first):
                 pair = None if second is None else second[i]
@@ -340,28 +324,13 @@ class TextEncoder(Vocabulary):
         )
 
 
-def encode_continuation(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Encodes a text as it continues another one: without the space that some tokenizers put before a text.
-
-    Args:
-        encode: encodes a text without special tokens.
-        text: the text.
-    """
-    for before in ("\n", "a", "."):
-        first, both = encode(before), encode(before + text)
-        if both[: len(first)] == first:
-            return both[len(first) :]
-    return encode(text)
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
+def refuse_unknown(options: Mapping[str, Any], accepted: Sequence[str], what: str) -> None:
+    """Raises TokenizerError for the first option that is not accepted."""
     for name in options:
-        accepted = [option for option in inspect.signature(TextEncoder.__call__).parameters if option != "self"]
-        remedy = did_you_mean(name, accepted)
-        raise TokenizerError(
-            "not an option of the tokenizer", where=name, expected=None if remedy else ", ".join(accepted[:-1]),
-            remedy=remedy,
-        )  # fmt: skip
+        if name not in accepted:
+            remedy = did_you_mean(name, accepted)
+            expected = None if remedy else ", ".join(accepted)
+            raise TokenizerError(f"not an option of {what}", where=name, expected=expected, remedy=remedy)
 
 
 def _model_max_length(config: Mapping[str, Any]) -> int:

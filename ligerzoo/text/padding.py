@@ -14,7 +14,13 @@ from ligerzoo.text.tokenizer_files import PaddingSide
 Columns = dict[str, list[list[Any]]]
 """Values per token, by input name: one list per row."""
 
-_FILL: dict[str, Any] = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "offset_mapping": (0, 0)}
+_FILL: dict[str, Any] = {
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "special_tokens_mask": 1,
+    "offset_mapping": (0, 0),
+    "assistant_masks": 0,
+}
 """Values at padding positions. That of `input_ids` is the padding token; other inputs are not padded."""
 
 

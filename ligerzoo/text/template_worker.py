@@ -2,7 +2,8 @@
 
 It reads requests from standard input and writes replies to standard output. Each begins with its length (8 bytes,
 little endian). A request is (seconds, source, name, variables, marks) in `marshal` format, and only the parent process
-sends any. A reply is JSON: a hostile template may have produced it, and JSON is plain data.
+sends any; without variables it asks which ones the template reads. A reply is JSON: a hostile template may have
+produced it, and JSON is plain data.
 
 This module imports only jinja2 and the standard library, so that the process starts in 60 ms and stays small.
 """
@@ -24,6 +25,7 @@ from typing import Any, BinaryIO
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -80,12 +82,14 @@ def _raise_time_limit(number: int, frame: FrameType | None) -> None:
 
 
 def _answer(requests: BinaryIO, size: int) -> dict[str, Any]:
-    """Returns the reply: a "text", or an "error" with its "line", or the exceeded "limit" with the line."""
+    """Returns the reply: a "text" or "variables", or an "error" with its "line", or the exceeded "limit"."""
     name = None
     try:
         seconds, source, name, variables, marks = marshal.loads(requests.read(size))
         _GenerationBlock.marks = marks
         with time_limit(seconds):
+            if variables is None:
+                return {"variables": _variables(source)}
             text = _compiled(source, name).render(variables)
             if len(text) > MAX_TEXT:
                 raise TemplateError(f"the output has {len(text)} characters, more than the limit of {MAX_TEXT}")
@@ -100,10 +104,20 @@ def _answer(requests: BinaryIO, size: int) -> dict[str, Any]:
         return {"error": f"fails: {_quoted(error)}", "line": _line(error, name)}
 
 
-@lru_cache(maxsize=4)
-def _compiled(source: str, name: str) -> Template:
+def _variables(source: str) -> list[str]:
+    """Returns the names that a template reads and does not set itself."""
+    _check_source(source)
+    return sorted(find_undeclared_variables(_sandbox().parse(source)))
+
+
+def _check_source(source: str) -> None:
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"the source has {len(source)} characters, more than the limit of {MAX_SOURCE}")
+
+
+@lru_cache(maxsize=4)
+def _compiled(source: str, name: str) -> Template:
+    _check_source(source)
     code = _sandbox().compile(source, filename=name)
     return Template.from_code(_sandbox(), code, _sandbox().make_globals(None))
 

@@ -4,25 +4,33 @@
     tokenizer_limits      refuses a hostile tokenizer.json
     vocabulary            tokens and ids, special and added tokens
     encoding              texts -> ids, with `truncation` and `padding`
+    messages              conversations in the form of chat templates
     chat_template         conversations -> texts
+    special_text          special tokens that are written in messages
+    token_bound           texts -> a lower bound on the number of ids
     incremental_decoding  ids that arrive one at a time -> text
 
 The tokenizers library encodes and decodes. Only the post-processor in tokenizer.json adds a beginning-of-sequence
 token.
 """
 
+import inspect
 import reprlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex, get_args
 
 import torch
 
-from ligerzoo.errors import TokenizerError
+from ligerzoo.errors import TokenizerError, did_you_mean
 from ligerzoo.files.atomic import reading_directory, replace_files
 from ligerzoo.text.chat_template import ChatTemplate
-from ligerzoo.text.encoding import TextEncoder
+from ligerzoo.text.encoding import TextEncoder, refuse_unknown
 from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_length
+from ligerzoo.text.messages import OpenMessage, checked_objects, normalized_messages
+from ligerzoo.text.padding import BatchEncoding
+from ligerzoo.text.special_text import Rendered, SpecialTokens, token_mask
 from ligerzoo.text.tokenizer_files import (
     FILE_PATTERNS,
     PaddingSide,
@@ -31,6 +39,10 @@ from ligerzoo.text.tokenizer_files import (
     read_json,
     reporting,
 )
+from ligerzoo.text.truncation import Truncation, truncate_single, truncation_strategy
+
+_FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
+"""What `tokenizer_kwargs` of `apply_chat_template` may have."""
 
 
 class Tokenizer(TextEncoder):
@@ -116,58 +128,183 @@ class Tokenizer(TextEncoder):
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        conversation: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        special_tokens: SpecialTokens = "control",
         tokenize: bool = True,
+        padding: bool | Literal["longest", "max_length", "do_not_pad"] | None = None,
+        truncation: Truncation = False,
+        max_length: int | None = None,
         padding_side: PaddingSide | None = None,
         return_tensors: Literal["pt"] | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> Any:
-        """Renders the prompt of a conversation with the checkpoint's chat template.
+        """Renders the prompt of a conversation with the checkpoint's chat template, and encodes it.
+
+        The options are those of transformers. No special tokens are added to the template's output.
 
         Args:
-            messages: a conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
-                Entries whose value is None are dropped.
+            conversation: a conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
+                Entries whose value is None are dropped. Reasoning may be called "reasoning_content", "reasoning" or
+                "thinking".
             tools: JSON schemas of the functions that the model may call.
             documents: documents for retrieval-augmented generation, each with "title" and "text".
             chat_template: a name in `self.chat_templates`, or the source of a template. None uses "tool_use" if `tools`
                 are given and that template exists, else "default".
             add_generation_prompt: whether to end the prompt with the beginning of the model's answer.
-            tokenize: whether to return token ids instead of text.
+            continue_final_message: whether the prompt ends within the last message, which the model then continues. A
+                string names the field of the message that it continues, such as "reasoning_content".
+            special_tokens: what a special token means that is written in messages, tools, documents or variables:
+                "control" for the special token, as in transformers; "text" for its characters, so that untrusted text
+                cannot end a message.
+            tokenize: whether to return token ids instead of text. The options below have no effect without.
+            padding: see `__call__`.
+            truncation: see `__call__`.
+            max_length: see `__call__`.
             padding_side: see `__call__`.
             return_tensors: see `__call__`.
-            variables: further variables of the template. They take precedence over special tokens.
+            return_dict: whether to return the dictionary of `__call__`, or only `input_ids`. None means True for
+                several conversations, with `return_tensors` and with `return_assistant_tokens_mask`.
+            return_assistant_tokens_mask: whether to return `assistant_masks`: 1 for tokens in the `{% generation %}`
+                blocks of the template, the assistant's text. Warns if the template has none.
+            tokenizer_kwargs: further options of `__call__`: `pad_to_multiple_of`, `padding_side`,
+                `return_attention_mask` and `return_offsets_mapping`.
+            variables: further variables that the template reads, such as `enable_thinking`. They take precedence over
+                special tokens. Others are refused by name; transformers ignores them.
 
         Returns:
-            With `tokenize=False` a text, or a list of texts for several conversations. Otherwise a list of ids for one
-            conversation; the dictionary of `__call__` for several conversations or with `return_tensors`. No special
-            tokens are added to the template's output.
+            With `tokenize=False` a text, or a list of texts for several conversations. Otherwise the ids, or a
+            dictionary; see `return_dict`.
 
         Raises:
-            TokenizerError: the template does not exist, fails, refuses the messages, or exceeds the time or memory
-                limit.
+            TokenizerError: the conversation is empty, or an option is unknown or does not go with another one; the
+                template does not exist, fails, refuses the messages, or exceeds the time or memory limit.
         """
-        batched = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Sequence)
-        template = self._chosen_template(chat_template, tools)
-        variables |= {"documents": documents, "add_generation_prompt": add_generation_prompt}
-        texts = [
-            template.render(self._template_variables(conversation, tools, variables))
-            for conversation in (messages if batched else [messages])
-        ]
-        if not tokenize:
-            return texts if batched else texts[0]
-        if batched or return_tensors is not None:
-            return self(
-                texts if batched else texts[0],
-                padding_side=padding_side,
-                return_tensors=return_tensors,
-                add_special_tokens=False,
+        is_batch = isinstance(conversation, Sequence) and bool(conversation) and isinstance(conversation[0], Sequence)
+        conversations: Sequence[Any] = conversation if is_batch else [conversation]
+        if any(isinstance(one, Sequence) and not one for one in conversations):
+            raise TokenizerError("the conversation is empty", where="messages", expected="at least one message")
+        if return_assistant_tokens_mask and not (tokenize and return_dict is not False and not continue_final_message):
+            raise TokenizerError(
+                "does not go with tokenize=False, return_dict=False or continue_final_message",
+                where="return_assistant_tokens_mask",
             )
-        return self.encode(texts[0], add_special_tokens=False)
+        rendered = [
+            self.render_chat(
+                one, tools=tools, documents=documents, chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                special_tokens=special_tokens, finds_spans=return_assistant_tokens_mask, variables=variables,
+            )
+            for one in conversations
+        ]  # fmt: skip
+        if not tokenize:
+            texts = [one.text for one in rendered]
+            return texts if is_batch else texts[0]
+        if return_assistant_tokens_mask and rendered[0].spans is None:
+            warnings.warn("the chat template has no {% generation %} block: assistant_masks are 0", stacklevel=2)
+        further = {**({} if padding_side is None else {"padding_side": padding_side}), **(tokenizer_kwargs or {})}
+        refuse_unknown(further, _FURTHER_OPTIONS, "tokenizer_kwargs")
+        strategy = truncation_strategy(truncation)
+        limit = self._known_max_length() if max_length is None else max_length
+        inputs: dict[str, list[Any]] = {"input_ids": [], "offset_mapping": [], "assistant_masks": []}
+        for one in rendered:
+            ids, offsets = self.encode_rendered(one)
+            kept = truncate_single(len(ids), strategy, limit, self.truncation_side)
+            inputs["input_ids"].append(ids[kept])
+            inputs["offset_mapping"].append(offsets[kept])
+            inputs["assistant_masks"].append(token_mask(offsets[kept], one.spans or []))
+        if not further.pop("return_offsets_mapping", False):
+            del inputs["offset_mapping"]
+        if not return_assistant_tokens_mask:
+            del inputs["assistant_masks"]
+        padding = return_tensors is not None if padding is None else padding
+        padded = self.pad(inputs, padding=padding, max_length=limit, return_tensors=return_tensors, **further)
+        if not is_batch and return_tensors is None:
+            padded = BatchEncoding({name: rows[0] for name, rows in padded.items()})
+        if return_dict is None:
+            return_dict = is_batch or return_tensors is not None or return_assistant_tokens_mask
+        return padded if return_dict else padded["input_ids"]
+
+    def render_chat(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        special_tokens: SpecialTokens = "control",
+        finds_spans: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """Renders a conversation, and finds the special tokens in it that are text.
+
+        Args:
+            conversation: see `apply_chat_template`, as are the others.
+            finds_spans: whether to find the `{% generation %}` blocks.
+            variables: further variables of the template.
+
+        Returns:
+            The text with the characters of blocks and of special tokens that are text; `encode_rendered` encodes it.
+
+        Raises:
+            TokenizerError: as `apply_chat_template`, or the template changes the text of a block.
+        """
+        template = self._chosen_template(chat_template, tools)
+        messages, variables = normalized_messages(conversation), dict(variables or {})
+        self._refuse_unknown_variables(template, variables)
+        if continue_final_message and add_generation_prompt:
+            raise TokenizerError(
+                "given together with add_generation_prompt", where="continue_final_message",
+                remedy="Continue the last message, or begin a new one.",
+            )  # fmt: skip
+        values: dict[str, Any] = {
+            "messages": messages,
+            "tools": None if tools is None else checked_objects(tools, "tools"),
+            "documents": None if documents is None else checked_objects(documents, "documents"),
+        }
+        if special_tokens not in get_args(SpecialTokens):
+            raise TokenizerError(
+                "unsupported value", where="special_tokens", got=repr(special_tokens), expected='"text" or "control"'
+            )
+        if special_tokens == "text":
+            values, variables = self.special_text.mark(values), self.special_text.mark(variables)
+        open_message = None
+        if continue_final_message:
+            open_message = OpenMessage(values["messages"], continue_final_message, template.source)
+            values["messages"] = open_message.messages
+        variables = {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt, **values}
+        spans = None
+        if finds_spans and template.has_generation_blocks:
+            text, spans = template.render_spans(variables)
+        else:
+            text = template.render(variables)
+        text = text if open_message is None else open_message.cut(text)
+        return self.special_text.unmark(text, spans) if special_tokens == "text" else Rendered(text, spans, None)
+
+    def _refuse_unknown_variables(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+        """Raises TokenizerError if the template does not read a variable: it would have no effect."""
+        if not variables:
+            return
+        options = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
+        accepted = template.variables - {"messages", "tools", "documents", "add_generation_prompt"}
+        for name in variables:
+            if name not in accepted:
+                own = sorted(accepted - options - self.special_tokens.keys())
+                raise TokenizerError(
+                    "neither an option nor a variable that the chat template reads", where=name,
+                    expected=f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}",
+                    remedy=did_you_mean(name, [*options, *own]),
+                )  # fmt: skip
 
     def _chosen_template(self, chat_template: str | None, tools: object) -> ChatTemplate:
         name = chat_template
@@ -189,50 +326,6 @@ class Tokenizer(TextEncoder):
             expected=f"one of {sorted(self.chat_templates)}" if self.chat_templates else None,
             remedy="Pass the source of a template as chat_template.",
         )
-
-    def render_assistant_spans(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **variables: Any,
-    ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Renders a conversation and returns its text and what the template marks as the assistant's.
-
-        Args:
-            messages: a conversation; see `apply_chat_template`.
-            tools: see `apply_chat_template`.
-            chat_template: see `apply_chat_template`.
-            variables: see `apply_chat_template`.
-
-        Returns:
-            The text, and the (first, last + 1) characters of each `{% generation %}` block; None instead of a list if
-            the template has no such blocks.
-
-        Raises:
-            TokenizerError: as `apply_chat_template`, or the template changes the text of a block.
-        """
-        template = self._chosen_template(chat_template, tools)
-        variables |= {"documents": None, "add_generation_prompt": False}
-        values = self._template_variables(messages, tools, variables)
-        return template.render_spans(values) if template.has_generation_blocks else (template.render(values), None)
-
-    def _template_variables(
-        self, messages: Any, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        documents = variables["documents"]
-        present = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in _checked_objects(messages, "messages")
-        ]
-        return {
-            **self.special_tokens,
-            **variables,
-            "tools": None if tools is None else _checked_objects(tools, "tools"),
-            "documents": None if documents is None else _checked_objects(documents, "documents"),
-            "messages": present,
-        }
 
     # Decoding
 
@@ -284,12 +377,6 @@ class Tokenizer(TextEncoder):
         """Returns a decoder for ids that arrive one at a time."""
         skipped_ids = self.all_special_ids if skip_special_tokens else ()
         return IncrementalDecoder(self.id_to_token, self._backend.decoder, skipped_ids)
-
-
-def _checked_objects(values: Any, where: str) -> list[Mapping[str, Any]]:
-    if isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values):
-        return list(values)
-    raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
 
 
 def _is_integer(value: object) -> bool:

@@ -61,3 +61,33 @@ def truncate(
     for encoding, length in zip((first, second), lengths, strict=True):
         if encoding is not None:
             encoding.truncate(length, direction=side)
+
+
+def truncate_single(length: int, truncation: str | None, max_length: int | None, side: str) -> slice:
+    """Returns the tokens of a text without special tokens that truncation keeps.
+
+    Args:
+        length: number of tokens.
+        truncation: see `truncation_strategy`.
+        max_length: largest number of tokens.
+        side: the side that loses tokens, "left" or "right".
+
+    Raises:
+        TokenizerError: there is no `max_length`, or the strategy cannot truncate a single text.
+    """
+    if truncation is None:
+        return slice(None)
+    if max_length is None:
+        raise without_length()
+    excess = max(length - max(max_length, 0), 0)
+    if excess and truncation == "only_second":
+        raise TokenizerError("there is no second text", where="truncation", got=repr(truncation))
+    return slice(excess, None) if side == "left" else slice(length - excess)
+
+
+def without_length() -> TokenizerError:
+    """Returns the error of a truncation without a length."""
+    return TokenizerError(
+        "truncation without a length", where="max_length", got="None, and tokenizer_config.json has none",
+        remedy="Pass max_length.",
+    )  # fmt: skip

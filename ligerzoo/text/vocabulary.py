@@ -8,6 +8,7 @@ import torch
 from tokenizers import AddedToken
 
 from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.text.special_text import SpecialText
 from ligerzoo.text.token_bound import TokenBound
 from ligerzoo.text.tokenizer_files import (
     NAMED_TOKENS,
@@ -79,6 +80,7 @@ class Vocabulary:
         self._files, self._where = dict(files), where
         self._backend, self._limits = load_backend(files, where)
         self._bound: TokenBound | None = None
+        self._special_text: SpecialText | None = None
         config, source = read_json(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
         listed = listed_tokens(config, source)
         named, extra = named_tokens(config, source), extra_tokens(config, source)
@@ -116,6 +118,16 @@ class Vocabulary:
     def all_special_tokens(self) -> list[str]:
         """The tokens of `all_special_ids`, in the same order."""
         return [token.content for token in self._added_tokens().values() if token.special]
+
+    @property
+    def special_text(self) -> SpecialText:
+        """Encodes special tokens as text. The unknown token is left out: the model produces it for any text."""
+        if self._special_text is None:
+            contents = {token_id: token.content for token_id, token in self._added_tokens().items() if token.special}
+            unknown = self.special_tokens.get("unk_token")
+            contents = {token_id: content for token_id, content in contents.items() if content != unknown}
+            self._special_text = SpecialText(self._backend, contents)
+        return self._special_text
 
     @property
     def vocab_size(self) -> int:
@@ -253,7 +265,6 @@ class Vocabulary:
                 )
         present = [token.content for token in self._added_tokens().values()]
         self._limits.check_added({*present, *map(str, tokens)})
-        self._bound = None
         with reporting("cannot add these tokens", self._where, tokens):
             if not special:
                 return self._backend.add_tokens(tokens)
@@ -263,6 +274,7 @@ class Vocabulary:
             )  # fmt: skip
 
     def _update_files(self) -> None:
+        self._bound = self._special_text = None
         self._files = with_tokens(
             self._files, self._where, self._added_tokens(), self.special_tokens, self.additional_special_tokens
         )

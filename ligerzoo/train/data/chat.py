@@ -9,32 +9,28 @@ An answer includes the token that ends it, or else the model would not learn to 
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ligerzoo.errors import DataError, TokenizerError, quote
-from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.messages import trying_text_arguments
+from ligerzoo.text.special_text import Rendered, Span, token_mask
 from ligerzoo.train.data.encoding import TextEncoder
 from ligerzoo.train.data.fields import Messages
 from ligerzoo.train.data.images import Edit, ImageEncoder, Size
+from ligerzoo.train.data.markers import TRAINED
 from ligerzoo.train.data.samples import UNTRAINED, ImageTokens, Sample, Source
 
 TrainAnswers = Literal["all", "last"]
 
-_MARK = "\ufdd0\ufdd1"  # noncharacters, which no text contains
-"""Is before each special token that is written in a message."""
-
-Span = tuple[int, int]
-
 
 class _Rendered(NamedTuple):
-    """A rendered conversation: its text, the answers in it, and the first characters of special tokens in messages."""
+    """A rendered conversation: its text, the answers in it, and the special tokens that are text of a message."""
 
     text: str
     answers: list[Span]
-    literal: frozenset[int]
+    literal: list[Span]
 
 
 class ChatEncoder:
@@ -91,27 +87,29 @@ class ChatEncoder:
                 cannot be encoded; see `ImageEncoder`.
         """
         template = self._bind(tools, variables)
-        messages = self._mark_special([_without_images(message) for message in messages], source)
+        trained = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= prompt_length
+        ]
+        trained = trained[-1:] if self._train_answers == "last" else trained
+        trained = [index for index in trained if messages[index].get(TRAINED, True)]
         try:
-            rendered = _without_marks(*find_answers(template, messages, prompt_length, self._train_answers))
+            whole, answers = trying_text_arguments(
+                lambda messages: find_answers(template, messages, trained), _for_template(messages)
+            )
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
-        rendered = self._with_ends(rendered, source)
+        rendered = self._with_ends(_Rendered(whole.text, answers, self._literal(whole, source)), source)
         edits: list[Edit] = []
         if self._images is not None:
-            edits = self._images.edits(rendered.text, rendered.literal, sizes, source)
+            edits = self._images.edits(rendered.text, {first for first, _ in rendered.literal}, sizes, source)
             rendered = _edited(rendered, edits)
         tokens = self._encoder.encode_conversation(
             rendered.text, [start for start, _ in rendered.answers], rendered.literal
         )
-        labels = [UNTRAINED] * len(tokens.ids)
-        answers = iter(rendered.answers)
-        start, end = next(answers)
-        for index, (first, last) in enumerate(tokens.offsets):
-            while first >= end and (following := next(answers, None)):
-                start, end = following
-            if last > start and first < end:
-                labels[index] = tokens.ids[index]
+        labels = [
+            token_id if is_answer else UNTRAINED
+            for token_id, is_answer in zip(tokens.ids, token_mask(tokens.offsets, rendered.answers), strict=True)
+        ]
         if self._images is not None:
             self._images.check_tokens(tokens.ids, edits, source)
         images = tuple(
@@ -137,54 +135,44 @@ class ChatEncoder:
         """
         if messages[-1]["role"] == "assistant":
             raise DataError("the prompt ends with an answer", where=source, expected="a message to answer")
+        template = self._bind(tools, variables)
         try:
-            marked = self._bind(tools, variables)(self._mark_special(messages, source), True)[0]
+            rendered = trying_text_arguments(lambda messages: template(messages, True), _for_template(messages))
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
-        rendered = _without_marks(marked, [])
-        return self._encoder.encode_conversation(rendered.text, [], rendered.literal).ids
+        return self._encoder.encode_conversation(rendered.text, [], self._literal(rendered, source)).ids
 
     def _bind(self, tools: list[dict[str, Any]] | None, variables: Mapping[str, Any] | None) -> Render:
         tokenizer = self._encoder.tokenizer
-        options: dict[str, Any] = {"tools": tools, "chat_template": self._chat_template, **self._variables}
-        options |= variables or {}
+        options: dict[str, Any] = {
+            "tools": tools, "chat_template": self._chat_template, "special_tokens": self._encoder.special_tokens,
+            "variables": {**self._variables, **(variables or {})},
+        }  # fmt: skip
 
-        def render(messages: Messages, is_prompt: bool) -> tuple[str, list[Span] | None]:
-            if is_prompt:
-                return _prompt_text(tokenizer, messages, options), None
-            return tokenizer.render_assistant_spans(messages, **options)
+        def render(messages: Messages, is_prompt: bool) -> Rendered:
+            return tokenizer.render_chat(
+                messages, add_generation_prompt=is_prompt, finds_spans=not is_prompt, **options
+            )
 
         return render
 
-    def _mark_special(self, messages: Messages, source: Source) -> Messages:
-        """Puts a mark before each special token in the messages, if it means text."""
-        if self._encoder.special_tokens == "control":
-            return messages
-
-        def mark(value: Any) -> Any:
-            match value:
-                case str():
-                    if _MARK in value:
-                        raise DataError(f"a text contains the noncharacters {_MARK!a}", where=source)
-                    if found := self._encoder.special_pattern.search(value):
-                        self._encoder.warn_special(found[0], source)
-                    return self._encoder.special_pattern.sub(lambda found: _MARK + found[0], value)
-                case Mapping():
-                    return {name: mark(item) for name, item in value.items()}
-                case list():
-                    return list(map(mark, value))
-                case _:
-                    return value
-
-        return [{name: item if name == "role" else mark(item) for name, item in one.items()} for one in messages]
+    def _literal(self, rendered: Rendered, source: Source) -> list[Span]:
+        """Returns the special tokens that are text, and warns of the first one."""
+        literal = rendered.literal or []
+        for first, last in literal:
+            if first < last:
+                self._encoder.warn_special(rendered.text[first:last], source)
+                break
+        return literal
 
     def _with_ends(self, rendered: _Rendered, source: Source) -> _Rendered:
         """Ends each answer after its last special token, which ends the index; appends a missing one to the text."""
         text, answers = rendered.text, []
+        literal = {first for first, _ in rendered.literal}
         specials = {
             found.end(): found.start()
             for found in self._encoder.special_pattern.finditer(text)
-            if found.start() not in rendered.literal
+            if found.start() not in literal
         }
         starts = set(specials.values())
         for start, end in rendered.answers:
@@ -209,58 +197,72 @@ class ChatEncoder:
         return _Rendered(text, answers, rendered.literal)
 
 
-Render = Callable[[Messages, bool], tuple[str, list[Span] | None]]
-"""Renders messages, as the prompt of an answer or not: the text and its `{% generation %}` blocks, see
-`Tokenizer.render_assistant_spans`."""
+Render = Callable[[Messages, bool], Rendered]
+"""Renders messages, as the prompt of an answer or as a whole with its `{% generation %}` blocks."""
 
 
-def _prompt_text(tokenizer: Tokenizer, messages: Messages, options: Mapping[str, Any]) -> str:
-    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-    return text
-
-
-def find_answers(
-    render: Render, messages: Messages, prompt_length: int = 0, train_answers: TrainAnswers = "all"
-) -> tuple[str, list[Span]]:
+def find_answers(render: Render, messages: Messages, trained: Sequence[int]) -> tuple[Rendered, list[Span]]:
     """Renders a conversation and finds the assistant's answers that are trained.
 
     Args:
         render: renders messages.
         messages: the conversation.
-        prompt_length: number of messages whose answers are not trained.
-        train_answers: see `ChatEncoder`.
+        trained: indices of the messages that are trained, in order.
 
     Returns:
-        The text, and the (first, last + 1) characters of each answer.
+        The conversation, and the (first, last + 1) characters of each answer.
 
     Raises:
         TokenizerError: there is no answer, or the template does not reveal which text the answers are.
     """
-    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    indices = [index for index in indices if index >= prompt_length]
-    if not indices:
-        raise TokenizerError("no message of the assistant, so nothing would be trained", where="messages")
-    if train_answers == "last":
-        indices = indices[-1:]
-    text, blocks = render(messages, False)
-    if blocks is not None:
-        if prompt_length:
-            prompt = _prefix(render(messages[:prompt_length], True)[0], text, "the prompt")
-            blocks = [block for block in blocks if block[1] > prompt]
-        if not blocks:
-            raise TokenizerError("the template renders no generation block", where="messages")
-        return text, blocks[-1:] if train_answers == "last" else blocks
+    if not trained:
+        raise TokenizerError("no message of the assistant that is trained", where="messages")
+    whole = render(messages, False)
+    if whole.spans is not None:
+        return whole, _blocks_of(render, messages, whole, whole.spans, trained)
+    text = whole.text
     answers = []
-    for index in indices:
-        start = _prefix(render(messages[:index], True)[0], text, f"the prompt of messages[{index}]")
-        is_last = index == len(messages) - 1
-        end = (
-            len(text) if is_last else _prefix(render(messages[: index + 1], False)[0], text, f"messages[:{index + 1}]")
-        )
+    for index in trained:
+        start = _prefix(render(messages[:index], True).text, text, f"the prompt of messages[{index}]")
+        end = len(text)
+        if index < len(messages) - 1:
+            end = _prefix(render(messages[: index + 1], False).text, text, f"messages[:{index + 1}]")
         if end <= start:
             raise TokenizerError(f"the template renders no text for messages[{index}]", where="messages")
         answers.append((start, end))
-    return text, answers
+    return whole, answers
+
+
+def _blocks_of(
+    render: Render, messages: Messages, whole: Rendered, blocks: list[Span], trained: Sequence[int]
+) -> list[Span]:
+    """Returns the `{% generation %}` blocks of the messages that are trained.
+
+    The blocks of an answer end after the messages before it, and before those of the next answer.
+    """
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not blocks:
+        raise TokenizerError("the template renders no generation block", where="messages")
+    if len(answers) == len(trained):
+        return blocks
+
+    def beginning(index: int) -> int:
+        if index == answers[0]:
+            return 0
+        return _prefix(render(messages[:index], False).text, whole.text, f"messages[:{index}]")
+
+    found = []
+    for index, following in zip(answers, [*answers[1:], None], strict=True):
+        if index in trained:
+            first = beginning(index)
+            last = len(whole.text) if following is None else beginning(following)
+            own = [block for block in blocks if first < block[1] <= last]
+            if not own:
+                raise TokenizerError(
+                    f"the template renders no generation block for messages[{index}]", where="messages"
+                )
+            found += own
+    return found
 
 
 def _prefix(part: str, text: str, name: str) -> int:
@@ -276,26 +278,22 @@ def _prefix(part: str, text: str, name: str) -> int:
     )  # fmt: skip
 
 
-def _without_marks(text: str, spans: list[Span]) -> _Rendered:
-    """Removes the marks of special tokens, and returns where they were."""
-    if _MARK not in text:
-        if "\\ufdd0" in text:
-            raise TokenizerError("the template escapes text with a special token", where="chat_template")
-        return _Rendered(text, spans, frozenset())
-    marks = [found.start() for found in re.finditer(_MARK, text)]
-
-    def moved(position: int) -> int:
-        return position - len(_MARK) * sum(mark < position for mark in marks)
-
-    return _Rendered(text.replace(_MARK, ""), [(moved(a), moved(b)) for a, b in spans], frozenset(map(moved, marks)))
+def _for_template(messages: Messages) -> Messages:
+    """Returns messages without markers, and with placeholders instead of images."""
+    return [
+        {
+            name: _without_images(value) if name == "content" else value
+            for name, value in message.items()
+            if name != TRAINED
+        }
+        for message in messages
+    ]
 
 
-def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message with placeholders instead of images."""
-    content = message.get("content")
+def _without_images(content: Any) -> Any:
     if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}
+        return content
+    return [part if part["type"] == "text" else {"type": part["type"]} for part in content]
 
 
 def _edited(rendered: _Rendered, edits: Sequence[Edit]) -> _Rendered:
@@ -311,7 +309,8 @@ def _edited(rendered: _Rendered, edits: Sequence[Edit]) -> _Rendered:
     def moved(character: int) -> int:
         return character + moves[bisect_right(ends, character)]
 
-    return _Rendered(text, [(moved(a), moved(b)) for a, b in rendered.answers], frozenset(map(moved, rendered.literal)))
+    answers, literal = ([(moved(a), moved(b)) for a, b in spans] for spans in (rendered.answers, rendered.literal))
+    return _Rendered(text, answers, literal)
 
 
 def _tokens_of(edits: Sequence[Edit], offsets: Sequence[Span]) -> list[Span]:

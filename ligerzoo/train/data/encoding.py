@@ -10,17 +10,13 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 from ligerzoo.errors import TokenizerError
-from ligerzoo.text.encoding import encode_continuation
+from ligerzoo.text.special_text import Span, SpecialTokens, encode_continuation
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.samples import Source
-
-SpecialTokens = Literal["text", "control"]
 
 
 @dataclass
@@ -33,7 +29,7 @@ class Tokens:
     """
 
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: list[Span]
 
 
 class TextEncoder:
@@ -75,10 +71,6 @@ class TextEncoder:
             )  # fmt: skip
         return self._eos
 
-    @cached_property
-    def _spellings(self) -> dict[int, list[int]]:
-        return self.tokenizer.special_token_spellings()
-
     def encode(self, text: str) -> Tokens:
         """Encodes a text, special tokens in it included; adds no others."""
         return self.encode_all([text])[0]
@@ -108,7 +100,14 @@ class TextEncoder:
         if self.special_tokens == "control" or not (found := self.special_pattern.search(text)):
             return ids
         self.warn_special(found[0], source)
-        return [one for token_id in ids for one in self._spellings.get(token_id, (token_id,))]
+        return [
+            one
+            for token_id in ids
+            for one in (self._spelling(token_id) if token_id in self.special_ids else (token_id,))
+        ]
+
+    def _spelling(self, token_id: int) -> list[int]:
+        return self.tokenizer.special_text.spelling(self.tokenizer.id_to_token(token_id) or "")
 
     def warn_special(self, token: str, source: Source) -> None:
         """Warns once that a text contains a special token that is encoded as text."""
@@ -133,13 +132,13 @@ class TextEncoder:
             return both[len(prompt) :]
         return encode_continuation(lambda text: self.encode_ids([text])[0], completion)
 
-    def encode_conversation(self, text: str, starts: Sequence[int], literal: Collection[int]) -> Tokens:
+    def encode_conversation(self, text: str, starts: Sequence[int], literal: Sequence[Span]) -> Tokens:
         """Encodes a conversation such that the text before each answer has the tokens that it has alone.
 
         Args:
             text: the rendered conversation.
             starts: first character of each answer, in order.
-            literal: first characters of special tokens that are not control tokens, but text of a message.
+            literal: the (first, last + 1) characters of special tokens that are text of a message.
 
         Returns:
             The tokens. Offsets never leave out characters and never overlap, except for characters of several tokens.
@@ -147,17 +146,14 @@ class TextEncoder:
         tokens = self.encode(text)
         for start in starts:
             tokens = self._split_at(text, tokens, start)
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        if self.special_tokens == "text":
+            tokens = Tokens(*self.tokenizer.special_text.spell(text, tokens.ids, tokens.offsets, literal))
+        offsets: list[Span] = []
         end = 0
-        for token_id, (first, last) in zip(tokens.ids, tokens.offsets, strict=True):
-            is_literal = first in literal and token_id in self.special_ids
-            pieces = self._spellings.get(token_id, [token_id]) if is_literal else [token_id]
-            covered = min(first, end), max(last, end)  # a token of spaces has the offsets (last, last)
-            ids += pieces
-            offsets += [covered] * len(pieces)
-            end = covered[1]
-        return Tokens(ids, offsets)
+        for first, last in tokens.offsets:
+            offsets.append((min(first, end), max(last, end)))  # a token of spaces has the offsets (last, last)
+            end = offsets[-1][1]
+        return Tokens(tokens.ids, offsets)
 
     def _split_at(self, text: str, tokens: Tokens, start: int) -> Tokens:
         """Encodes again from the last special token before `start` to the next one, if a token crosses `start`."""

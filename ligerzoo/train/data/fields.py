@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from ligerzoo.errors import DataError, ImageError, did_you_mean, first_names, quote
+from ligerzoo.errors import DataError, ImageError, LigerzooError, did_you_mean, first_names, quote
+from ligerzoo.text.messages import with_parsed_arguments
+from ligerzoo.train.data.markers import with_marker
 from ligerzoo.train.data.samples import Source
 from ligerzoo.vision.messages import normalize_part
 
@@ -149,6 +151,7 @@ def messages_field(record: Fields, name: str, source: Source) -> Messages:
     """Returns a field that is a list of messages, with only the fields that are not None.
 
     Parts with an image become `{"type": "image", "image": ...}`, or `{"type": "image"}` if the image is elsewhere.
+    Arguments of tool calls become objects. A message that is not to be trained has `"train": False`, see `with_marker`.
 
     Raises:
         DataError: the list is empty, or a message is malformed.
@@ -179,10 +182,6 @@ def _checked_message(message: object, where: str, source: Source) -> dict[str, A
             remedy=did_you_mean("role" if "role" not in present else "content", present),
         )  # fmt: skip
     _refuse_misspelled(present, _MESSAGE_FIELDS, source)
-    if "weight" in present:
-        raise DataError(
-            f"{where}: weights of messages are not supported", where=source, remedy="Remove the field 'weight'."
-        )
     role, content = present["role"], present.get("content", "")
     if role not in ROLES:
         raise DataError(
@@ -197,12 +196,11 @@ def _checked_message(message: object, where: str, source: Source) -> dict[str, A
     texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts if part["type"] == "text"]
     if role == "assistant" and not present.get("tool_calls") and not any(text.strip() for text in texts):
         raise DataError(f"{where}: the assistant's content is empty", where=source, got=quote(content))
-    if not isinstance(present.get("tool_calls", []), list):
-        raise DataError(
-            f"{where}: tool_calls has a wrong type", where=source, got=_described(present["tool_calls"]),
-            expected="a list",
-        )  # fmt: skip
-    return present
+    try:
+        present = with_parsed_arguments(present, where)
+    except LigerzooError as error:
+        raise DataError(str(error), where=source) from error
+    return with_marker(present, where, source)
 
 
 def _checked_part(part: object, where: str, source: Source) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ligerzoo.errors import DataError, did_you_mean
+from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
-from ligerzoo.train.data.encoding import SpecialTokens, TextEncoder
+from ligerzoo.train.data.encoding import TextEncoder
 from ligerzoo.train.data.fields import KINDS, Fields, Kind, kind_of
 from ligerzoo.train.data.find import FORMATS, Paths, find_files
 from ligerzoo.train.data.images import ImageEncoder, SampleImages

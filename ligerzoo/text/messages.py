@@ -1,0 +1,177 @@
+"""The messages of a conversation, in the form that chat templates read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import reprlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ligerzoo.errors import LigerzooError, TokenizerError, quote
+
+Messages = list[dict[str, Any]]
+T = TypeVar("T")
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
+
+
+def checked_objects(values: Any, where: str) -> Messages:
+    """Returns a list of dictionaries.
+
+    Raises:
+        TokenizerError: it is something else.
+    """
+    if isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values):
+        return [dict(value) for value in values]
+    raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
+
+
+def normalized_messages(messages: Any) -> Messages:
+    """Returns messages without entries whose value is None, and with their reasoning under all of its names.
+
+    Raises:
+        TokenizerError: they are not a list of dictionaries.
+    """
+    return [
+        _with_reasoning({name: value for name, value in message.items() if value is not None})
+        for message in checked_objects(messages, "messages")
+    ]
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    name = next((name for name in REASONING_FIELDS if name in message), None)
+    if name is None:
+        return message
+    return {"thinking": message[name], **message, "reasoning_content": message[name]}
+
+
+def with_parsed_arguments(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a message whose tool calls have their arguments as objects, which templates read.
+
+    OpenAI's format has the arguments as JSON text. No arguments are an empty object.
+
+    Args:
+        message: the message.
+        where: its name for errors.
+
+    Raises:
+        LigerzooError: the tool calls are not a list of objects, or the arguments are not a JSON object.
+    """
+    calls = message.get("tool_calls")
+    if calls is None:
+        return dict(message)
+    if not isinstance(calls, list):
+        raise LigerzooError("wrong type", where=f"{where}.tool_calls", got=quote(repr(calls)), expected="a list")
+    return {**message, "tool_calls": [_parsed_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]}
+
+
+def _parsed_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise LigerzooError("wrong type", where=where, got=quote(repr(call)), expected="an object")
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _parsed_call(function, f"{where}.function")}
+    if "arguments" not in call and "name" not in call:
+        return dict(call)
+    arguments = call.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise LigerzooError(
+                f"not valid JSON: {error}", where=f"{where}.arguments", got=quote(arguments), expected="a JSON object"
+            ) from error
+    arguments = arguments or {}
+    if not isinstance(arguments, Mapping):
+        raise LigerzooError(
+            "wrong type", where=f"{where}.arguments", got=quote(repr(call["arguments"])), expected="a JSON object"
+        )
+    return {**call, "arguments": arguments}
+
+
+def trying_text_arguments(render: Callable[[Messages], T], messages: Messages) -> T:
+    """Renders messages; if the template fails, with the arguments of tool calls as JSON text.
+
+    Most templates read objects. A few, such as that of DeepSeek-V3, concatenate the arguments with other text.
+
+    Raises:
+        TokenizerError: of the first attempt.
+    """
+    try:
+        return render(messages)
+    except TokenizerError:
+        as_text = [_with_text_arguments(message) for message in messages]
+        if as_text != messages:
+            with contextlib.suppress(TokenizerError):
+                return render(as_text)
+        raise
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        texts = {name: json.dumps(item, ensure_ascii=False) for name, item in call.items() if name == "arguments"}
+        return {**call, **texts, **({"function": as_text(call["function"])} if "function" in call else {})}
+
+    return (
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+    )
+
+
+class OpenMessage:
+    """The last message of a conversation, which the model continues: a tag at its end shows where the prompt ends.
+
+    Args:
+        messages: normalized messages.
+        field: the field of the last message that is continued, or True for "content".
+        source: source of the chat template.
+
+    Attributes:
+        messages: the messages, with the tag.
+
+    Raises:
+        TokenizerError: the message has no such text, or the template does not read the field.
+    """
+
+    def __init__(self, messages: Messages, field: str | bool, source: str) -> None:
+        name = field if isinstance(field, str) else "content"
+        self._where = f"continue_final_message={field!r}"
+        self._tag = f"CONTINUE{secrets.token_hex(8)} "  # unpredictable: no message can contain it
+        last = messages[-1]
+        names = [name]
+        if name in REASONING_FIELDS:
+            names = [other for other in REASONING_FIELDS if other in last and last[other] == last.get(name)]
+        if last.get(name) is None:
+            raise TokenizerError(
+                f"the last message has no {name!r} to continue", where=self._where, got=f"fields {list(last)}"
+            )
+        if not any(other in source for other in names):
+            raise TokenizerError(f"the chat template does not read {name!r}", where=self._where)
+        self._text, tagged = self._tagged(last[name])
+        self.messages = [*messages[:-1], {**last, **dict.fromkeys(names, tagged)}]
+
+    def _tagged(self, content: Any) -> tuple[str, Any]:
+        """Returns the text to continue, and the content with the tag after it."""
+        if isinstance(content, str):
+            return content, content + self._tag
+        for index in reversed(range(len(content)) if isinstance(content, list | tuple) else ()):
+            match content[index]:
+                case {"text": str(text)}:
+                    part = {**content[index], "text": text + self._tag}
+                    return text, [*content[:index], part, *content[index + 1 :]]
+        raise TokenizerError("the last message has no text to continue", where=self._where, got=reprlib.repr(content))
+
+    def cut(self, rendered: str) -> str:
+        """Returns a rendered conversation up to the end of the message.
+
+        Raises:
+            TokenizerError: the template does not render the whole message.
+        """
+        end = rendered.rfind(self._tag.strip())
+        if end < 0 or self._text.strip() not in rendered:
+            raise TokenizerError("the chat template changes the last message", where=self._where)
+        keeps_spaces = rendered.startswith(self._tag, end)
+        return rendered[:end] if keeps_spaces else rendered[:end].rstrip()
