@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,22 @@ from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2"]
 
 
+class ActivationFunction(NamedTuple):
+    """An activation in plain torch; its Triton code is a branch of `activate`.
+
+    Attributes:
+        function: a(x).
+        backward: the gradient dy a'(x) of x, from dy and x.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns a(x)."""
+        return self.function(x)
+
+
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
@@ -44,12 +60,17 @@ def _relu2(x: Tensor) -> Tensor:
     return positive * positive  # `square` would compute in fp32 under autocast
 
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "quick_gelu": _quick_gelu,
-    "relu2": _relu2,
+_silu_backward = torch.ops.aten.silu_backward
+_gelu_backward = torch.ops.aten.gelu_backward
+
+ACTIVATIONS: dict[Activation, ActivationFunction] = {
+    "silu": ActivationFunction(F.silu, lambda dy, x: _silu_backward(dy, x)),
+    "gelu_tanh": ActivationFunction(
+        partial(F.gelu, approximate="tanh"), lambda dy, x: _gelu_backward(dy, x, approximate="tanh")
+    ),
+    "gelu": ActivationFunction(F.gelu, lambda dy, x: _gelu_backward(dy, x, approximate="none")),
+    "quick_gelu": ActivationFunction(_quick_gelu, lambda dy, x: _silu_backward(dy, 1.702 * x)),
+    "relu2": ActivationFunction(_relu2, lambda dy, x: dy * 2.0 * torch.relu(x)),
 }
 
 
@@ -109,6 +130,7 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     elif ACTIVATION == "relu2":
         return _relu2_with_slope(x)
     else:
+        tl.static_assert(ACTIVATION == "gelu", "activate: this activation has no branch")
         return _gelu(x, EXACT)
 
 

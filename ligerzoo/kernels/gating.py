@@ -86,14 +86,8 @@ def gated_backward(upstream: Tensor, gate: Tensor, up: Tensor, gating: Gating) -
         dgate = torch.ops.aten.silu_backward(upstream * (up.clamp(-limit, limit) + 1), alpha * clamped)
         dup = upstream * (clamped * torch.sigmoid(alpha * clamped))
         return dgate * (gate <= limit), dup * (up.abs() <= limit)
-    if activation in ("silu", "quick_gelu"):
-        dgate = torch.ops.aten.silu_backward(upstream * up, gate if activation == "silu" else 1.702 * gate)
-    elif activation == "relu2":
-        dgate = upstream * up * 2.0 * torch.relu(gate)
-    else:
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        dgate = torch.ops.aten.gelu_backward(upstream * up, gate, approximate=approximate)
-    return dgate, upstream * ACTIVATIONS[activation](gate)  # type: ignore[index]
+    function = ACTIVATIONS[activation]  # type: ignore[index]
+    return function.backward(upstream * up, gate), upstream * function(gate)
 
 
 @jit

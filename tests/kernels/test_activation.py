@@ -1,5 +1,6 @@
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -7,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from ligerzoo.kernels import activation_linear
-from ligerzoo.kernels.activation import ACTIVATIONS, Activation, reference
+from ligerzoo.kernels import activation_linear, experts_mlp, glu
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, ActivationFunction, reference
+from ligerzoo.kernels.gating import gated_backward, gating
 from tests.kernels.accuracy import judge
+from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.layouts import sliced
-from tests.kernels.machine import HALF_DTYPE, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, INTERPRETING, ROUNDED_DTYPES, needs_triton, on_gpu_too
 from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.oracles import numbers
 
@@ -107,3 +110,45 @@ def test_backend_argument(device: str) -> None:
     for backend, fused in (("auto", True), ("triton", True), ("torch", False)):
         node = activation_linear(x, x, backend=backend).grad_fn  # type: ignore[arg-type]
         assert ("ActivationLinear" in type(node).__name__) == fused
+
+
+MISH: Any = "mish"
+
+
+@pytest.fixture
+def _mish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An activation in the table, for which there is no Triton code."""
+    monkeypatch.setitem(
+        ACTIVATIONS, MISH, ActivationFunction(F.mish, lambda dy, x: torch.ops.aten.mish_backward(dy, x))
+    )
+
+
+def test_the_table_has_every_activation() -> None:
+    assert tuple(ACTIVATIONS) == get_args(Activation)
+
+
+@pytest.mark.usefixtures("_mish")
+def test_an_activation_without_triton_code_does_not_compile() -> None:
+    from triton.errors import TritonError
+
+    x, weight = torch.ones(3, 16), torch.ones(5, 16)
+    ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    for call in (
+        lambda: activation_linear(x, weight, activation=MISH),
+        lambda: glu(x, x, activation=MISH),
+        lambda: experts_mlp(x, ids, weights, torch.ones(1, 10, 16), weight.T[None], activation=MISH),
+    ):
+        with nullcontext() if INTERPRETING else compiling_for_hopper(), pytest.raises(TritonError) as error:
+            call()
+        cause: BaseException = error.value
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        assert "activation has no branch" in str(cause)
+
+
+@pytest.mark.usefixtures("_mish")
+def test_an_activation_of_the_table_has_its_own_gradient_in_plain_torch(device: str) -> None:
+    gate, up, dy = numbers(4, 7, device=device), numbers(4, 7, device=device), numbers(4, 7, device=device).detach()
+    expected = torch.autograd.grad(F.mish(gate) * up, [gate, up], dy)
+    for got, gradient in zip(gated_backward(dy, gate, up, gating(MISH)), expected, strict=True):
+        torch.testing.assert_close(got.detach(), gradient)
