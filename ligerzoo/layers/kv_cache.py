@@ -6,7 +6,8 @@ Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +18,47 @@ from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingL
 from ligerzoo.layers.recurrent_cache import RecurrentLayerCache
 from ligerzoo.layers.static_cache import StaticLayerCache
 
+_TOKEN_CACHES = {LayerCache, RollingLayerCache, StaticLayerCache}
+"""Kinds of caches that a cache of all tokens can replace."""
+
 
 def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
-    """Returns `layer.new_cache(capacity)`, or a cache of all tokens if the layer has no such method.
+    """Returns `layer.new_cache(capacity)`; for a layer without this method, a cache that its parts can use.
 
-    A cache of all tokens is correct for every kind of self-attention, and unused by a layer without attention.
+    That is a cache of all tokens, which is correct for every kind of self-attention, and unused by a layer without
+    attention; or the cache of the only part with a method `new_cache` if it is of another kind, such as a state.
 
     Args:
         layer: a block or attention.
         capacity: maximum number of tokens, for a cache of fixed size; None for a growing or rolling cache.
+
+    Raises:
+        ValueError: the layer has no `new_cache`, and several parts with caches of different kinds.
     """
     if hasattr(layer, "new_cache"):
         return layer.new_cache(capacity)  # type: ignore[operator, no-any-return]
+    parts = dict(_parts_with_cache("", layer))
+    caches = [part.new_cache(capacity) for part in parts.values()]
+    others = [cache for cache in caches if type(cache) not in _TOKEN_CACHES]
+    if len(caches) == len(others) == 1:
+        return others[0]  # type: ignore[no-any-return]
+    has_self_attention = len(others) < len(caches)
+    if others and not (has_self_attention and all(isinstance(cache, CrossAttentionLayerCache) for cache in others)):
+        listed = ", ".join(f"{name} ({type(part).__name__})" for name, part in parts.items())
+        raise ValueError(
+            f"{type(layer).__name__}: no method new_cache, and several parts with caches of different kinds: {listed}; "
+            "expected new_cache(capacity=None), which returns the cache of the part to which forward passes it"
+        )
     return LayerCache() if capacity is None else StaticLayerCache(capacity)
+
+
+def _parts_with_cache(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the outermost modules within a module, itself included, that have a method `new_cache`."""
+    if hasattr(module, "new_cache"):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _parts_with_cache(f"{name}.{child_name}".lstrip("."), child)
 
 
 def check_cache_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.layers import (
     Attention,
@@ -22,6 +22,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
+from ligerzoo.layers.cache import LayerCache
 
 HIDDEN = 24
 
@@ -93,6 +94,43 @@ def test_packed_segments_are_those_of_each_alone(lengths: list[int], kernel_size
     torch.testing.assert_close(gradients[0], torch.cat(found, 1))
     for got, expected in zip(gradients[1:], total, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+class OwnBlock(nn.Module):
+    """A user's block around parts that get the cache, without `new_cache`."""
+
+    def __init__(self, *mixers: nn.Module) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(mixers)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        for mixer in self.mixers:
+            x = x + mixer(x, context, cache)
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize("nested", [False, True])
+def test_blocks_of_users_need_no_new_cache(capacity: int | None, nested: bool, device: str) -> None:
+    blocks = [OwnBlock(delta_net()), OwnBlock(Attention(HIDDEN, 4, rotary=RotaryEmbedding(6)))]
+    layers = [OwnBlock(block) for block in blocks] if nested else blocks
+    decoder = Decoder(Embedding(50, HIDDEN), layers, RMSNorm(HIDDEN)).to(device, torch.float64)
+    cache, ids = decoder.new_cache(capacity), tokens(device)
+    parts = [decoder(part, Context(part, cache=cache)) for part in ids.split([11, 1, 8], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), decoder(ids))
+    assert (cache.is_recurrent, cache.is_static) == (True, capacity is not None)
+
+
+@pytest.mark.parametrize(
+    "other", [delta_net, lambda: Attention(HIDDEN, 4, rotary=None)], ids=["recurrence", "attention"]
+)
+def test_a_block_with_several_kinds_of_caches_must_choose(other: Any) -> None:
+    decoder = Decoder(Embedding(50, HIDDEN), [OwnBlock(delta_net(), other())], RMSNorm(HIDDEN))
+    with pytest.raises(
+        ValueError, match=r"^OwnBlock: no method new_cache, .*mixers\.0 \(GatedDeltaNet\), mixers\.1 \("
+    ):
+        decoder.new_cache()
 
 
 MASKS = [
