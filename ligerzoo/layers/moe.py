@@ -257,10 +257,14 @@ def load_balancing_loss(
         0-d fp32; 0 if every position is padding.
 
     Raises:
-        ValueError: `router_logits` is empty, or `attention_mask` does not have T entries.
+        ValueError: `router_logits` is empty or has several shapes, or `attention_mask` does not have T entries.
     """
     if not router_logits:
         raise ValueError("load_balancing_loss: router_logits is empty; expected one (T, E) tensor per MoE layer")
+    if len(shapes := {tuple(logits.shape) for logits in router_logits}) > 1:
+        raise ValueError(
+            f"load_balancing_loss: router_logits have shapes {sorted(shapes)}; expected one (T, E) in all layers"
+        )
     num_tokens, num_experts = router_logits[0].shape
     if attention_mask is None:
         attention_mask = router_logits[0].new_ones(num_tokens)

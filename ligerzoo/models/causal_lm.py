@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.checks import check_integer
-from ligerzoo.layers import Decoder, KVCache, LMHead, shifted_labels
+from ligerzoo.layers import (
+    Context,
+    Decoder,
+    KVCache,
+    LMHead,
+    Router,
+    SigmoidRouter,
+    load_balancing_loss,
+    shifted_labels,
+)
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
@@ -51,10 +61,17 @@ class CausalLM(LanguageModel):
         model: token ids to final hidden states.
         lm_head: final hidden states to logits or loss. Shares the weight of the embedding if the config ties them.
         parts: further modules, by attribute name.
+
+    Attributes:
+        aux_loss_weight: factor of `aux_loss` when it is added to the loss: the config's `router_aux_loss_coef`, or that
+            of the class, 0.001.
     """
+
+    aux_loss_weight: float = 0.001
 
     def __init__(self, config: LanguageModelConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
         super().__init__(config, model)
+        self.aux_loss_weight = getattr(config, "router_aux_loss_coef", self.aux_loss_weight)
         self.lm_head = lm_head
         for name, part in parts.items():
             self.add_module(name, part)
@@ -153,8 +170,30 @@ class CausalLM(LanguageModel):
             out.loss = out.loss + self.aux_loss_weight * out.aux_loss
         return out
 
-    aux_loss_weight = 0.0
-    """Factor of `aux_loss` when it is added to the loss."""
+    def aux_loss(self, context: Context) -> Tensor | None:
+        """Returns the load-balancing loss over the tokens of this forward, padding excluded.
+
+        None unless the router logits were asked for, by `config.output_router_logits` or the argument of `forward`, and
+        a layer has some.
+        """
+        if not context.router_logits:
+            return None
+        return load_balancing_loss(context.router_logits, self._experts_per_token(), context.call_padding_mask())
+
+    def _experts_per_token(self) -> int:
+        """Returns the number of experts that the routers select for each token."""
+        selected: int | None = getattr(self.config, "num_experts_per_tok", None)
+        if selected is not None:
+            return selected
+        found = {m.num_experts_per_token for m in self.modules() if isinstance(m, Router | SigmoidRouter)}
+        if len(found) != 1:
+            raise LigerzooError(
+                "unknown number of experts per token", where="output_router_logits",
+                got=f"a config without num_experts_per_tok, and routers that select {sorted(found)}",
+                expected="this field, or one number in all routers",
+                remedy=f"Add the field to {type(self.config).__name__}, or override aux_loss.",
+            )  # fmt: skip
+        return found.pop()
 
     def repeat_rows(
         self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None

@@ -16,8 +16,8 @@ from typing import Unpack
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Decoder, Embedding, LatentAttention, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import yarn_score_factor
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
-from ligerzoo.models.moe import DeepSeekMoEConfig
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.moe import DeepSeekMoECausalLM, DeepSeekMoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class DeepseekV3Config(DeepSeekMoEConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-class DeepseekV3(CausalLM):
+class DeepseekV3(DeepSeekMoECausalLM):
     """DeepSeek-V3 with a language-model head."""
 
     config: DeepseekV3Config

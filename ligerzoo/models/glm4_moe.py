@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from ligerzoo.layers import Attention, Decoder, Embedding, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig
-from ligerzoo.models.moe import DeepSeekMoEConfig
+from ligerzoo.models.moe import DeepSeekMoECausalLM, DeepSeekMoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Glm4MoeConfig(DeepSeekMoEConfig, PartialRotaryConfig):
     use_qk_norm: bool = False
 
 
-class Glm4Moe(CausalLM):
+class Glm4Moe(DeepSeekMoECausalLM):
     """GLM-4.5 with a language-model head."""
 
     config: Glm4MoeConfig

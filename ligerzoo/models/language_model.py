@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -49,6 +49,8 @@ class LanguageModel(nn.Module):
     modalities: ClassVar[tuple[str, ...]] = ()
     """Names of the inputs other than text: the keyword parameters of `embed`."""
 
+    _is_empty = False  # after `to_empty` of a model on meta
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # All classes, since one `embed` may pass its keyword arguments on to the next.
@@ -79,15 +81,47 @@ class LanguageModel(nn.Module):
     def init_weights(self, std: float | None = None) -> None:
         """Initializes all weights again, such as those of a model built on meta after `to_empty` and `tie_weights`.
 
-        Calls `init_weights(std)` of every submodule that has this method. Other modules keep their weights.
+        Calls `init_weights(std)` of every submodule that has this method. Other modules keep their weights; after
+        `to_empty`, when they have none, it calls their `reset_parameters`, which torch's layers have.
 
         Args:
             std: standard deviation of the matrices. Default: `initializer_range` of the config.
+
+        Raises:
+            LigerzooError: after `to_empty`, for parameters and buffers of modules that have neither method.
         """
         std = self.config.initializer_range if std is None else std
+        if self._is_empty and (names := list(self._uninitializable())):
+            raise LigerzooError(
+                "modules without init_weights and reset_parameters have no values after to_empty",
+                where=f"init_weights of {type(self).__name__}", got=", ".join(names[:10]) + ", ..." * (len(names) > 10),
+                remedy="Define init_weights(self, std) in their classes, build the model on a device, or load weights.",
+            )  # fmt: skip
         for module in self.modules():
             if module is not self and hasattr(module, "init_weights"):
                 module.init_weights(std)  # type: ignore[operator]
+            elif self._is_empty and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+        self._is_empty = False
+
+    def _uninitializable(self) -> Iterator[str]:
+        """Yields the names of parameters and buffers that `init_weights` cannot initialize."""
+        for name, module in self.named_modules():
+            if module is self:
+                has_method = type(self).init_weights is not LanguageModel.init_weights
+            else:
+                has_method = hasattr(module, "init_weights") or hasattr(module, "reset_parameters")
+            if not has_method:
+                for own, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                    yield f"{name}.{own}".lstrip(".")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Converts the module, as `to` does. Memory for a model on meta, from `to_empty`, has no values."""
+        was_on_meta = any(t.is_meta for t in self.parameters())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_on_meta and not any(t.is_meta for t in self.parameters()):
+            self._is_empty = True
+        return self
 
     def run_decoder(
         self,
@@ -132,17 +166,24 @@ class LanguageModel(nn.Module):
         context.hidden_states = [] if output_hidden_states else None
         context.attentions = [] if output_attentions else None
         if output_router_logits is None:
-            output_router_logits = getattr(self.config, "output_router_logits", None)
-        if output_router_logits is False:
-            context.router_logits = None
+            outputs["router_logits"] = output_router_logits = self._wants_router_logits()
+        context.router_logits = [] if output_router_logits else None
         hidden = self.model(self.embed(x, context, **modalities), context)
         for name, flag in outputs.items():
             if flag and not getattr(context, name):
                 raise LigerzooError(
                     f"no layer of {type(self).__name__} has {name.replace('_', ' ')}", where=f"output_{name}", got=True,
-                    expected="False",
+                    expected="False", remedy=f"Layers of your own append theirs to context.{name}.",
                 )  # fmt: skip
         return hidden, context
+
+    def _wants_router_logits(self) -> bool:
+        """Whether the config asks for router logits, and a layer may have some."""
+        has_mixture = getattr(self.config, "has_mixture", None)
+        layers = range(getattr(self.config, "num_hidden_layers", 0))
+        return getattr(self.config, "output_router_logits", False) and (
+            has_mixture is None or any(map(has_mixture, layers))
+        )
 
     def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
         for name in modalities:

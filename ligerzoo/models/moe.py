@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
     Context,
-    Decoder,
     DeepSeekMoE,
     Experts,
     GatedMLP,
     Linear,
-    LMHead,
     Router,
     SharedExpertMoE,
     SigmoidRouter,
-    load_balancing_loss,
 )
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig
@@ -189,16 +186,12 @@ class MoECausalLM(CausalLM):
 
     config: MoEConfig
 
-    def __init__(self, config: MoEConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
-        super().__init__(config, model, lm_head, **parts)
-        self.aux_loss_weight = config.router_aux_loss_coef
+
+class DeepSeekMoECausalLM(CausalLM):
+    """A causal language model whose routers are balanced by a bias, without a load-balancing loss."""
+
+    config: DeepSeekMoEConfig
 
     def aux_loss(self, context: Context) -> Tensor | None:
-        """Returns the load-balancing loss over the tokens of this forward, padding excluded.
-
-        None unless the router logits were asked for, by `config.output_router_logits` or the argument of `forward`, and
-        at least one layer uses MoE.
-        """
-        if not context.router_logits:
-            return None
-        return load_balancing_loss(context.router_logits, self.config.num_experts_per_tok, context.call_padding_mask())
+        """Returns None: `output_router_logits` adds no loss."""
+        return None

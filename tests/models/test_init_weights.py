@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import (
     XIELU,
     CrossAttentionBlock,
@@ -155,6 +157,83 @@ def test_modules_without_init_weights_keep_their_weights() -> None:
     assert (model.gain.weight == 3).all()  # type: ignore[union-attr]
     assert torch.equal(model.model.embed_tokens.weight, embedding)
     assert 0.05 < model.lm_head.weight.std() < 0.2
+
+
+class Own(CausalLM):
+    """A user's model with torch's layers, and another part."""
+
+    def __init__(self, config: LlamaConfig, part: nn.Module) -> None:
+        norm = nn.LayerNorm(config.hidden_size)
+        decoder = Decoder(nn.Embedding(config.vocab_size, config.hidden_size), [], norm)
+        super().__init__(config, decoder, LMHead(config.hidden_size, config.vocab_size), part=part)
+
+
+class WithParameter(Own):
+    """A model that owns a parameter itself."""
+
+    def __init__(self, config: LlamaConfig, part: nn.Module) -> None:
+        super().__init__(config, part)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class Initializing(WithParameter):
+    """A model that initializes what it owns."""
+
+    def init_weights(self, std: float | None = None) -> None:
+        super().init_weights(std)
+        nn.init.ones_(self.gain)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.ones(3), persistent=False)
+
+
+def emptied(
+    make: Callable[[LlamaConfig, nn.Module], CausalLM], part: Callable[[], nn.Module], wrapped: bool
+) -> CausalLM:
+    """A model built on meta, with memory that holds NaN."""
+    config = LlamaConfig(vocab_size=9, hidden_size=8, num_attention_heads=2)
+    with torch.device("meta"):
+        model = make(config, part())
+    (nn.ModuleList([model]) if wrapped else model).to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            nn.init.constant_(tensor, math.nan)
+    return model
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("make", [Own, Initializing])
+def test_layers_of_torch_are_initialized_after_to_empty(make: Any, wrapped: bool) -> None:
+    def part() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), nn.Identity(), Linear(8, 1))
+
+    model = emptied(make, part, wrapped)
+    model.init_weights()
+    for name, tensor in model.state_dict().items():
+        assert tensor.isfinite().all(), name
+    assert (model.model.norm.weight == 1).all()
+    assert 0.5 < model.model.embed_tokens.weight.std() < 1.5
+    trained = model.part[0].weight.clone()  # type: ignore[index]
+    model.init_weights()  # it has values now, which a layer of torch keeps
+    assert torch.equal(model.part[0].weight, trained)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "make, part, named",
+    [
+        (Own, lambda: nn.ParameterList([torch.ones(3), torch.ones(2)]), "got part.0, part.1\\. "),
+        (Own, lambda: nn.Sequential(WithBuffer()), "got part.0.angles\\. "),
+        (Own, lambda: nn.MultiheadAttention(8, 2), "got part.in_proj_weight, part.in_proj_bias\\. "),
+        (WithParameter, nn.Identity, "got gain\\. "),
+        (Own, lambda: nn.ParameterList([torch.ones(1)] * 12), r"part.9, \.\.\. "),
+    ],
+)
+def test_what_cannot_be_initialized_after_to_empty_is_refused_by_name(make: Any, part: Any, named: str) -> None:
+    with pytest.raises(LigerzooError, match=f"^init_weights of {make.__name__}: .*{named}"):
+        emptied(make, part, False).init_weights()
 
 
 def test_std_argument_overrides_the_config() -> None:
