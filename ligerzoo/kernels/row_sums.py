@@ -7,8 +7,9 @@ where `split_row_sums` allows it, as decoding does: each row of a result then ha
 
 torch has an option against split sums, for the products that it leaves to cuBLASLt. For others it raises under this
 option: those of a single output, a bias with strides, or, in newer versions, a single row. A kernel computes these, and
-all products of up to 64 outputs, or of features that are not divisible by 8: cuBLAS sums these in an order that depends
-on the number of rows, however large it is.
+all products of up to 64 outputs, which cuBLAS sums in an order that depends on the number of rows, however large it is.
+So does it where rows of x or of the result are not aligned to 16 bytes: zeros complete the features to a multiple of 8,
+and the kernel computes the outputs beyond one.
 
 This holds on Hopper GPUs in bf16. Calls in other dtypes, with tensor subclasses, under autocast or in compiled code are
 left to torch.
@@ -34,8 +35,9 @@ from ligerzoo.kernels.registration import register
 
 _MIN_FEATURES = 2048  # cuBLAS does not split shorter sums: measured on an H200 for 512 to 4096 outputs
 _MAX_ROWS = 2048  # nor those of more rows: for 512 to 14336 outputs of up to 25600 features it stops at 700
-_MANY_OUTPUTS = 512  # with fewer outputs, as many more rows may be split
+_MANY_OUTPUTS = 1024  # with fewer outputs, as many more rows may be split
 _FEW_OUTPUTS = 64  # of products that the kernel computes for any number of rows
+_ALIGNMENT = 8  # numbers in 16 bytes
 _ROWS, _COLS, _INNER = 64, 64, 128  # of a tile of the kernel
 _PLAIN = {Tensor, nn.Parameter}
 _HAS_CUBLASLT = os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"  # torch reads it once, too
@@ -60,26 +62,26 @@ def splits_row_sums() -> bool:
 
 
 def would_split(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLAS may split the sums of `x @ weight.T`, where that is not allowed."""
+    """Whether cuBLAS may sum in `x @ weight.T` in an order that depends on the rows, where that is not allowed."""
     return (
         x.dtype == torch.bfloat16 == weight.dtype
         and x.is_cuda
         and {type(x), type(weight)} <= _PLAIN
-        and weight.shape[1] > _MIN_FEATURES
         and x.numel() > 0
-        and (_is_irregular(weight) or _leaves_multiprocessors_idle(x.numel() // x.shape[-1], len(weight)))
+        and (_is_irregular(weight) or _leaves_multiprocessors_idle(x.numel() // x.shape[-1], weight))
         and not splits_row_sums()
         and not torch.is_autocast_enabled("cuda")
     )
 
 
 def _is_irregular(weight: Tensor) -> bool:
-    """Whether cuBLAS may sum in other orders for any number of rows."""
-    return len(weight) <= _FEW_OUTPUTS or weight.shape[1] % 8 != 0
+    outputs, features = weight.shape
+    return outputs <= _FEW_OUTPUTS or outputs % _ALIGNMENT != 0 or features % _ALIGNMENT != 0
 
 
-def _leaves_multiprocessors_idle(n_rows: int, n_outputs: int) -> bool:
-    return n_rows * min(n_outputs, _MANY_OUTPUTS) < _MAX_ROWS * _MANY_OUTPUTS
+def _leaves_multiprocessors_idle(n_rows: int, weight: Tensor) -> bool:
+    outputs, features = weight.shape
+    return features > _MIN_FEATURES and n_rows * min(outputs, _MANY_OUTPUTS) < _MAX_ROWS * _MANY_OUTPUTS
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -145,8 +147,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not would_split(x, weight):
         return F.linear(x, weight, bias)
     rows, shape = as_rows(x), (*x.shape[:-1], len(weight))
-    if len(rows) == 1 or _is_irregular(weight) or not _HAS_CUBLASLT:
+    if len(weight) <= _FEW_OUTPUTS or len(rows) == 1 or not _HAS_CUBLASLT:
         return _OrderedProduct.apply(rows, weight, bias).view(shape)
+    if beyond := len(weight) % _ALIGNMENT:
+        sizes = [len(weight) - beyond, beyond]
+        biases = (None, None) if bias is None else bias.split(sizes)
+        parts = zip(weight.split(sizes), biases, strict=True)
+        return torch.cat([linear(x, *part) for part in parts], -1)
+    if missing := -x.shape[-1] % _ALIGNMENT:
+        return linear(F.pad(x, (0, missing)), F.pad(weight, (0, missing)), bias)
     if bias is None:  # torch leaves only products with a bias to cuBLASLt
         bias = x.new_zeros(len(weight))
     options = torch.backends.cuda.matmul

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import linears
-from ligerzoo.kernels.row_sums import _FEW_OUTPUTS, linear
+from ligerzoo.kernels.row_sums import linear
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, judge
 from tests.kernels.compiling import compiling_for_hopper
@@ -20,7 +20,7 @@ from tests.kernels.oracles import numbers
 LAYOUTS = [torch.clone, offset, padded, transposed]
 CASES: dict[str, list[Any]] = {
     "rows": [(1,), (2, 1), (65,), (7, 10)],
-    "outputs": [1, 2, 64, 65, 130],
+    "outputs": [1, 64, 65, 72, 130],
     "features": [16, 130, 257],
     "has_bias": [False, True],
     "x_layout": LAYOUTS,
@@ -60,10 +60,10 @@ def test_products_that_torch_does_not_give_to_cublaslt(
 
 @needs_triton
 def test_products_that_cublaslt_computes(device: str, addmm_calls: list[tuple[int, ...]]) -> None:
-    x, weight = (numbers(n, 16, dtype=HALF_DTYPE, device=device) for n in (66, _FEW_OUTPUTS + 1))
+    x, weight = (numbers(n, 16, dtype=HALF_DTYPE, device=device) for n in (66, 75))
     y = linear(x.view(2, 33, 16), weight)
-    assert addmm_calls == [(66, 16, 65)]
-    torch.testing.assert_close(y, F.linear(x, weight).view(2, 33, 65))
+    assert addmm_calls == [(66, 16, 72)]  # the kernel computes the last three
+    torch.testing.assert_close(y, F.linear(x, weight).view(2, 33, 75))
 
 
 @needs_triton
@@ -102,7 +102,7 @@ ROWS = (1, 2, 8, 64, 65, 700, 2047, 2048, 5000, 20000)
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("features", [2049, 2056, 4096, 14336])
+@pytest.mark.parametrize("features", [896, 2048, 2049, 2056, 4096, 14336])
 @pytest.mark.parametrize("outputs", [1, 2, 8, 63, 64, 65, 130, 512, 1000, 2049])
 def test_rows_do_not_depend_on_their_number(outputs: int, features: int, has_bias: bool) -> None:
     x = torch.randn(max(ROWS), features, device="cuda", dtype=torch.bfloat16)
