@@ -34,6 +34,7 @@ from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_quantization
+from ligerzoo.files.transformers_options import model_options
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
@@ -83,7 +84,8 @@ def load(
         local_files_only: use cached files only, without network access.
         shard: makes parameters DTensors in place, of the model on the meta device. Each process then reads the elements
             that it holds, see `ligerzoo.parallel.load_sharded`.
-        overrides: values of config fields, which take precedence over config.json.
+        overrides: values of config fields, which take precedence over config.json. Options of transformers, such as
+            `torch_dtype`, `device_map` and `attn_implementation`, are accepted where they have one meaning here.
 
     Raises:
         ConfigError: config.json describes another class than `model_class`, or has invalid or unsupported entries; or
@@ -92,6 +94,7 @@ def load(
             config.json implies; or the index and the files disagree about it; or the directory was replaced while its
             files were opened; or, with `shard`, only the constructor can compute a tensor.
     """
+    overrides, dtype, device = model_options(overrides, dtype, device)
     directory = find_checkpoint(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -238,17 +241,6 @@ def _config_class(architecture: Architecture, model_class: type[LanguageModel]) 
     )
 
 
-_REMEDIES = {
-    "attn_implementation": "Leave it out: attention chooses its kernel.",
-    "device_map": "Use device=..., one device for the whole model.",
-    "low_cpu_mem_usage": "Leave it out: weights are loaded without a second copy.",
-    "quantization_config": "Quantize the loaded model with torchao, see ligerzoo.integrations.torchao.",
-    "trust_remote_code": "Leave it out: code of checkpoints is never run.",
-    "use_safetensors": "Leave it out: only safetensors files are read.",
-}
-"""What to do instead, by the name of an option of transformers' `from_pretrained`."""
-
-
 def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
     names = [field.name for field in dataclasses.fields(config_class)]
     options = [
@@ -258,7 +250,7 @@ def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, 
         if name not in names:
             raise ConfigError(
                 "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
-                remedy=_REMEDIES.get(name) or did_you_mean(name, [*names, *options, *label_options]),
+                remedy=did_you_mean(name, [*names, *options, *label_options]),
             )  # fmt: skip
 
 

@@ -384,7 +384,8 @@ class LanguageModel(nn.Module):
             token: access token for private and gated repositories.
             cache_dir: directory of the downloaded files.
             local_files_only: use cached files only, without network access.
-            overrides: values of config fields, which take precedence over config.json.
+            overrides: values of config fields, which take precedence over config.json. Options of transformers, such as
+                `torch_dtype`, `device_map` and `attn_implementation`, are accepted where they have one meaning here.
         """
         from ligerzoo import hub
 

@@ -23,8 +23,9 @@ from typing import Any, Literal, Self, SupportsIndex, get_args
 
 import torch
 
-from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.errors import ConfigError, TokenizerError, did_you_mean
 from ligerzoo.files.atomic import reading_directory, replace_files
+from ligerzoo.files.transformers_options import text_options
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoding import TextEncoder, refuse_unknown
 from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_length
@@ -78,6 +79,10 @@ class Tokenizer(TextEncoder):
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        padding_side: PaddingSide | None = None,
+        truncation_side: PaddingSide | None = None,
+        model_max_length: int | None = None,
+        **options: Any,
     ) -> Self:
         """Loads a checkpoint's tokenizer from a directory or from the hub.
 
@@ -87,13 +92,23 @@ class Tokenizer(TextEncoder):
             token: access token for the hub. None uses the token of the login.
             cache_dir: directory for downloads. None uses the hub library's default.
             local_files_only: never contact the hub; use earlier downloads only.
+            padding_side: value of the attribute instead of the files'.
+            truncation_side: value of the attribute instead of the files'.
+            model_max_length: value of the attribute instead of the files'.
+            options: options of transformers that change nothing here, such as `use_fast`.
 
         Raises:
             TokenizerError: tokenizer.json is missing, or a file is malformed.
             CheckpointError: the directory was replaced during the read.
+            ConfigError: an option is unknown, or has an invalid value.
         """
         from ligerzoo.files.locate import locate_files
 
+        given = {"padding_side": padding_side, "truncation_side": truncation_side, "model_max_length": model_max_length}
+        text_options(
+            options, ["revision", "token", "cache_dir", "local_files_only", *given], "Tokenizer.from_pretrained"
+        )
+        attributes = {name: _attribute(name, value) for name, value in given.items() if value is not None}
         directory = locate_files(
             name_or_path,
             FILE_PATTERNS,
@@ -104,7 +119,10 @@ class Tokenizer(TextEncoder):
         )
         with reading_directory(directory):
             files = read_files(directory)
-        return cls(files, str(name_or_path))
+        tokenizer = cls(files, str(name_or_path))
+        for name, value in attributes.items():
+            setattr(tokenizer, name, value)
+        return tokenizer
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the tokenizer's files, byte for byte as they were loaded unless tokens were added or renamed.
@@ -381,3 +399,14 @@ class Tokenizer(TextEncoder):
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, SupportsIndex) and not getattr(value, "ndim", 0)
+
+
+def _attribute(name: str, value: object) -> object:
+    """Returns the value of an attribute that a user gives. Raises ConfigError if it is invalid."""
+    is_length = name == "model_max_length"
+    if (type(value) is not int or value < 1) if is_length else (value not in ("left", "right")):
+        raise ConfigError(
+            "invalid value", where=f"Tokenizer.from_pretrained, argument {name}", got=repr(value)[:200],
+            expected="an integer, 1 or more" if is_length else '"left" or "right"',
+        )  # fmt: skip
+    return value

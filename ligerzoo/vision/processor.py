@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import reading_directory, replace_files
+from ligerzoo.files.transformers_options import text_options
 from ligerzoo.text import tokenizer_files
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import PaddingSide
@@ -95,6 +96,7 @@ class Processor:
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        **options: Any,
     ) -> Self:
         """Loads a checkpoint's processor from a directory or from the hub.
 
@@ -104,14 +106,16 @@ class Processor:
             token: access token for the hub. None uses the token of the login.
             cache_dir: directory for downloads. None uses the hub library's default.
             local_files_only: never contact the hub; use earlier downloads only.
+            options: options of transformers that change nothing here, such as `use_fast`.
 
         Raises:
-            ConfigError: the model reads no images, or its preprocessing is not supported.
+            ConfigError: the model reads no images, its preprocessing is not supported, or an option is unknown.
             CheckpointError: a file is malformed, or the directory was replaced during the read.
             TokenizerError: tokenizer.json is missing or malformed, or has no image token.
         """
         from ligerzoo.files.locate import locate_files
 
+        text_options(options, ["revision", "token", "cache_dir", "local_files_only"], "Processor.from_pretrained")
         directory = locate_files(
             name_or_path,
             FILE_PATTERNS,

@@ -1,0 +1,158 @@
+"""Options of transformers' `from_pretrained` that scripts pass: what they mean here, or what to do instead.
+
+None means the default everywhere. An option that changes nothing here, such as the choice of an attention kernel, is
+accepted; if the user may have expected something else, a line of the log says what happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from ligerzoo.errors import ConfigError, did_you_mean
+
+_FLAG = (True, False)
+_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+_EVERYWHERE: Mapping[str, tuple[object, ...]] = {
+    "force_download": (False,),
+    "proxies": (),
+    "resume_download": _FLAG,
+    "trust_remote_code": _FLAG,
+    "use_auth_token": (),
+}
+_OF_MODELS: Mapping[str, tuple[object, ...]] = _EVERYWHERE | {
+    "attn_implementation": _KERNELS,
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+    "ignore_mismatched_sizes": (False,),
+    "load_in_4bit": (False,),
+    "load_in_8bit": (False,),
+    "low_cpu_mem_usage": _FLAG,
+    "max_memory": (),
+    "offload_folder": (),
+    "offload_state_dict": (False,),
+    "output_loading_info": (False,),
+    "quantization_config": (),
+    "tp_plan": (),
+    "use_cache": _FLAG,
+    "use_kernels": _FLAG,
+    "use_safetensors": (True,),
+    "weights_only": (True,),
+}
+_OF_TEXT: Mapping[str, tuple[object, ...]] = _EVERYWHERE | {"use_fast": _FLAG}
+"""Accepted values other than None, by option."""
+
+_QUANTIZE = "Quantize the loaded model with torchao, see ligerzoo.integrations.torchao."
+_ONE_DEVICE = 'Name one device, such as "cuda:0"; ligerzoo.parallel.load_sharded loads a model on several GPUs.'
+_REMEDIES = {
+    "attn_implementation": "Leave it out: attention chooses its kernel.",
+    "device_map": _ONE_DEVICE,
+    "ignore_mismatched_sizes": "Call resize_token_embeddings, or load with strict=False into an extended class.",
+    "load_in_4bit": _QUANTIZE,
+    "load_in_8bit": _QUANTIZE,
+    "max_memory": _ONE_DEVICE,
+    "offload_folder": _ONE_DEVICE,
+    "offload_state_dict": _ONE_DEVICE,
+    "output_loading_info": "Leave it out: model.origin lists missing and unexpected tensors.",
+    "quantization_config": _QUANTIZE,
+    "tp_plan": _ONE_DEVICE,
+    "use_auth_token": "Use token=...",
+    "use_safetensors": "Leave it out: only safetensors files are read.",
+    "weights_only": "Leave it out: only safetensors files are read.",
+}
+_NOTES = {
+    ("attn_implementation", None): "attention chooses its kernel, whose results are those of all implementations",
+    ("trust_remote_code", True): "code of checkpoints is never run",
+    ("use_cache", True): "generate uses a cache; forward returns one if it is called with use_cache=True",
+}
+"""What happens instead of what an option says, by option and value; None for any value."""
+
+
+def model_options(
+    options: Mapping[str, Any], dtype: str | torch.dtype, device: str | torch.device | None
+) -> tuple[dict[str, Any], str | torch.dtype, str | torch.device | None]:
+    """Reads options of models.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+        dtype: the argument `dtype`.
+        device: the argument `device`.
+
+    Returns:
+        The options that are not transformers', dtype, and device.
+
+    Raises:
+        ConfigError: a value has no meaning here, or two arguments say different things.
+    """
+    torch_dtype, device_map = options.get("torch_dtype"), options.get("device_map")
+    if torch_dtype is not None:
+        if dtype not in ("auto", torch_dtype):
+            raise ConfigError("differs from dtype", where="argument torch_dtype", got=torch_dtype, expected=dtype)
+        dtype = torch_dtype
+    if device_map is not None:
+        if device is not None:
+            raise ConfigError("given twice", where="arguments device and device_map", expected="one of them")
+        device = _single_device(device_map)
+    others = _others({n: v for n, v in options.items() if n not in ("torch_dtype", "device_map")}, _OF_MODELS)
+    return others, dtype, device
+
+
+def text_options(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Checks options of tokenizers and processors.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+        names: its own arguments, for the error message.
+        where: the function.
+
+    Raises:
+        ConfigError: an option is unknown, or a value has no meaning here.
+    """
+    for name in _others(options, _OF_TEXT):
+        raise ConfigError(
+            "unknown", where=f"{where}, argument {name}", expected=f"one of {', '.join(names)}",
+            remedy=did_you_mean(name, [*names, *_OF_TEXT]),
+        )  # fmt: skip
+
+
+def _others(options: Mapping[str, Any], accepted: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
+    """Returns the options that are not transformers', and checks the others."""
+    for name, value in options.items():
+        if name not in accepted or value is None:
+            continue
+        values = list(value.values()) if name == "attn_implementation" and isinstance(value, Mapping) else [value]
+        if not all(any(type(v) is type(other) and v == other for other in accepted[name]) for v in values):
+            raise ConfigError(
+                "not supported", where=f"argument {name}", got=repr(value)[:200],
+                expected=" or ".join(map(repr, (*accepted[name], None))), remedy=_REMEDIES.get(name),
+            )  # fmt: skip
+        for key, note in _NOTES.items():
+            if key in ((name, None), (name, values[0])):
+                _log(f"{name}={value!r}: {note}")
+    return {name: value for name, value in options.items() if name not in accepted}
+
+
+def _single_device(device_map: object) -> str | torch.device:
+    """Returns the device of a device map that names one."""
+    if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        if torch.cuda.device_count() > 1:
+            _log(f"device_map={device_map!r}: the whole model is loaded on cuda:0")
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    values = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    devices = {f"cuda:{value}" if type(value) is int else str(value) for value in values}
+    if len(devices) != 1 or not isinstance(values[0], str | int | torch.device) or devices <= {"disk", "True", "False"}:
+        raise ConfigError(
+            "not one device", where="argument device_map", got=repr(device_map)[:200],
+            expected='"auto", a device, or a map with one device', remedy=_ONE_DEVICE,
+        )  # fmt: skip
+    return devices.pop()
+
+
+@cache
+def _log(note: str) -> None:
+    """Logs a note once."""
+    logging.getLogger("ligerzoo").warning(note)
