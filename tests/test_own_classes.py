@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification, cli, convert, info
-from ligerzoo.convert.layout import Fused, Rename
+from ligerzoo.convert.layout import Fused, Rename, Transposed
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Phi3, Phi3Config
@@ -276,6 +276,68 @@ def test_a_layout_of_one_s_own(tmp_path: Path) -> None:
     assert {"model.layers.0.self_attn.qkv.weight", "factor"} <= stored.keys()
     assert "scale" not in stored
     assert same(AutoModel.from_pretrained(tmp_path), model)
+
+
+GPT2_NAMES = (
+    Rename("transformer.wte", "model.embed_tokens"),
+    Rename("transformer.ln_f", "model.norm"),
+    Rename("transformer.h", "model.layers"),
+    Rename("ln_1", "input_layernorm"),
+    Rename("ln_2", "post_attention_layernorm"),
+    Fused("attn.c_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Rename("attn.c_proj", "self_attn.o_proj"),
+    Rename("c_fc", "up_proj"),
+    Transposed("mlp.down_proj"),
+    Rename("mlp.c_proj", "mlp.down_proj"),
+)
+GPT2_STORED = [
+    "transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight", "factor",
+    *(f"transformer.h.{i}.{name}.weight" for i in range(2) for name in (
+        "ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.gate_proj", "mlp.c_proj",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_rules_combine(tmp_path: Path, order: int) -> None:
+    AutoModel.register(
+        ScaledConfig, Scaled, model_type="scaled", layout=(Rename("factor", "scale"), *GPT2_NAMES)[::order]
+    )
+    model = Scaled(ScaledConfig(**SIZES))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert sorted(stored) == sorted(GPT2_STORED)
+    if order == 1:
+        down = model.state_dict()["model.layers.1.mlp.down_proj.weight"]
+        assert torch.equal(stored["transformer.h.1.mlp.c_proj.weight"], down.mT)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert same(again, model)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    load_state = {name: torch.zeros_like(tensor) for name, tensor in model.hf_state_dict().items()}
+    again.load_hf_state_dict(load_state)
+    assert not any(tensor.any() for tensor in again.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    "layout, unused",
+    [
+        ((*GPT2_NAMES, Rename("x", "no_such_module")), r"Rename\(stored_path='x', path='no_such_module'\); expected"),
+        ((Rename("self_attn", "attn"),), r"Rename\(stored_path='self_attn', path='attn'\)"),
+        ((Rename("h", "layers"), Rename("transformer.h", "model.layers")), r"got Rename\(stored_path='transformer.h'"),
+        ((Transposed("scale.x"),), "got Transposed"),
+    ],
+)
+def test_rules_without_effect(tmp_path: Path, layout: tuple[Any, ...], unused: str) -> None:
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled")
+    Scaled(ScaledConfig(**SIZES)).save_pretrained(tmp_path)
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled", layout=layout)
+    for use in (
+        lambda: Scaled(ScaledConfig(**SIZES)).save_pretrained(tmp_path),
+        lambda: Scaled.from_pretrained(tmp_path),
+    ):
+        with pytest.raises(ConfigError, match=f"layout of model_type 'scaled': rules without effect; .*{unused}"):
+            use()
 
 
 def test_a_layout_that_is_not_one_to_one(tmp_path: Path) -> None:

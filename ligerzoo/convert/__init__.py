@@ -164,7 +164,7 @@ def register(
         "config_class": config_class,
     }
     if layout:
-        own["layouts"] = (Layout(tuple(layout)),)
+        own |= {"layouts": (Layout(tuple(layout)),), "layouts_of_config": None, "has_own_layout": True}
     if base and issubclass(config_class, base.config_class):
         _REGISTERED[model_type] = dataclasses.replace(base, **own)
     else:

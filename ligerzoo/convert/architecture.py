@@ -12,8 +12,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_entry, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.layout import Fused, FusedByHead, Interleaved, Layout, ModuleRules, Rename, Rule, Transposed
+from ligerzoo.convert.layout import (
+    Fused,
+    FusedByHead,
+    Interleaved,
+    Layout,
+    ModuleRules,
+    PerExpert,
+    Rename,
+    Rule,
+    Transposed,
+)
 from ligerzoo.convert.tensor_slices import Shape
+from ligerzoo.errors import ConfigError
 from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")
@@ -57,6 +68,7 @@ class Architecture:
         write_entries: returns the entries of config.json from the config and the entries named like its fields.
         layouts: possible layouts of the tensors. New models are saved in the first.
         layout_of_modules: index of the layout that transformers' modules have, up to prefixes.
+        has_own_layout: `AutoModel.register` gave the layout: a rule without effect is an error.
         layouts_of_config: returns the layouts for a config where they depend on it, instead of `layouts`.
         prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
@@ -85,6 +97,7 @@ class Architecture:
     write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
     layouts: tuple[Layout, ...] = (Layout(),)
     layout_of_modules: int = -1
+    has_own_layout: bool = False
     layouts_of_config: Callable[[Any], tuple[Layout, ...]] | None = None
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     module_prefixes: tuple[tuple[str, str], ...] = ()
@@ -96,6 +109,22 @@ class Architecture:
     optional: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
     quantized_formats: frozenset[str] = frozenset()
+
+    def check_rules(self, shapes: Mapping[str, Shape]) -> None:
+        """Raises ConfigError if a rule of a user's own layout has no effect on a model.
+
+        Args:
+            shapes: shapes of its parameters, by name.
+        """
+        unused = (
+            [rule for layout in self.layouts for rule in layout.unused_rules(shapes)] if self.has_own_layout else []
+        )
+        if unused:
+            raise ConfigError(
+                "rules without effect", where=f"layout of model_type {self.model_type!r}",
+                got=", ".join(map(str, unused)), expected=f"paths in names such as {next(iter(shapes))!r}",
+                remedy="An earlier rule may rename the same path, or the paths be swapped: the stored one comes first.",
+            )  # fmt: skip
 
     def describes(self, raw: Mapping[str, Any]) -> bool:
         """Returns whether config.json is that of a model which this architecture builds."""
@@ -155,7 +184,8 @@ class Architecture:
     @property
     def module_layout(self) -> Layout:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have."""
-        return Layout(self.layouts[self.layout_of_modules].rules, prefixes=self.module_prefixes)
+        rules = (rule for rule in self.layouts[self.layout_of_modules].rules if not isinstance(rule, PerExpert))
+        return Layout(tuple(rules), prefixes=self.module_prefixes)
 
     def module_names(self, name: str, shapes: Mapping[str, Shape]) -> list[str]:
         """Returns the names in transformers' modules of what holds a parameter: today's, then those of old versions.

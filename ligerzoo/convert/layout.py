@@ -11,7 +11,7 @@ possibly transposed. Loading copies from right to left (`stored_tensors.assemble
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,10 @@ class Rule(Protocol):
         """
         ...
 
+    def path_in(self, name: str) -> str | None:
+        """Returns the dotted path by which the rule finds a parameter; None if it is not in the name."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rename:
@@ -48,6 +52,9 @@ class Rename:
         if not _contains(name, self.path):
             return None
         return [TensorSlice(_replace_path(name, self.path, self.stored_path), shapes[name], name)]
+
+    def path_in(self, name: str) -> str | None:
+        return _found(self.path, name)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,9 @@ class Fused:
         first, last = sum(rows[:position]), sum(rows[: position + 1])
         stored_name, stored_shape = _replace_path(name, path, self.stored_path), (sum(rows), *shapes[name][1:])
         return [TensorSlice(stored_name, stored_shape, name, stored_index=(slice(first, last),))]
+
+    def path_in(self, name: str) -> str | None:
+        return next((path for path in self.paths if _contains(name, path)), None)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,9 @@ class PerExpert:
                 index = (expert, slice(i * rows, (i + 1) * rows))
                 yield TensorSlice(stored_name, (rows, *rest), name, index=index)
 
+    def path_in(self, name: str) -> str | None:
+        return _found(self.path, name)
+
 
 @dataclass(frozen=True)
 class FusedByHead:
@@ -123,7 +136,6 @@ class FusedByHead:
         return None if path is None else self._slices_by_head(name, path, shapes[name])
 
     def path_in(self, name: str) -> str | None:
-        """Returns the path of the part that a parameter is; None for other parameters."""
         return next((path for path, *_ in self.parts if _contains(name, path)), None)
 
     def _slices_by_head(self, name: str, path: str, shape: Shape) -> Iterator[TensorSlice]:
@@ -168,6 +180,9 @@ class Interleaved:
             parts.append(TensorSlice(name, stored_shape, name, tuple(stored_index), index, is_transposed))
         return parts
 
+    def path_in(self, name: str) -> str | None:
+        return _found(self.path, name)
+
 
 @dataclass(frozen=True)
 class Transposed:
@@ -185,6 +200,9 @@ class Transposed:
         *stack, rows, columns = shapes[name]
         return [TensorSlice(name, (*stack, columns, rows), name, transposed=True)]
 
+    def path_in(self, name: str) -> str | None:
+        return _found(self.path, name)
+
 
 @dataclass(frozen=True)
 class ModuleRules:
@@ -199,15 +217,23 @@ class ModuleRules:
     rules: tuple[Rule, ...]
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return _first_match(self.rules, name, shapes) if name.startswith(self.prefix) else None
+        return Layout(self.rules).slices_of(name, shapes) if self.path_in(name) else None
+
+    def path_in(self, name: str) -> str | None:
+        return self.prefix if name.startswith(self.prefix) else None
 
 
 @dataclass(frozen=True)
 class Layout:
     """Names and shapes of an architecture's tensors in a checkpoint.
 
+    Of the rules that find a parameter, the first that is not a `Rename` decides its slices. Then each `Rename` renames
+    its path in what no earlier rule has renamed: `Rename("transformer.h", "model.layers")` and `Rename("ln_1",
+    "input_layernorm")` both rename model.layers.0.input_layernorm.weight. A name that a rule gives is not renamed again,
+    so rules may swap names. Without a rule the stored name is the parameter's name.
+
     Attributes:
-        rules: the first rule that applies to a parameter is used. Without one the stored name is the parameter's name.
+        rules: the rules, in the order in which they apply.
         prefixes: pairs (prefix in the model, prefix in the checkpoint). They are replaced after the rules.
     """
 
@@ -225,21 +251,68 @@ class Layout:
 
     def slices_of(self, name: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """Yields the slices of one parameter. `shapes` holds the shapes of all parameters."""
-        slices = _first_match(self.rules, name, shapes)
-        for part in [TensorSlice(name, shapes[name], name)] if slices is None else slices:
-            yield replace(part, stored_name=self._with_stored_prefix(part.stored_name)) if self.prefixes else part
+        rules = list(_flat(self.rules, name))
+        renames = [rule for rule in rules if isinstance(rule, Rename)]
+        others = (rule for rule in rules if not isinstance(rule, Rename))
+        found = ((rule, slices) for rule in others if (slices := rule.slices(name, shapes)) is not None)
+        rule, slices = next(found, (None, [TensorSlice(name, shapes[name], name)]))
+        path = None if rule is None or isinstance(rule, Interleaved | Transposed) else rule.path_in(name)
+        before, after = (name, "") if path is None else _around(name, path)
+        new_before, new_after = _renamed(before, renames), _renamed(after, renames)
+        for part in slices:
+            middle = part.stored_name.removeprefix(before).removesuffix(after).strip(".")
+            stored_name = _joined(new_before, middle, new_after)
+            yield replace(part, stored_name=self._with_stored_prefix(stored_name))
+
+    def unused_rules(self, shapes: Mapping[str, Shape]) -> list[Rule]:
+        """Returns the rules without which all parameters have the same slices."""
+
+        def firsts(layout: Layout) -> list[TensorSlice]:
+            return [next(layout.slices_of(name, shapes)) for name in shapes]
+
+        others = [replace(self, rules=(*self.rules[:i], *self.rules[i + 1 :])) for i in range(len(self.rules))]
+        return [rule for rule, other in zip(self.rules, others, strict=True) if firsts(other) == firsts(self)]
 
     def _with_stored_prefix(self, name: str) -> str:
         names = (stored + name.removeprefix(prefix) for prefix, stored in self.prefixes if name.startswith(prefix))
         return next(names, name)
 
 
-def _first_match(rules: Iterable[Rule], name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-    return next((slices for rule in rules if (slices := rule.slices(name, shapes)) is not None), None)
+def _flat(rules: Iterable[Rule], name: str) -> Iterator[Rule]:
+    """Yields the rules for a parameter, with those of the modules that contain it."""
+    for rule in rules:
+        if not isinstance(rule, ModuleRules):
+            yield rule
+        elif name.startswith(rule.prefix):
+            yield from _flat(rule.rules, name)
+
+
+def _renamed(name: str, renames: Sequence[Rename]) -> str:
+    """Applies to a part of a name the first rule that finds it, and the others to what is before and after its path."""
+    rule = next((rule for rule in renames if rule.path_in(name)), None)
+    if rule is None:
+        return name
+    others = [other for other in renames if other is not rule]
+    before, after = _around(name, rule.path)
+    return _joined(_renamed(before, others), rule.stored_path, _renamed(after, others))
+
+
+def _around(name: str, path: str) -> tuple[str, str]:
+    """Returns the parts of a name before and after a dotted path, without dots at the ends."""
+    start = f".{name}.".index(f".{path}.")
+    return name[:start].strip("."), name[start + len(path) :].strip(".")
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
 
 
 def _contains(name: str, path: str) -> bool:
     return f".{path}." in f".{name}."
+
+
+def _found(path: str, name: str) -> str | None:
+    return path if _contains(name, path) else None
 
 
 def _replace_path(name: str, old: str, new: str) -> str:

@@ -67,7 +67,9 @@ class AutoModel:
             model_class: a subclass of CausalLM that is built as `model_class(config)`.
             model_type: `model_type` in config.json.
             layout: rules of `ligerzoo.convert.layout` for tensors that checkpoints store under other names or shapes.
-                The default stores each parameter under its own name, or as the nearest base class in ligerzoo.models.
+                Rules combine: each renames its path in the names. A rule without effect is an error when the model is
+                saved or loaded. The default stores each parameter under its own name, or as the nearest base class in
+                ligerzoo.models.
 
         Raises:
             ConfigError: An argument is invalid, or the name or a class is in use already.

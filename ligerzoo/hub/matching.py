@@ -74,6 +74,7 @@ def match_tensors(
             unexpected; or the index and the files disagree about a tensor that the model has, or, if `strict`, the
             index does not list a stored tensor.
     """
+    architecture.check_rules(shapes)
     stored = {name: tuple(info.shape) for name, info in source.tensors.items()}
     layout = architecture.with_layouts_for(config).layout_of(stored, shapes)
 

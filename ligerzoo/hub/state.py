@@ -108,6 +108,7 @@ def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where:
     """
     architecture = architecture_of_model(model)
     expected = shapes_of(architecture.build_on_meta(model.config, type(model)).state_dict())
+    architecture.check_rules(expected)
     if state.keys() != expected.keys():
         raise CheckpointError(
             "tensors differ from those of the architecture", where=where,
