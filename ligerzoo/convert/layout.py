@@ -229,8 +229,8 @@ class Layout:
 
     Of the rules that find a parameter, the first that is not a `Rename` decides its slices. Then each `Rename` renames
     its path in what no earlier rule has renamed: `Rename("transformer.h", "model.layers")` and `Rename("ln_1",
-    "input_layernorm")` both rename model.layers.0.input_layernorm.weight. A name that a rule gives is not renamed again,
-    so rules may swap names. Without a rule the stored name is the parameter's name.
+    "input_layernorm")` both rename model.layers.0.input_layernorm.weight. A name that a rule gives is not renamed
+    again, so rules may swap names. Without a rule the stored name is the parameter's name.
 
     Attributes:
         rules: the rules, in the order in which they apply.

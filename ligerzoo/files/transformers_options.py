@@ -25,7 +25,8 @@ _EVERYWHERE: Mapping[str, tuple[object, ...]] = {
     "trust_remote_code": _FLAG,
     "use_auth_token": (),
 }
-_OF_MODELS: Mapping[str, tuple[object, ...]] = _EVERYWHERE | {
+_OF_MODELS: Mapping[str, tuple[object, ...]] = {
+    **_EVERYWHERE,
     "attn_implementation": _KERNELS,
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
     "ignore_mismatched_sizes": (False,),
@@ -43,7 +44,7 @@ _OF_MODELS: Mapping[str, tuple[object, ...]] = _EVERYWHERE | {
     "use_safetensors": (True,),
     "weights_only": (True,),
 }
-_OF_TEXT: Mapping[str, tuple[object, ...]] = _EVERYWHERE | {"use_fast": _FLAG}
+_OF_TEXT: Mapping[str, tuple[object, ...]] = {**_EVERYWHERE, "use_fast": _FLAG}
 """Accepted values other than None, by option."""
 
 _QUANTIZE = "Quantize the loaded model with torchao, see ligerzoo.integrations.torchao."
