@@ -34,12 +34,13 @@ from ligerzoo.text.padding import BatchEncoding
 from ligerzoo.text.special_text import Rendered, SpecialTokens, token_mask
 from ligerzoo.text.tokenizer_files import (
     FILE_PATTERNS,
+    READ_PATTERNS,
     PaddingSide,
     find_chat_templates,
     read_files,
-    read_json,
     reporting,
 )
+from ligerzoo.text.tokenizer_json import read_json
 from ligerzoo.text.truncation import Truncation, truncate_single, truncation_strategy
 
 _FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
@@ -50,7 +51,7 @@ class Tokenizer(TextEncoder):
     """A checkpoint's tokenizer.
 
     Args:
-        files: contents of the files in `FILE_PATTERNS`, by name.
+        files: contents of the files in `READ_PATTERNS`, by name.
         where: the directory or hub id of the files, for error messages.
 
     Attributes:
@@ -111,7 +112,7 @@ class Tokenizer(TextEncoder):
         attributes = {name: _attribute(name, value) for name, value in given.items() if value is not None}
         directory = locate_files(
             name_or_path,
-            FILE_PATTERNS,
+            READ_PATTERNS,
             revision=revision,
             token=token,
             cache_dir=cache_dir,

@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.chat_template import ChatTemplate
+from ligerzoo.text.tokenizer_json import read_json, read_rules
 from ligerzoo.text.tokenizer_limits import Limits
 
 PaddingSide = Literal["left", "right"]
@@ -31,24 +32,29 @@ FILE_PATTERNS = (
 )
 """The files of a tokenizer, as glob patterns inside a checkpoint directory. Only the first is required."""
 
+READ_PATTERNS = (*FILE_PATTERNS, "config.json")
+"""The files that are read; config.json has the `model_type`, and belongs to the model."""
+
 _MAX_VOCABULARY_BYTES = 2**27  # of tokenizer.json; Gemma 3's, one of the largest, has a quarter of this
 _MAX_FILE_BYTES = 2**24  # of every other file
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ID = re.compile(r"[0-9]{1,10}")
-_LEFT_PADDING_CLASSES = ("LlamaTokenizer", "GemmaTokenizer")  # if tokenizer_config.json has no padding_side
+_LEFT_PADDING_CLASSES = (
+    "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "Siglip2Tokenizer", "XLNetTokenizer",
+)  # fmt: skip
+_CLASSES = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
+}
+"""The class of a model type, for a tokenizer_config.json without `tokenizer_class`."""
 
-
-def read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
-    """Returns the content of a JSON file; {} if it does not exist."""
-    where, remedy = f"{where}/{name}", "Download the file again, or run `git lfs pull` in a git clone."
-    try:
-        value = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError("not valid JSON", where=where, got=error, remedy=remedy) from error
-    if not isinstance(value, dict):
-        raise TokenizerError("not a JSON object", where=where, got=type(value).__name__)
-    return value
+_GENERIC_CLASS_TYPES = (
+    "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text",
+)  # fmt: skip
+"""Model types whose tokenizers transformers loads with a class that pads on the right, whatever their file says."""
 
 
 def load_backend(files: Mapping[str, bytes], where: str) -> tuple[tokenizers.Tokenizer, Limits]:
@@ -60,7 +66,7 @@ def load_backend(files: Mapping[str, bytes], where: str) -> tuple[tokenizers.Tok
             remedy="Other tokenizer formats are not supported. transformers converts them: "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
         )
-    content = read_json(files, "tokenizer.json", where)
+    content = read_rules(files, where)
     where = f"{where}/tokenizer.json"
     with reporting("cannot load the tokenizer", where):
         limits = Limits.of(content, where)
@@ -107,9 +113,9 @@ def find_chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any], s
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    """Returns the contents of the files in a directory that `FILE_PATTERNS` match, by relative path."""
+    """Returns the contents of the files in a directory that `READ_PATTERNS` match, by relative path."""
     files = {}
-    for pattern in FILE_PATTERNS:
+    for pattern in READ_PATTERNS:
         limit = _MAX_VOCABULARY_BYTES if pattern == "tokenizer.json" else _MAX_FILE_BYTES
         paths = sorted(directory.glob(pattern)) if "*" in pattern else [directory / pattern]
         for path in filter(os.path.lexists, paths):
@@ -163,11 +169,15 @@ def _token(value: Any, where: str) -> AddedToken:
     raise TokenizerError("not a token", where=where, got=reprlib.repr(value), expected="a string or an object")
 
 
-def padding_side(config: Mapping[str, Any], where: str) -> PaddingSide:
-    """Returns the padding side of tokenizer_config.json, or else that of its class in transformers."""
-    tokenizer_class = str(config.get("tokenizer_class")).removesuffix("Fast")
-    default = "left" if tokenizer_class in _LEFT_PADDING_CLASSES else "right"
-    return checked_side(config.get("padding_side", default), f"{where}/tokenizer_config.json: padding_side")
+def padding_side(files: Mapping[str, bytes], where: str) -> PaddingSide:
+    """Returns the padding side of tokenizer_config.json, or else that of the class which transformers uses."""
+    config, model = read_json(files, "tokenizer_config.json", where), read_json(files, "config.json", where)
+    model_type = str(model.get("model_type"))
+    name = str(config.get("tokenizer_class") or _CLASSES.get(model_type)).removesuffix("Fast")
+    is_byte_level_llama = name == "LlamaTokenizer" and b'"ByteLevel"' in files["tokenizer.json"]
+    is_left = name in _LEFT_PADDING_CLASSES and not is_byte_level_llama and model_type not in _GENERIC_CLASS_TYPES
+    side = config.get("padding_side", "left" if is_left else "right")
+    return checked_side(side, f"{where}/tokenizer_config.json: padding_side")
 
 
 def checked_side(side: object, where: str) -> PaddingSide:

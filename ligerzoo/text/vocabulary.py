@@ -16,10 +16,10 @@ from ligerzoo.text.tokenizer_files import (
     listed_tokens,
     load_backend,
     named_tokens,
-    read_json,
     reporting,
     with_tokens,
 )
+from ligerzoo.text.tokenizer_json import read_json
 
 
 class _SpecialToken:
@@ -77,7 +77,8 @@ class Vocabulary:
     """
 
     def __init__(self, files: Mapping[str, bytes], where: str) -> None:
-        self._files, self._where = dict(files), where
+        self._files = {name: content for name, content in files.items() if name != "config.json"}
+        self._where = where
         self._backend, self._limits = load_backend(files, where)
         self._bound: TokenBound | None = None
         self._special_text: SpecialText | None = None

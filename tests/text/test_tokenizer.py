@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 from ligerzoo.errors import TokenizerError
 from ligerzoo.generate import TextStreamer
 from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.tokenizer_json import read_rules
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind.",
@@ -268,18 +270,24 @@ def test_tokens_of_the_other_files_equal_transformers(tmp_path: Path, backends: 
     assert (len(ours), ours.bos_token_id, ours.eos_token_id) == (len(theirs), theirs.bos_token_id, theirs.eos_token_id)
 
 
+@pytest.mark.parametrize("kind", ["llama3", "llama2"])
 @pytest.mark.parametrize(
-    ("config", "side"),
-    [
-        ({}, "right"),
-        ({"tokenizer_class": "LlamaTokenizerFast"}, "left"),
-        ({"tokenizer_class": "GemmaTokenizer", "padding_side": "right"}, "right"),
-        ({"padding_side": "left"}, "left"),
-    ],
+    "model_type", [None, "llama", "deepseek_v3", "mistral", "gemma3_text", "cohere", "qwen2", "phi3"]
 )
-def test_padding_side(backends: dict[str, str], config: dict[str, Any], side: str) -> None:
-    files = {"tokenizer.json": backends["llama2"].encode(), "tokenizer_config.json": json.dumps(config).encode()}
-    assert Tokenizer(files, "here").padding_side == side
+def test_the_padding_side_is_that_of_transformers(
+    tmp_path: Path, backends: dict[str, str], kind: str, model_type: str | None
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(backends[kind])
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for name in ("LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizerFast", "CohereTokenizerFast", "Other", None):
+        for side in ({}, {"padding_side": "left"}):
+            config = {**({} if name is None else {"tokenizer_class": name}), "unk_token": "<unk>", **side}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+            ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+            assert ours.padding_side == theirs.padding_side, (name, side)
+    ours.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "config.json").exists()
 
 
 # Encoding and decoding
@@ -791,7 +799,8 @@ def test_only_the_tokenizer_s_files_are_downloaded(
     options = {"revision": "main", "token": "secret", "cache_dir": "here", "local_files_only": True}
     assert Tokenizer.from_pretrained("org/name", **options).eos_token == "<|im_end|>"  # type: ignore[arg-type]
     jsons = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-    assert calls == [("org/name", [*jsons, "chat_template.jinja", "additional_chat_templates/*.jinja"], options)]
+    templates = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+    assert calls == [("org/name", [*jsons, *templates, "config.json"], options)]
 
 
 def test_a_missing_directory_is_refused() -> None:
@@ -815,3 +824,50 @@ def test_a_file_that_cannot_be_read_is_not_absent(
             (path / name).mkdir()
     with pytest.raises(TokenizerError, match=f"{name}: is not a readable file"):
         Tokenizer.from_pretrained(path)
+
+
+# Reading tokenizer.json without its vocabulary
+
+
+TABLES = {
+    "pairs": {"vocab": {"a": 0, 'b"[{': 1, "\\\\": 2}, "merges": [["a", "b]"], ['"', "a"]]},
+    "texts": {"vocab": {}, "merges": ["a b", "] }"]},
+    "unigram": {"vocab": [["a", -1.5e-3], ["▁", 0]]},
+}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("tables", TABLES.values(), ids=TABLES)
+def test_rules_are_the_content_without_the_tables(tables: dict[str, Any], indent: int | None) -> None:
+    model = {"type": "x", **tables, "unk_token": "u"}
+    content = {"added_tokens": [{"content": '"vocab": {'}], "model": model, "x": [1]}
+    files = {"tokenizer.json": json.dumps(content, indent=indent).encode()}
+    expected = {**content, "model": {"type": "x", "unk_token": "u"}}
+    assert read_rules(files, "here") == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"normalizer": {"vocab": ["a", "b"]}, "model": {"vocab": {"a": 0}}},  # entries to count
+        {"model": {"vocab": {"a" * 3000: 0}}}, {"model": {"vocab": {"a": [0]}}}, {"model": {"vocab": [["a", 0, 1]]}},
+        {"model": [{"vocab": {"a": 0}}]}, {"vocab": {"a": 0}},
+    ],
+)  # fmt: skip
+def test_other_tables_are_read(content: dict[str, Any]) -> None:
+    assert read_rules({"tokenizer.json": json.dumps(content).encode()}, "here") == content
+
+
+def test_loading_does_not_parse_the_vocabulary_in_python() -> None:
+    content = json.loads(without_decoder().to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"word{number}": number for number in range(len(vocabulary), 20_000)}
+    data = json.dumps(content).encode()
+    Tokenizer({"tokenizer.json": data}, "here")  # imports
+    tracemalloc.start()
+    try:
+        Tokenizer({"tokenizer.json": data}, "here")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * len(data)
