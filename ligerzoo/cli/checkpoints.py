@@ -16,13 +16,57 @@ if TYPE_CHECKING:
     from ligerzoo.vision.processor import Processor
 
 
+def find_base_model(options: argparse.Namespace) -> None:
+    """Replaces the directory of an adapter in `options.model` by its base model, and sets `options.adapter` to it.
+
+    The tokenizer is the adapter's if it has one, such as after adding tokens.
+
+    Raises:
+        LigerzooError: adapter_config.json names no base model, or one that is not found here.
+    """
+    directory = Path(options.model)
+    if not (directory / "adapter_config.json").is_file() or (directory / "config.json").exists():
+        return
+    from ligerzoo.files.untrusted import read_json
+
+    raw = read_json(directory / "adapter_config.json")
+    base, problem = raw.get("base_model_name_or_path"), None
+    if getattr(options, "adapter", None) is not None:
+        problem = "MODEL is an adapter too"
+    elif not isinstance(base, str) or not base:
+        problem = "the adapter does not say which base model it has"
+    elif (directory / base).is_dir():
+        base = str(directory / base)
+    elif not Path(base).is_dir() and (base.startswith((".", "/", "~")) or base.count("/") != 1):
+        problem = "the base model of the adapter is not here"
+    if problem:
+        raise LigerzooError(
+            problem, where=f"{directory}, base_model_name_or_path", got=repr(base)[:200],
+            remedy=f"Merge them and use the result: `ligerzoo fuse BASE {directory} OUTPUT`.",
+        )  # fmt: skip
+    if options.revision is None and isinstance(raw.get("revision"), str):
+        options.revision = raw["revision"]
+    if getattr(options, "tokenizer", None) is None and (directory / "tokenizer.json").exists():
+        options.tokenizer = str(directory)
+    if getattr(options, "name", "") is None:  # of the server
+        options.name = directory.resolve().name
+    options.model, options.adapter = base, str(directory)
+
+
 def load_model(options: argparse.Namespace) -> CausalLM:
-    """Loads the model in the dtype and on the device of the options."""
+    """Loads the model in the dtype and on the device of the options, with the adapter of the options."""
     from ligerzoo.hub import AutoModel
 
-    return AutoModel.from_pretrained(
+    model = AutoModel.from_pretrained(
         options.model, revision=options.revision, dtype=options.dtype, device=find_device(options.device)
     )
+    if (adapter := getattr(options, "adapter", None)) is not None:
+        from ligerzoo.adapters import load_adapter
+        from ligerzoo.adapters.loading import resize_for_adapter
+
+        resize_for_adapter(model, adapter)
+        load_adapter(model, adapter)
+    return model
 
 
 def load_drafts(options: argparse.Namespace) -> dict[str, Any]:
@@ -36,10 +80,16 @@ def load_drafts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_tokenizer(options: argparse.Namespace) -> Tokenizer:
-    """Loads the tokenizer of the checkpoint."""
+    """Loads the tokenizer of the checkpoint or adapter."""
     from ligerzoo.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_pretrained(options.model, revision=options.revision)
+    return Tokenizer.from_pretrained(text_source(options), revision=options.revision)
+
+
+def text_source(options: argparse.Namespace) -> str:
+    """Returns the directory or hub id of the tokenizer."""
+    source: str = getattr(options, "tokenizer", None) or options.model
+    return source
 
 
 def find_preprocessor(model: str, revision: str | None) -> Processor | Tokenizer | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ligerzoo.cli.checkpoints import (
+    find_base_model,
     find_cache_dtype,
     find_preprocessor,
     load_drafts,
@@ -18,6 +19,7 @@ from ligerzoo.cli.checkpoints import (
     load_tokenizer,
     print_size,
     refuse_existing_files,
+    text_source,
 )
 from ligerzoo.errors import LigerzooError
 
@@ -72,6 +74,7 @@ def info(options: argparse.Namespace) -> int:
 
 def generate(options: argparse.Namespace) -> int:
     """Prints the continuation of a prompt or the answer to a question about images, or continues a file of prompts."""
+    find_base_model(options)
     if options.batch is not None:
         return generate_batch(options)
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
@@ -145,6 +148,7 @@ def serve(options: argparse.Namespace) -> int:
     from ligerzoo.serve.engine import Engine
     from ligerzoo.text.chat_template import ChatTemplate, read_template
 
+    find_base_model(options)
     with listen(options.host, options.port) as listener:
         tokenizer = load_tokenizer(options)
         if options.chat_template is not None:
@@ -176,7 +180,8 @@ def chat(options: argparse.Namespace) -> int:
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
-    loaded = load_processor_or_tokenizer(options.model, revision=options.revision)
+    find_base_model(options)
+    loaded = load_processor_or_tokenizer(text_source(options), revision=options.revision)
     tokenizer, processor = (loaded.tokenizer, loaded) if isinstance(loaded, Processor) else (loaded, None)
     conversation = Conversation(tokenizer, processor, system=options.system)
     for file in options.image:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligerzoo.cli.checkpoints import find_device, print_size, refuse_existing_files
+from ligerzoo.cli.checkpoints import find_base_model, find_device, load_model, print_size, refuse_existing_files
 from ligerzoo.errors import LigerzooError
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def train(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Prints the scores of a model on held-out data, and the results of tasks of lm-eval."""
-    from ligerzoo.adapters import load_adapter
-    from ligerzoo.hub import AutoModel, read_config
+    from ligerzoo.hub import read_config
     from ligerzoo.text.tokenizer import Tokenizer
     from ligerzoo.train.data.check import check_data
     from ligerzoo.train.scores import score_data
 
-    device = find_device(options.device)
+    find_device(options.device)  # refuses it before the data is read
+    find_base_model(options)
     config = read_config(options.model, revision=options.revision)
     longest = getattr(config, "max_position_embeddings", DEFAULT_SEQ_LENGTH)
     seq_length = options.seq_length or min(DEFAULT_SEQ_LENGTH, longest)
@@ -56,9 +56,7 @@ def evaluate(options: argparse.Namespace) -> int:
         data = {"data": options.data, "kind": options.kind, "tokenizer": tokenizer, "seq_length": seq_length}
         with warnings_as_lines():
             check_data(**data).raise_if_bad()
-    model = AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype, device=device)
-    if options.adapter is not None:
-        load_adapter(model, options.adapter)
+    model = load_model(options)
     found: dict[str, Any] = {}
     if data:
         with warnings_as_lines():

@@ -19,6 +19,7 @@ from torch import Tensor
 from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.layout import DTYPES, INDEX_FILE, SINGLE_FILE, SUPPORTED, is_plain_name
+from ligerzoo.files.other_formats import remedy_for
 from ligerzoo.files.untrusted import files_in, malformed, open_regular, read_json, reporting_errors
 
 
@@ -251,16 +252,10 @@ def _refuse_missing_files(directory: Path, files: list[str]) -> None:
     if not missing:
         return
     found = sorted(os.listdir(directory))
-    remedy = "Download the whole checkpoint."
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in found):
-        remedy = (
-            "Only safetensors files are read, because loading a pickle runs code. If you trust the checkpoint, convert "
-            "it: load it with transformers and call save_pretrained."
-        )
     raise CheckpointError(
         f"{len(missing)} of {len(files)} weight files missing",
         where=directory,
         got=files_in(directory),
         expected=first_names(missing),
-        remedy=remedy,
+        remedy=remedy_for(found) or "Download the whole checkpoint.",
     )

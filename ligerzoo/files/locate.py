@@ -15,6 +15,7 @@ from typing import Any
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint import read_weight_map
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.other_formats import remedy_for
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -66,6 +67,12 @@ def locate_files(
     assert all(pattern.endswith((".json", ".safetensors", ".jinja")) for pattern in patterns)
     if os.path.isdir(name_or_path):  # False for a path that is too long; Path.is_dir raises
         return Path(name_or_path)
+    if os.path.isfile(name_or_path) or str(name_or_path).lower().endswith((".gguf", ".safetensors")):
+        raise CheckpointError(
+            "a file" if os.path.isfile(name_or_path) else "no such file", where=name_or_path,
+            expected="a directory in Hugging Face's format",
+            remedy=remedy_for([os.path.basename(name_or_path)], is_given=True),
+        )  # fmt: skip
     if not _REPO_ID.fullmatch(str(name_or_path)) or ".." in str(name_or_path):
         raise CheckpointError(
             "no such directory, and not a repository id", where=name_or_path, expected='a directory or "org/name"'

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ligerzoo.errors import CheckpointError, first_names, quote
+from ligerzoo.files.other_formats import remedy_for
 
 _MAX_JSON_BYTES = 32 * 2**20  # the index of a checkpoint with 100,000 tensors has 10 MB
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Reads a JSON object from a UTF-8 file of at most 32 MiB.
+    """Reads a JSON object from a file of at most 32 MiB, in UTF-8 with or without a byte order mark.
 
     Raises:
         CheckpointError: The file does not exist, is too large, is not JSON or too deeply nested, has an object with a
@@ -23,7 +24,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     content = read_bytes(path)
     try:
-        value = json.loads(content.decode(), object_pairs_hook=_unique)
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise malformed(path, "JSON", error) from error
     if not isinstance(value, dict):
@@ -61,7 +62,8 @@ def reporting_errors(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(
             "no such file", where=path, got=files_in(path.parent),
-            remedy="Pass the directory of a whole checkpoint in Hugging Face format.",
+            remedy=(path.name == "config.json" and remedy_for(_names_in(path.parent) or ()))
+            or "Pass the directory of a whole checkpoint in Hugging Face format.",
         ) from error  # fmt: skip
     except OSError as error:
         raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
@@ -69,8 +71,13 @@ def reporting_errors(path: Path) -> Iterator[None]:
 
 def files_in(directory: Path) -> str | None:
     """Returns the names of some files for a message; None if the directory cannot be read."""
+    names = _names_in(directory)
+    return None if names is None else first_names(names) or "an empty directory"
+
+
+def _names_in(directory: Path) -> list[str] | None:
     try:
-        return first_names(sorted(os.listdir(directory))) or "an empty directory"
+        return sorted(os.listdir(directory))
     except OSError:
         return None
 

@@ -4,6 +4,7 @@ tokenizer.json holds the rules and the vocabulary. tokenizer_config.json names s
 tokenizer.json lacks. In older checkpoints special_tokens_map.json names the special tokens.
 """
 
+import codecs
 import json
 import os
 import re
@@ -70,7 +71,7 @@ def load_backend(files: Mapping[str, bytes], where: str) -> tuple[tokenizers.Tok
     where = f"{where}/tokenizer.json"
     with reporting("cannot load the tokenizer", where):
         limits = Limits.of(content, where)
-        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"].removeprefix(codecs.BOM_UTF8))
     for token in content.get("added_tokens") or []:
         if (got := backend.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(
