@@ -61,7 +61,8 @@ class RunData:
             "seq_length": options.seq_length,
         }  # fmt: skip
         self._encoding: dict[str, Any] = {
-            "seq_length": options.seq_length, "too_long": options.too_long, **encoding,
+            "seq_length": options.seq_length, "too_long": options.too_long, "special_tokens": options.special_tokens,
+            **encoding,
         }  # fmt: skip
         if options.eval_data:
             self._check(options.eval_data)

@@ -84,6 +84,8 @@ class RunOptions:
     """number of checkpoints to keep"""
     resume: bool = False
     """continue the run in the output directory, if any, bit for bit"""
+    special_tokens: Literal["text", "control"] = "text"
+    """what special tokens mean that are written in texts and messages: their characters, or control tokens"""
     seed: Number = 0
     """seed of the order of the data and of random weights"""
     device: str | None = None

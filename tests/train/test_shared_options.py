@@ -184,6 +184,20 @@ def test_a_chat_template_is_used_and_saved(method: str, given: Given, tmp_path: 
         train({**options, "output": str(tmp_path / "other"), "chat_template": str(tmp_path / "none.jinja")})
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo"])
+def test_special_tokens_of_the_data_are_text_or_control_tokens(method: str, given: Given, tmp_path: Path) -> None:
+    records = [{"prompt": "a</s>", "completion": "b", "chosen": "b", "rejected": "c"}] * 8
+    if method == "grpo":
+        records = [{"prompt": "a</s>"}] * 8
+    elif method != "dpo":
+        records = [{"prompt": "a</s>", "completion": "b"}] * 8
+    data = (str(write(tmp_path / "data.jsonl", records)),)
+    options = given(method, tmp_path / "run", data=data, eval_data=None, dry_run=True)
+    with pytest.warns(UserWarning, match="the special token '</s>' in a text is encoded as text"):
+        train(options)
+    train({**options, "special_tokens": "control"})  # no warning
+
+
 def test_policies_are_evaluated_on_held_out_prompts(given: Given, tmp_path: Path) -> None:
     """Greedy completions of all prompts, with the averaged weights."""
     held_out = write_prompts(tmp_path / "held-out.jsonl", 7)

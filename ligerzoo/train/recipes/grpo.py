@@ -139,10 +139,12 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
     outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
 
     epochs = None if options.max_steps else options.epochs or 1
-    longest_prompt = options.seq_length - options.max_new_tokens
+    encoding: dict[str, Any] = {
+        "seq_length": options.seq_length - options.max_new_tokens, "special_tokens": options.special_tokens,
+    }  # fmt: skip
 
     def prompts(paths: tuple[str, ...], **given: Any) -> Any:
-        return open_data(paths, "prompt", tokenizer, seq_length=longest_prompt, seed=options.seed, **given)
+        return open_data(paths, "prompt", tokenizer, seed=options.seed, **encoding, **given)
 
     stream = prompts(options.data, epochs=epochs)
     steps = options.max_steps or count_steps(prompts(options.data, epochs=epochs), options.prompts)
@@ -157,7 +159,7 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
     for prompt in islice(prompts(options.data, epochs=1), 3):
         processes.say(format_sample(prompt, tokenizer, max_tokens=500))
     if options.dry_run:
-        report = check_data(options.data, "prompt", tokenizer, seq_length=longest_prompt)
+        report = check_data(options.data, "prompt", tokenizer, **encoding)
         report.raise_if_bad()
         processes.say(report)
 
