@@ -124,14 +124,15 @@ def _delete_slot(slot: Path, target: Path) -> None:
 
 
 def _try_to_delete_slot(slot: Path, target: Path) -> None:
-    try:
-        (slot / OLD).rename(target)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-            warnings.warn(
-                f"{slot}: not deleted, because it may hold the only copy of {target}; got {error}", stacklevel=2
-            )
-            return
+    if os.path.lexists(slot / OLD) and not os.path.lexists(target):
+        try:
+            (slot / OLD).rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process has just made a new one
+                warnings.warn(
+                    f"{slot}: not deleted, because it may hold the only copy of {target}; got {error}", stacklevel=2
+                )
+                return
     with contextlib.suppress(OSError):  # rmtree does not ignore errors of closing a directory
         shutil.rmtree(slot, ignore_errors=True)
     if os.path.lexists(slot):

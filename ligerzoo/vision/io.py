@@ -7,7 +7,6 @@ the size in the header is checked before any pixel is decoded.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import stat
 import warnings
@@ -116,6 +115,8 @@ def read_video(video: VideoInput, where: str = "video") -> Tensor:
     expected = "a sequence of frames, or a tensor or an array of four dimensions"
     if isinstance(video, (str, Path)) or not isinstance(video, (Sequence, Tensor, np.ndarray)):
         raise ImageError("not a video", where=where, got=type(video).__name__, expected=expected, remedy=remedy)
+    if isinstance(video, Tensor):
+        _refuse_without_data(video, where)
     if not isinstance(video, Sequence) and video.ndim != 4:
         raise ImageError("not a video", where=where, got=f"shape {tuple(video.shape)}", expected=expected)
     frames = [read_image(frame, f"{where}[{i}]") for i, frame in enumerate(video)]
@@ -180,7 +181,7 @@ def _opened(image: str | Path | bytes, where: str) -> Iterator[PILImage]:
         if text.startswith("data:"):
             try:
                 source = io.BytesIO(base64.b64decode(text.partition(";base64,")[2], validate=True))
-            except binascii.Error as error:
+            except ValueError as error:  # binascii.Error, or characters beyond ASCII
                 raise ImageError("the image data is not valid base64", where=where, got=error) from error
 
     images = pillow()
@@ -237,7 +238,19 @@ def _from_16_bit_grey(levels: np.ndarray[Any, Any], transparent: int | None) -> 
     return torch.from_numpy(grey.astype(np.uint8))[None]
 
 
+def _refuse_without_data(tensor: Tensor, where: str) -> None:
+    """Raises ImageError for tensors whose elements cannot be read, such as sparse ones."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise ImageError(
+            "not a dense tensor with data", where=where, got=f"{kind} on {tensor.device}",
+            expected="a dense tensor on a CPU or GPU",
+        )  # fmt: skip
+
+
 def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
+    if isinstance(array, Tensor):
+        _refuse_without_data(array, where)
     # The copy removes negative strides and read-only memory, which torch.from_numpy does not support.
     image = array.detach().cpu() if isinstance(array, Tensor) else _tensor(np.array(array, order="C"), where)
     if image.dtype != torch.uint8:

@@ -308,6 +308,25 @@ def test_first_rename_is_undone_if_the_second_fails(old: Path, monkeypatch: pyte
     assert only_entry(old.parent) == "old"
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EPERM, errno.EROFS])
+def test_cleanup_that_cannot_rename(old: Path, exchanges: bool, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a whole save there is nothing to rename: the slot is deleted."""
+    rename = Path.rename
+
+    def failing_rename(self: Path, target: Path) -> Path:
+        if self.name == "old" and target == old:
+            raise OSError(error, "no")
+        return rename(self, target)
+
+    if not exchanges:
+        monkeypatch.setattr(atomic, "_exchange_in_one_step", lambda new, old: False)
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    replace(old)
+    assert contents(old) == NEW
+    assert only_entry(old.parent) == "old"
+
+
 # Slots
 
 
