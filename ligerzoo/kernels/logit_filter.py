@@ -23,6 +23,7 @@ from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, as_rows, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.row_chunks import in_row_chunks
 
 _BLOCK = 8192  # columns that a program reads at a time
 
@@ -223,5 +224,5 @@ def filter_bounds(
     check_tensor("filter_bounds", "top_k", top_k, "integer", of_rows, logits.device)
     with torch.no_grad():
         if not uses_triton(logits, backend=backend):
-            return reference(logits, temperature, top_k, top_p, min_p)
+            return in_row_chunks(reference, logits, temperature, top_k, top_p, min_p)
         return _bounds(as_rows(logits), temperature, top_k, top_p, min_p)

@@ -29,6 +29,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_log
 from ligerzoo.kernels.philox import WORD_MASK, random_block, random_words
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.row_chunks import in_row_chunks
 
 _BLOCK = 2048  # columns of a program
 
@@ -239,5 +240,5 @@ def sample_tokens(
     arguments = seeds, steps, temperature, threshold, last_token
     with torch.no_grad():
         if not uses_triton(*tensors, backend=backend):
-            return reference(logits, scores, *arguments)
+            return in_row_chunks(reference, logits, scores, *arguments)
         return _sample(as_rows(logits), None if scores is None else as_rows(scores), *arguments)
