@@ -17,7 +17,7 @@ from ligerzoo.layers import Attention, LatentAttention
 from ligerzoo.models import CausalLM, CausalLMOutput, Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.covering import every_backend
 from tests.models import prompts, tiny_mllama
-from tests.models.comparing import assert_close, gradients, load_both
+from tests.models.comparing import CACHE, assert_close, gradients, load_both
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS, TEXT_CHECKPOINTS
 
@@ -131,7 +131,7 @@ def test_outputs_with_a_cache(tiny: Tiny, models: tuple[CausalLM, PreTrainedMode
     chunks = [20, 1, 1, 9, tiny.tokens - 31]
     for chunk in tokens.split(chunks, 1):
         got = ours(chunk, past_key_values=cache, **options)
-        expected = theirs(chunk, past_key_values=their_cache, use_cache=True, **options)
+        expected = theirs(chunk, **{CACHE: their_cache}, use_cache=True, **options)
         assert_same_outputs(got, expected)
 
 

@@ -20,6 +20,7 @@ from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.models import Mllama, MllamaConfig, MllamaVisionConfig
 from tests.models.comparing import (
+    CACHE,
     all_gradients,
     assert_as_exact,
     assert_close,
@@ -239,8 +240,8 @@ def test_conversation_with_a_cache(pair: tuple[Mllama, PreTrainedModel], capacit
         got = ours(
             p.ids, past_key_values=cache, **p.vision
         ).logits  # the cache stores the mask that transformers needs as input
-        expected = theirs(input_ids=p.ids, past_key_values=theirs_cache, use_cache=True, **p.vision, **mask)
-        theirs_cache = expected.past_key_values
+        expected = theirs(input_ids=p.ids, **{CACHE: theirs_cache}, use_cache=True, **p.vision, **mask)
+        theirs_cache = expected[CACHE]
         assert_close(got, expected.logits, "logits from a cache")
     assert (cache.length, cache.cross_attention_length) == (18, 2 * 4 * ours.vision_model.tile_length)
 
