@@ -3,21 +3,30 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+NEWEST ?= .venv-newest
+OLDEST ?= .venv-oldest
 
 BIN := $(VENV)/bin
 # worksteal gives each worker neighbouring tests, which share what module fixtures build (models and checkpoints).
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST_OPTIONS := --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+# What the libraries of clients may break.
+CLIENTS ?= tests/integrations tests/serve tests/adapters tests/text tests/train/test_preference_trl.py \
+	tests/train/test_grpo_loss.py tests/test_from_transformers.py tests/test_docs.py tests/test_quantized_models.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles ligerzoo again
-.PHONY: help demo test test-thorough lint clean
+.PHONY: help demo test test-thorough test-newest test-oldest lint clean
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
 	@echo 'make test           install, then run the test suite (about 13 minutes on 2 cores)'
 	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
+	@echo 'make test-newest    the tests of integrations and clients with the newest torch, transformers, TRL, ...'
+	@echo 'make test-oldest    the same with the oldest versions that pyproject.toml allows'
 	@echo 'make lint           ruff, mypy and the phrases that our prose avoids'
 	@echo 'make clean          remove $(VENV) and all caches'
 	@echo
@@ -36,6 +45,14 @@ test-thorough: $(VENV)/installed-dev
 	TRITON_INTERPRET=1 $(PYTEST) --run-slow tests/kernels
 	$(PYTEST) --run-slow
 
+# Upgrades at each run. TORCH=pinned keeps torch at the version of constraints.txt; CLIENTS are the tests.
+test-newest:
+	@PYTHON='$(PYTHON)' tools/install.sh '$(NEWEST)' test,integrations,serve newest
+	$(NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(CLIENTS)
+
+test-oldest: $(OLDEST)/installed-oldest
+	$(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(CLIENTS)
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -43,7 +60,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/python -m tools.prose
 
 clean:
-	rm -rf $(VENV) $(VENV).incomplete build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(foreach venv,$(VENV) $(NEWEST) $(OLDEST),$(venv) $(venv).incomplete) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/installed: constraints.txt pyproject.toml
 	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' vision
@@ -51,4 +68,8 @@ $(VENV)/installed: constraints.txt pyproject.toml
 
 $(VENV)/installed-dev: constraints.txt pyproject.toml
 	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' test,dev,integrations,serve
+	@touch $@
+
+$(OLDEST)/installed-oldest: pyproject.toml
+	@PYTHON='$(PYTHON)' tools/install.sh '$(OLDEST)' test,integrations,serve oldest
 	@touch $@

@@ -116,6 +116,25 @@ def test_a_directory_with_other_files_is_refused_as_environment(tmp_path: Path) 
 
 
 @needs_make
+def test_the_newest_versions_are_installed_without_pins(tmp_path: Path) -> None:
+    python = tmp_path / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    options = [f"PYTHON={python}", f"NEWEST={tmp_path / 'env'}", "TORCH=pinned", "CLIENTS=tests/integrations"]
+    subprocess.run(
+        ["make", *options, "test-newest"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+        env={**os.environ, "CALLS": str(tmp_path / "calls"), "FAILS": "nothing", "KILLED_AT": "nothing"},
+    )  # fmt: skip
+    asked, installed, ours, tested = (call for call in calls(tmp_path)[-4:])
+    assert asked == "tools/requirements.py newest test,integrations,serve"
+    assert "--upgrade" in installed
+    assert "constraints.txt" not in installed + ours
+    assert ours.endswith("--no-deps --editable .")
+    assert tested.startswith("-m pytest ")
+    assert tested.endswith(" tests/integrations")
+
+
+@needs_make
 def test_make_help_names_every_command() -> None:
     shown = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     phony = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:"))

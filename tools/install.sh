@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Installs ligerzoo with the pinned versions into a virtual environment, one line per step. `make` calls it:
+# Installs ligerzoo into a virtual environment, one line per step. `make` calls it:
 #
-#   tools/install.sh VENV EXTRAS    # for example: tools/install.sh .venv test,dev
+#   tools/install.sh VENV EXTRAS            # with the pinned versions; for example: tools/install.sh .venv test,dev
+#   tools/install.sh VENV EXTRAS newest     # with the newest releases, beyond the bounds of pyproject.toml
+#   tools/install.sh VENV EXTRAS oldest     # with the lowest versions of libraries that have an upper bound
+#
+# TORCH=pinned takes torch and triton from constraints.txt, and the newest of everything else.
 #
 # pip's output goes to a log, which is shown if a step fails. The file VENV.incomplete exists while an environment is
 # being changed. If an earlier run failed or was killed and left this file, the environment is made again from nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=$1 extras=$2
+venv=$1 extras=$2 versions=${3:-pinned}
 python=${PYTHON:-python3}
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+log=$(mktemp) requirements=$(mktemp) constraints=$(mktemp)
+trap 'rm -f "$log" "$requirements" "$constraints"' EXIT
 
 megabytes() { if [ -d "$venv" ]; then du -sm "$venv" | cut -f1; else echo 0; fi; }
 
@@ -51,7 +55,16 @@ elif [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
 fi
 touch "$venv.incomplete"
 step "Creating $venv with $("$python" --version)" "$python" -m venv $clear "$venv"
-pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --constraint constraints.txt)
-step "Installing torch" "${pip[@]}" torch  # first, so that nothing else chooses its version
-step "Installing ligerzoo[$extras]" "${pip[@]}" --editable ".[$extras]"
+pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input)
+if [ "$versions" = pinned ]; then
+  pip+=(--constraint constraints.txt)
+  step "Installing torch" "${pip[@]}" torch  # first, so that nothing else chooses its version
+  step "Installing ligerzoo[$extras]" "${pip[@]}" --editable ".[$extras]"
+else
+  "$python" tools/requirements.py "$versions" "$extras" >"$requirements"
+  if [ "${TORCH:-}" = pinned ]; then grep -E '^(torch|triton)==' constraints.txt >"$constraints"; fi
+  pip+=(--upgrade --upgrade-strategy eager --constraint "$constraints")
+  step "Installing the $versions versions for ligerzoo[$extras]" "${pip[@]}" --requirement "$requirements"
+  step "Installing ligerzoo" "${pip[@]}" --no-deps --editable .
+fi
 rm "$venv.incomplete"
