@@ -43,9 +43,9 @@ def bounds_of(pyproject: str) -> dict[str, Bounds]:
     found: dict[str, Bounds] = {}
     for match in BOUNDED.finditer(pyproject):
         bounds = Bounds(**match.groupdict())
-        known = found.setdefault(bounds.name, bounds)
-        if known != bounds:
-            ranges = f">={known.lower},<{known.upper} and >={bounds.lower},<{bounds.upper}"
+        first = found.setdefault(bounds.name, bounds)
+        if first != bounds:
+            ranges = f">={first.lower},<{first.upper} and >={bounds.lower},<{bounds.upper}"
             raise ValueError(f"pyproject.toml: {bounds.name}: {ranges}; expected one range")
     return found
 
