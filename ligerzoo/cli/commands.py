@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -136,6 +137,7 @@ def generate_batch(options: argparse.Namespace) -> int:
 def serve(options: argparse.Namespace) -> int:
     """Serves a model over HTTP until Ctrl-C."""
     try:
+        from ligerzoo.serve.access import Access, names_of
         from ligerzoo.serve.app import Service
         from ligerzoo.serve.server import Server, is_local, listen, url
     except ModuleNotFoundError as error:
@@ -167,10 +169,13 @@ def serve(options: argparse.Namespace) -> int:
         name = options.name or (Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
         max_body = options.max_body_mib * 2**20
         service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
-        if not is_local(listener):
+        hosts = [*names_of(options.host, is_local=is_local(listener)), *options.allowed_host]
+        api_key = options.api_key if options.api_key is not None else os.environ.get("LIGERZOO_API_KEY")
+        app = Access(service.app(), hosts=hosts, api_key=api_key)
+        if not is_local(listener) and api_key is None:
             print("warning: everyone who can reach this address can use the model", file=sys.stderr)
         print(f"{name} at {url(listener)}. Ctrl-C stops the server.", flush=True)
-        Server(service.app(), engine, listener).run_until_stopped()
+        Server(app, engine, service.bodies, listener).run_until_stopped()
     return 0
 
 

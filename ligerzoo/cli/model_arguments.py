@@ -187,13 +187,24 @@ examples:
   ligerzoo serve HuggingFaceTB/SmolLM2-360M-Instruct
   ligerzoo serve path/to/checkpoint --port 8001 --name my-model --batch-size 64
 
-The server is for a laboratory: it has no users, keys, encryption or rate limits, so it listens on this machine only.
-Whoever can reach it can use the model. Needs the packages of `pip install ligerzoo[serve]`. Ctrl-C stops it.""",
+The server is for a laboratory: it has no users, encryption or rate limits, so it listens on this machine only. Whoever
+can reach it can use the model, unless it has a key. Needs the packages of `pip install ligerzoo[serve]`. Ctrl-C stops
+it.""",
     )
     add_model_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port", type=PORT, default=8000, metavar="N", help="port; 0 finds a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further name of the server that clients may use, such as lab.example.org; may be repeated",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key that clients must have (default: $LIGERZOO_API_KEY, else no key)"
     )
     parser.add_argument("--name", help="the model's name for clients (default: MODEL, of a directory its last part)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="jinja file instead of the model's template")

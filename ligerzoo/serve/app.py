@@ -18,13 +18,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
+from ligerzoo.serve.bodies import Bodies, check_values
 from ligerzoo.serve.continuation import Continuation, Piece
-from ligerzoo.serve.engine import Engine, GenerationError, Job, OverloadedError
-from ligerzoo.serve.options import parse_json
+from ligerzoo.serve.engine import SEE_LOG, Engine, GenerationError, Job, OverloadedError
+from ligerzoo.serve.engine import Request as EngineRequest
+from ligerzoo.serve.options import parse_json, show
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
+from ligerzoo.serve.threads import in_thread
 
 MAX_BODY = 10 * 2**20
+_MAX_BODIES = 4  # of the largest size, that may be in memory
 
 T = TypeVar("T")
 
@@ -42,18 +46,23 @@ class Service:
         name: the model's name, which requests must have.
         device: the model's device.
         max_body: largest size of a request's body in bytes.
+
+    Attributes:
+        bodies: the bodies that arrive.
     """
 
     def __init__(
         self, engine: Engine, encoder: PromptEncoder, *, name: str, device: torch.device | str, max_body: int = MAX_BODY
     ) -> None:
-        self._engine, self._encoder, self._device, self._max_body = engine, encoder, device, max_body
+        self._engine, self._encoder, self._device = engine, encoder, device
+        self.bodies = Bodies(max_body, _MAX_BODIES * max_body)
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
-        return Starlette(
+        app = Starlette(
             routes=[
+                Route("/health", self.health),
                 Route("/v1/models", self.list_models),
                 Route("/v1/models/{name:path}", self.show_model),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -68,6 +77,11 @@ class Service:
                 Exception: _internal_error,
             },
         )
+        app.router.redirect_slashes = False
+        return app
+
+    async def health(self, _request: Request) -> Response:
+        return Response(status_code=200 if self._engine.is_running else 503)
 
     async def list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model]})
@@ -83,10 +97,9 @@ class Service:
         return await self._respond(request, Completion)
 
     async def _respond(self, request: Request, endpoint: type[Endpoint]) -> Response | EventStream:
-        body = await read_body(request, self._max_body)
-        call = await asyncio.to_thread(self._read, body, endpoint)
-        outputs = Outputs(call, self._encoder)
-        job = await self._engine.submit(call.requests(self._encoder, self._device))
+        async with self.bodies.receive(request) as body:
+            call, requests, outputs = await in_thread(self._prepare, body, endpoint)
+        job = await self._engine.submit(requests)
         if call.is_streamed:
             return EventStream(job, outputs, endpoint(call))
         try:
@@ -95,19 +108,26 @@ class Service:
             job.close()
         return JSONResponse(endpoint(call).response(choices, outputs.num_tokens))
 
-    def _read(self, body: bytes, endpoint: type[Endpoint]) -> Call:
+    def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[EngineRequest], Outputs]:
+        """Returns what a body asks for; in a thread, since it may take seconds."""
+        call = endpoint.read(self._read(body), self._encoder, self._engine.max_requests)
+        return call, call.requests(self._encoder, self._device), Outputs(call, self._encoder)
+
+    def _read(self, body: bytes) -> dict[str, Any]:
+        """Returns the fields of a body for this model."""
+        check_values(body)
         try:
             fields = parse_json(body)
         except (ValueError, RecursionError) as error:
             raise LigerzooError("not valid JSON", where="body", got=error) from error
         if not isinstance(fields, dict):
-            raise LigerzooError("invalid value", where="body", got=quote(repr(fields)), expected="a JSON object")
+            raise LigerzooError("invalid value", where="body", got=show(fields), expected="a JSON object")
         if not isinstance(fields.get("model"), str):
             raise LigerzooError(
-                "invalid value", where="model", got=quote(repr(fields.get("model"))), expected=repr(self._model["id"])
+                "invalid value", where="model", got=show(fields.get("model")), expected=repr(self._model["id"])
             )
         self._check_model(fields["model"])
-        return endpoint.read(fields, self._encoder)
+        return fields
 
     def _check_model(self, name: str) -> None:
         if name != self._model["id"]:
@@ -185,29 +205,6 @@ class EventStream:
         yield b"[DONE]"
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Returns the body of a request.
-
-    Raises:
-        HTTPException: the content type is not JSON (a web page can send others to any server without asking it), or the
-            body is too large. Then up to `limit` more bytes are read and dropped, because many clients read the
-            response only after the body is sent.
-    """
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, f"content-type: got {quote(content_type)}; expected 'application/json'")
-    body, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= limit:
-            body += part
-        elif size > 2 * limit:
-            break
-    if size > limit:
-        raise HTTPException(413, f"body: too large; expected at most {limit:,} bytes", {"connection": "close"})
-    return bytes(body)
-
-
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of a coroutine, or cancels it when the client disconnects.
 
@@ -237,7 +234,7 @@ def _json(content: object) -> bytes:
 
 # Errors
 
-_ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models or GET /v1/models/NAME"
+_ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME or GET /health"
 
 
 def _error(message: str, kind: str, param: object = None, code: str | None = None) -> dict[str, Any]:
@@ -249,15 +246,16 @@ def _http_error(request: Request, error: Exception) -> Response:
     detail, code = error.detail, "model_not_found" if isinstance(error, ModelNotFoundError) else None
     if detail == HTTPStatus(error.status_code).phrase:  # of the router
         detail = f"no such endpoint; got {request.method} {quote(request.url.path)}; expected {_ENDPOINTS}"
-    content = _error(detail, "invalid_request_error", code=code)
+    content = _error(detail, "invalid_request_error" if error.status_code < 500 else "server_error", code=code)
     return JSONResponse(content, error.status_code, error.headers)
 
 
 def _invalid_request(_request: Request, error: Exception) -> Response:
     assert isinstance(error, LigerzooError)
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    field = None if isinstance(error, TokenizerError) else error.where
-    return JSONResponse(_error(str(error), "invalid_request_error", field, code), 400)
+    if isinstance(error, TokenizerError):  # names a file of the server
+        error = LigerzooError(error.what, got=error.got, expected=error.expected, remedy=error.remedy)
+    return JSONResponse(_error(str(error), "invalid_request_error", error.where, code), 400)
 
 
 def _generation_error(_request: Request, error: Exception) -> Response:
@@ -274,4 +272,4 @@ def _disconnected(_request: Request, _problem: Exception) -> Response:
 
 
 def _internal_error(_request: Request, error: Exception) -> Response:
-    return JSONResponse(_error(f"{type(error).__name__}: {error}", "server_error"), 500)
+    return JSONResponse(_error(f"{type(error).__name__}. {SEE_LOG}", "server_error"), 500)

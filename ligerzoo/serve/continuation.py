@@ -111,9 +111,13 @@ class Continuation:
         return self._take(len(self._held), reason) if end is None else self._cut(end)
 
     def _cut(self, end: int) -> Piece:
-        """Returns the held text before `end`, and the tokens that begin there."""
-        self._held = self._held[:end]
-        self._tokens = [token for token in self._tokens if token.offset < self._returned + end]
+        """Returns the held text before `end`, and the tokens that begin there, of the last one its part of the text."""
+        self._held, end_offset = self._held[:end], self._returned + end
+        self._tokens = [
+            token._replace(text=token.text[: end_offset - token.offset])
+            for token in self._tokens
+            if token.offset < end_offset
+        ]
         return self._take(end, "stop")
 
     def _take(self, length: int, finish_reason: str | None = None) -> Piece:

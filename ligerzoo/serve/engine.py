@@ -20,6 +20,9 @@ from ligerzoo.generate import BrokenLogitsError, Scheduler, Update
 
 log = logging.getLogger("ligerzoo.serve")
 
+SEE_LOG = "The log of the server says more."
+"""Clients do not see the messages of unexpected errors, which may name files."""
+
 
 class OverloadedError(Exception):
     """Too many requests wait or run."""
@@ -41,36 +44,52 @@ class Job:
 
     Iterating yields (position of the request in the job, its update) until all requests have finished, and raises
     GenerationError if the engine fails.
+
+    Attributes:
+        requests: as submitted.
+        accepted: done when the scheduler has all requests.
+        unfinished: positions of the requests whose last token does not exist yet. Only these count for
+            `Engine.max_requests`: a caller that does not read its results keeps nobody waiting.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.results: asyncio.Queue[tuple[int, Update] | GenerationError] = asyncio.Queue()
+        self.unfinished = set(range(len(requests)))
+        self._results: asyncio.Queue[tuple[int, Update] | GenerationError] = asyncio.Queue()
         self._engine = engine
-        self._running = set(range(len(requests)))
+        self._unread = set(range(len(requests)))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        while self._running:
-            result = await self.results.get()
+        while self._unread:
+            result = await self._results.get()
             if isinstance(result, GenerationError):
                 raise result
             position, update = result
-            if position in self._running:
+            if position in self._unread:
                 if update.finish_reason is not None:
-                    self._running.discard(position)
+                    self._unread.discard(position)
                 yield result
+
+    def put(self, result: tuple[int, Update] | GenerationError) -> None:
+        """Adds a result for the caller."""
+        if isinstance(result, GenerationError):
+            self.unfinished.clear()
+        elif result[1].finish_reason is not None:
+            self.unfinished.discard(result[0])
+        self._results.put_nowait(result)
 
     def cancel(self, position: int) -> None:
         """Ends a request. Does nothing if it has finished."""
-        if position in self._running:
-            self._running.discard(position)
+        self._unread.discard(position)
+        if position in self.unfinished:
+            self.unfinished.discard(position)
             self._engine.cancel(self, [position])
 
     def close(self) -> None:
         """Ends all requests of the job, and makes room for others."""
-        self._engine.cancel(self, self._running)
-        self._running = set()
+        self._engine.cancel(self, self.unfinished)
+        self.unfinished, self._unread = set(), set()
         self._engine.release(self)
 
 
@@ -80,10 +99,13 @@ class Engine:
     Args:
         make_scheduler: makes a scheduler. It is called now, and again after a step has failed.
         max_requests: largest number of requests that wait or run.
+
+    Attributes:
+        max_requests: as given.
     """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler], *, max_requests: int) -> None:
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._jobs: set[Job] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -101,6 +123,11 @@ class Engine:
         self._inbox.put(None)
         self._thread.join()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     # On the event loop
 
     async def submit(self, requests: Sequence[Request]) -> Job:
@@ -108,15 +135,10 @@ class Engine:
 
         Raises:
             OverloadedError: with these requests, more than `max_requests` would wait or run.
-            LigerzooError: the scheduler refuses a request, or there are more than `max_requests`.
+            LigerzooError: the scheduler refuses a request.
             GenerationError: the scheduler cannot be made.
         """
-        if len(requests) > self._max_requests:
-            raise LigerzooError(
-                "too many continuations", where="n times the number of prompts", got=len(requests),
-                expected=f"at most {self._max_requests}", remedy="Send several requests.",
-            )  # fmt: skip
-        if sum(len(job.requests) for job in self._jobs) + len(requests) > self._max_requests:
+        if sum(len(job.unfinished) for job in self._jobs) + len(requests) > self.max_requests:
             raise OverloadedError
         self._loop = asyncio.get_running_loop()
         job = Job(self, requests)
@@ -140,7 +162,7 @@ class Engine:
     def abort(self, reason: str) -> None:
         """Ends all jobs with a GenerationError."""
         for job in self._jobs:
-            job.results.put_nowait(GenerationError(reason))
+            job.put(GenerationError(reason))
 
     # In the thread
 
@@ -227,9 +249,9 @@ def _resolve(accepted: asyncio.Future[None], refusal: Exception | None) -> None:
 
 def _put(results: Sequence[tuple[Job, tuple[int, Update] | GenerationError]]) -> None:
     for job, result in results:
-        job.results.put_nowait(result)
+        job.put(result)
 
 
 def _failure(error: Exception) -> GenerationError:
     log.error("generation failed", exc_info=error)
-    return GenerationError(str(error) if isinstance(error, LigerzooError) else f"{type(error).__name__}: {error}")
+    return GenerationError(str(error) if isinstance(error, LigerzooError) else f"{type(error).__name__}. {SEE_LOG}")

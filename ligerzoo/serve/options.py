@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -12,9 +14,14 @@ import torch
 
 from ligerzoo.errors import LigerzooError, quote
 
+MIN_TEMPERATURE = 1e-30  # logits divided by less may exceed fp32
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 32
 MAX_NGRAM_SIZE = 64
+
+_SURROGATE = re.compile("[\ud800-\udfff]|\\\\u[dD][89a-fA-F]")
+_REPR = reprlib.Repr()
+_REPR.maxstring = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ class RequestOptions:
             if (value := fields.get(field)) is not None:
                 is_valid, expected = _CHECKS[name]
                 if not is_valid(value):
-                    raise LigerzooError("invalid value", where=field, got=quote(repr(value)), expected=expected)
+                    raise LigerzooError("invalid value", where=field, got=show(value), expected=expected)
                 options[name] = value
         if "stop" in options:
             options["stop"] = (options["stop"],) if isinstance(options["stop"], str) else tuple(options["stop"])
@@ -100,9 +107,23 @@ def parse_json(text: str | bytes) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError, RecursionError: it is malformed, or has NaN or Infinity, which Python's parser accepts.
+        ValueError, RecursionError: it is malformed, or has NaN, Infinity or half of a surrogate pair in a text or name,
+            which Python's parser accepts.
     """
-    return json.loads(text, parse_constant=_refuse_constant)
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    value = json.loads(text, parse_constant=_refuse_constant)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a surrogate pair, which is not a character") from error
+    return value
+
+
+def show(value: object) -> str:
+    """Returns a JSON value, shortened, for a message."""
+    return quote(_REPR.repr(value))
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -143,7 +164,10 @@ def _are_bad_words(value: object) -> bool:
 
 _CHECKS: dict[str, tuple[Any, str]] = {
     "max_new_tokens": (lambda value: is_integer(value, 1, 2**31 - 1), "an integer from 1 to 2**31 - 1"),
-    "temperature": (lambda value: _is_number(value, 0, 1000), "a number from 0 to 1000"),
+    "temperature": (
+        lambda value: value == 0 or _is_number(value, MIN_TEMPERATURE, 1000),
+        f"0, or a number from {MIN_TEMPERATURE} to 1000",
+    ),
     "top_k": (lambda value: is_integer(value, 1, 2**31 - 1), "an integer from 1 to 2**31 - 1"),
     "top_p": (lambda value: _is_number(value, 0, 1) and value > 0, "a number greater than 0 and at most 1"),
     "min_p": (lambda value: _is_number(value, 0, 1), "a number from 0 to 1"),

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ligerzoo.errors import LigerzooError, did_you_mean, quote
+from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.serve.continuation import Piece, TokenText
 from ligerzoo.serve.engine import Request
-from ligerzoo.serve.options import RequestOptions, is_integer
+from ligerzoo.serve.options import RequestOptions, is_integer, show
 from ligerzoo.serve.prompts import PromptEncoder
 
 MAX_CHOICES = 128
@@ -125,8 +125,18 @@ class Endpoint(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder) -> Call:
-        """Reads a request. Raises LigerzooError if a field is unknown, unsupported or invalid."""
+    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
+        """Reads a request.
+
+        Args:
+            fields: its JSON object.
+            encoder: encodes and checks the prompts.
+            max_requests: largest number of continuations.
+
+        Raises:
+            LigerzooError: a field is unknown, unsupported or invalid, or the continuations are too many. They are
+                counted before any prompt is encoded.
+        """
 
     def response(self, choices: Sequence[Piece], completion_tokens: int) -> dict[str, Any]:
         """Returns the response with the whole continuations."""
@@ -175,7 +185,7 @@ class Chat(Endpoint):
     )  # fmt: skip
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder) -> Call:
+    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
         _check_names(fields, cls.fields, _NEUTRAL_CHAT)
         has_logprobs = _flag(fields, "logprobs")
         variables = _or_default(fields.get("chat_template_kwargs"), {})
@@ -186,8 +196,10 @@ class Chat(Endpoint):
         flags = {name: _optional_flag(fields, name) for name in ("add_generation_prompt", "continue_final_message")}
         special_tokens = _or_default(fields.get("special_tokens"), "text")
         _require(special_tokens in ("text", "control"), "special_tokens", special_tokens, '"text" or "control"')
+        call = _call(fields, has_logprobs, dict.fromkeys(limits, "max_new_tokens"))
+        _check_count(call.n, max_requests)
         prompt = encoder.encode_chat(fields.get("messages"), variables, special_tokens=special_tokens, **flags)
-        return _call(fields, [prompt], has_logprobs, dict.fromkeys(limits, "max_new_tokens"))
+        return replace(call, prompts=[prompt])
 
     def opening(self) -> list[dict[str, Any]]:
         beginning = {"delta": {"role": "assistant", "content": ""}}
@@ -221,12 +233,16 @@ class Completion(Endpoint):
     default_max_tokens = 16  # the API's
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder) -> Call:
+    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
         _check_names(fields, cls.fields, _NEUTRAL_COMPLETION)
         top = fields.get("logprobs")
         _require(top is None or is_integer(top, 0, 0), "logprobs", top, "0 or null", _TOP_LOGPROBS)
         fields = {**fields, "max_tokens": _or_default(fields.get("max_tokens"), cls.default_max_tokens)}
-        return _call(fields, _prompts(fields.get("prompt"), encoder), top is not None, {"max_tokens": "max_new_tokens"})
+        call = _call(fields, top is not None, {"max_tokens": "max_new_tokens"})
+        prompts = _prompts(fields.get("prompt"))
+        _check_count(len(prompts) * call.n, max_requests)
+        encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
+        return replace(call, prompts=encoded)
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -249,15 +265,15 @@ def _check_names(
         if name in supported or (name in neutral and value is None):
             continue
         if name not in neutral:
-            raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, supported))
+            raise LigerzooError("unknown field", where=name[:100], remedy=did_you_mean(name[:100], supported))
         values, remedy = neutral[name]
         if value not in values:
             expected = " or ".join(map(repr, values)) or "no such field"
-            raise LigerzooError("not supported", where=name, got=quote(repr(value)), expected=expected, remedy=remedy)
+            raise LigerzooError("not supported", where=name, got=show(value), expected=expected, remedy=remedy)
 
 
-def _call(fields: Mapping[str, Any], prompts: list[list[int]], has_logprobs: bool, limits: Mapping[str, str]) -> Call:
-    """Reads what both endpoints have."""
+def _call(fields: Mapping[str, Any], has_logprobs: bool, limits: Mapping[str, str]) -> Call:
+    """Reads what both endpoints have, all but the prompts."""
     names = {**{name: name for name in _SAMPLING}, **limits}
     n = _or_default(fields.get("n"), 1)
     _require(is_integer(n, 1, MAX_CHOICES), "n", n, f"an integer from 1 to {MAX_CHOICES}")
@@ -268,7 +284,7 @@ def _call(fields: Mapping[str, Any], prompts: list[list[int]], has_logprobs: boo
     _check_names(stream_options or {}, ["include_usage"], {"include_obfuscation": ((False,), None)})
     return Call(
         model=fields["model"],
-        prompts=prompts,
+        prompts=[],
         options=replace(RequestOptions.from_json(fields, names), do_sample=True),  # the API samples by default
         n=n,
         is_streamed=is_streamed,
@@ -277,12 +293,20 @@ def _call(fields: Mapping[str, Any], prompts: list[list[int]], has_logprobs: boo
     )
 
 
-def _prompts(prompt: object, encoder: PromptEncoder) -> list[list[int]]:
-    """Returns the token ids of a text, several texts, a list of ids, or several lists of ids."""
+def _check_count(count: int, max_requests: int) -> None:
+    if count > max_requests:
+        raise LigerzooError(
+            "too many continuations", where="n times the number of prompts", got=count,
+            expected=f"at most {max_requests}", remedy="Send several requests.",
+        )  # fmt: skip
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """Returns the prompts: a text, several texts, a list of ids, or several lists of ids."""
     several: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     _require(several != [] and all(isinstance(one, str) or _is_ids(one) for one in several), "prompt", prompt,
              "a text, a list of texts, a list of token ids, or a list of such lists")  # fmt: skip
-    return [encoder.encode(one) if isinstance(one, str) else encoder.check(one) for one in several]
+    return several
 
 
 def _is_ids(value: object) -> bool:
@@ -305,4 +329,4 @@ def _or_default(value: Any, default: Any) -> Any:
 
 def _require(holds: bool, field: str, got: object, expected: str, remedy: str | None = None) -> None:
     if not holds:
-        raise LigerzooError("invalid value", where=field, got=quote(repr(got)), expected=expected, remedy=remedy)
+        raise LigerzooError("invalid value", where=field, got=show(got), expected=expected, remedy=remedy)

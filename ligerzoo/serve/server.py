@@ -10,6 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.serve.bodies import Bodies
+from ligerzoo.serve.connection import Connection
 from ligerzoo.serve.engine import Engine
 
 GRACE = 5.0
@@ -58,14 +60,16 @@ def is_local(listener: socket.socket) -> bool:
 class Server(uvicorn.Server):
     """Runs the application on a socket.
 
-    After Ctrl-C, new connections are refused, and running requests have `GRACE` seconds to finish. Then they end with
-    an error. A second Ctrl-C ends the server at once.
+    After Ctrl-C, new connections and bodies that have not arrived are refused, and running requests have `GRACE`
+    seconds to finish. Then they end with an error, or are cut off if the client does not read it. A second Ctrl-C ends
+    the server at once.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, listener: socket.socket) -> None:
-        # h11 is the parser that uvicorn always has. Log records go to the program's own logging configuration.
-        super().__init__(uvicorn.Config(app, lifespan="off", http="h11", ws="none", log_config=None, access_log=False))
-        self._engine, self._listener = engine, listener
+    def __init__(self, app: ASGIApp, engine: Engine, bodies: Bodies, listener: socket.socket) -> None:
+        # Log records go to the program's own logging configuration.
+        config = uvicorn.Config(app, lifespan="off", http=Connection, ws="none", log_config=None, access_log=False)
+        super().__init__(config)
+        self._engine, self._bodies, self._listener = engine, bodies, listener
 
     def run_until_stopped(self) -> None:
         """Serves requests until Ctrl-C, which raises KeyboardInterrupt when all connections are closed."""
@@ -77,6 +81,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the connections."""
-        timer = asyncio.get_running_loop().call_later(GRACE, self._engine.abort, "the server is shutting down")
+        self._bodies.close()
+        loop = asyncio.get_running_loop()
+        timers = [
+            loop.call_later(GRACE, self._engine.abort, "the server is shutting down"),
+            loop.call_later(GRACE + 0.5, self._cut_off),
+        ]
         await super().shutdown(sockets)
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()

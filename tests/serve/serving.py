@@ -1,13 +1,18 @@
 """A server of the demo's model, on a free port, in a thread."""
 
+import http.client
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
 
 from ligerzoo.demo.text import CHECKPOINT, load
 from ligerzoo.generate import Scheduler, Update
 from ligerzoo.models import Llama
+from ligerzoo.serve.access import Access
 from ligerzoo.serve.app import Service
 from ligerzoo.serve.engine import Engine
 from ligerzoo.serve.prompts import PromptEncoder
@@ -67,6 +72,8 @@ def serving(
     max_requests: int = 64,
     max_body: int = 2**20,
     name: str = "demo",
+    hosts: Sequence[str] = (),
+    api_key: str | None = None,
 ) -> Iterator[Served]:
     """Runs a server within `with`; its scheduler is `Served.scheduler` by default."""
     served = Served(model, tokenizer)
@@ -75,7 +82,8 @@ def serving(
     service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
     with listen("127.0.0.1", 0) as listener:
         served.url = url(listener)
-        server = Server(service.app(), engine, listener)
+        app = Access(service.app(), hosts=hosts, api_key=api_key)
+        server = Server(app, engine, service.bodies, listener)
         thread = threading.Thread(target=server.run_until_stopped)
         thread.start()
         try:
@@ -85,3 +93,25 @@ def serving(
             thread.join(20)
             served.pause.clear()
             assert not thread.is_alive()
+
+
+def connection(served: Served) -> http.client.HTTPConnection:
+    address = urlsplit(served.url)
+    return http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
+
+
+def post(
+    served: Served,
+    body: Any,
+    path: str = "/v1/completions",
+    method: str = "POST",
+    content_type: str = "application/json",
+    headers: dict[str, str] | None = None,
+) -> tuple[int, Any]:
+    """Sends a request, and returns the status and the JSON of the response, if it has any."""
+    link = connection(served)
+    link.request(method, path, body, {"content-type": content_type, **(headers or {})})
+    response = link.getresponse()
+    content = response.read()
+    link.close()
+    return response.status, json.loads(content) if content else None

@@ -37,7 +37,7 @@ def encoder(tmp_path: Path) -> PromptEncoder:
 
 
 def prompt(encoder: PromptEncoder, messages: Any, **fields: Any) -> str:
-    call = Chat.read({"model": "m", "messages": messages, **fields}, encoder)
+    call = Chat.read({"model": "m", "messages": messages, **fields}, encoder, 1)
     return encoder.tokenizer.decode(call.prompts[0])
 
 
@@ -135,7 +135,7 @@ def test_special_tokens_mean_the_same_in_the_server_and_in_training(encoder: Pro
     messages = [{"role": "user", "content": [{"type": "text", "text": ATTACK}]}]
     ids = {}
     for option in ("text", "control"):
-        call = Chat.read({"model": "m", "messages": messages, "special_tokens": option}, encoder)
+        call = Chat.read({"model": "m", "messages": messages, "special_tokens": option}, encoder, 1)
         record = {"messages": [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "ok"}]}
         options: dict[str, Any] = {"seq_length": 500, "epochs": 1, "special_tokens": option}
         sample: Any = next(open_data([record], "chat", tok, **options))
