@@ -7,6 +7,7 @@ what a template leaves that cuts a text: no special token across it is a control
 
 from __future__ import annotations
 
+import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +50,15 @@ class SpecialText:
     Args:
         backend: the tokenizer of the tokenizers library.
         contents: the special tokens by id.
+
+    Attributes:
+        pattern: matches the longest special token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, contents: Mapping[int, str]) -> None:
         self._contents = dict(contents)
-        longest_first = sorted(self._contents.values(), key=len, reverse=True)
-        self._pattern = re.compile("|".join([*map(re.escape, longest_first), _ESCAPED]))
+        self.pattern = pattern_of([*self._contents.values()])
+        self._pattern = re.compile(f"{self.pattern.pattern}|{_ESCAPED}")
         self._marked = re.compile(f"{_START}({self._pattern.pattern}){_END}")
         self._plain = tokenizers.Tokenizer(backend.model)  # shares the model, and has no added tokens
         for stage in ("normalizer", "pre_tokenizer"):
@@ -141,6 +145,25 @@ class SpecialText:
 
     def _encode(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids
+
+
+def pattern_of(texts: list[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches the longest of some texts, and nothing for an empty list."""
+    try:
+        return re.compile(_any_of(texts) if texts else "(?!)")
+    except RecursionError:  # each of a thousand texts begins with the one before
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+
+
+def _any_of(texts: list[str]) -> str:
+    """Returns a pattern of the longest of some texts. It tries their common beginnings once: they may be thousands."""
+    first, last = min(texts), max(texts)  # what these two begin with, all do
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    rests = sorted({text[length:] for text in texts})
+    groups = itertools.groupby(filter(None, rests), key=lambda rest: rest[0])
+    branches = "|".join(_any_of([*group]) for _, group in groups)
+    ending = f"(?:{branches}){'' if rests[0] else '?'}" if branches else ""
+    return re.escape(first[:length]) + ending
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:

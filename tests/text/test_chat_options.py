@@ -1,18 +1,23 @@
 """The options of `apply_chat_template` mean what they mean in transformers; what has no effect is refused by name."""
 
 import itertools
+import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.conversation import Conversation
+from ligerzoo.text.special_text import pattern_of
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.text.test_chat_template import CHATML, REASONING, SPECIAL, write
 
@@ -259,3 +264,24 @@ def test_a_chat_encodes_what_the_user_types_as_text(ours: Tokenizer) -> None:
     ids = Conversation(ours).ask(ATTACK)["input_ids"][0].tolist()
     assert control_tokens(ours, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert len(SPECIAL) == len(ours.all_special_ids)
+
+
+@given(st.lists(st.text("ab<(", min_size=1, max_size=4), max_size=8), st.text("ab<(", max_size=30))
+def test_the_pattern_finds_the_longest_texts(texts: list[str], text: str) -> None:
+    flat = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    assert [one.span() for one in pattern_of(texts).finditer(text)] == [one.span() for one in flat.finditer(text)]
+
+
+def test_the_pattern_takes_time_that_does_not_depend_on_the_number_of_texts() -> None:
+    texts = [f"<|reserved_{number}|>" for number in range(5000)]
+    pattern = pattern_of(texts)
+    start = time.process_time()
+    assert pattern.sub("", "<|reserved_" * 20_000 + texts[77]) == "<|reserved_" * 20_000
+    assert time.process_time() - start < 0.5  # alternatives that are tried one by one take several seconds
+    assert pattern_of(["a" * length for length in range(1, 1500)]).fullmatch("a" * 1499)
+
+
+def test_without_special_tokens_all_is_text() -> None:
+    tokenizer = Tokenizer({"tokenizer.json": Backend(models.WordLevel({"a": 0}, "a")).to_str().encode()}, "here")
+    tokenizer.set_chat_template("{{ messages[0].content }}", "here")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], special_tokens="text") == [0]

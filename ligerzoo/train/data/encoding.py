@@ -7,7 +7,6 @@ alone, and the completion as its continuation, wherever the tokens of both toget
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -51,8 +50,7 @@ class TextEncoder:
         self.tokenizer, self.special_tokens = tokenizer, special_tokens
         self._eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         self.special_ids = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        contents = [tokenizer.id_to_token(token_id) or "" for token_id in self.special_ids]
-        self.special_pattern = _alternatives(contents)
+        self.special_pattern = tokenizer.special_text.pattern
         self._has_warned, self._warning_lock = False, threading.Lock()
         marked, plain = self.tokenizer.encode("a"), self.encode("a").ids
         self.bos: list[int] = marked[: marked.index(plain[0])] if plain and plain[0] in marked else []
@@ -175,8 +173,3 @@ class TextEncoder:
             tokens.ids[:first] + prompt.ids + rest + tokens.ids[last:],
             tokens.offsets[:first] + offsets + [(start, last_character)] * len(rest) + tokens.offsets[last:],
         )
-
-
-def _alternatives(contents: list[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches the longest of some texts, and nothing for an empty list."""
-    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
