@@ -48,10 +48,11 @@ def find_files(paths: Paths) -> list[Path]:
         raise DataError(
             "files of different formats", where="paths", got=first_names(list(map(str, files))), expected="one format"
         )
-    resolved = [file.resolve() for file in files]
-    for index, file in enumerate(resolved):
-        if file in resolved[:index]:
-            raise DataError("the file is listed twice", where=files[index], remedy="Use epochs to repeat data.")
+    resolved = set[Path]()
+    for file in files:
+        if (target := file.resolve()) in resolved:
+            raise DataError("the file is listed twice", where=file, remedy="Use epochs to repeat data.")
+        resolved.add(target)
     return files
 
 

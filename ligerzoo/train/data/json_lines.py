@@ -56,8 +56,8 @@ class _RepeatedKeyError(Exception):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKeyError(next(key for index, key in enumerate(keys) if key in keys[:index]))
+        last = {key: index for index, (key, _) in enumerate(pairs)}
+        raise _RepeatedKeyError(next(key for index, (key, _) in enumerate(pairs) if last[key] != index))
     return entries
 
 
@@ -65,18 +65,17 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _check_characters(value: Any, source: Source) -> None:
-    match value:
-        case str():
-            if found := _SURROGATE.search(value):
-                raise DataError(
-                    "half of a surrogate pair", where=source, got=f"{found[0]!r} in {quote(value[: found.end()][-20:])}"
-                )
-            if "\0" in value:
-                raise DataError("contains a NUL character", where=source, got=quote(value))
-        case dict():
-            for key, item in value.items():
-                _check_characters(key, source)
-                _check_characters(item, source)
-        case list():
-            for item in value:
-                _check_characters(item, source)
+    """Refuses texts with half of a surrogate pair or a NUL. Not recursive: values may be deeply nested."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case str() as text:
+                if found := _SURROGATE.search(text):
+                    got = f"{found[0]!r} in {quote(text[: found.end()][-20:])}"
+                    raise DataError("half of a surrogate pair", where=source, got=got)
+                if "\0" in text:
+                    raise DataError("contains a NUL character", where=source, got=quote(text))
+            case dict() as entries:
+                pending += [*entries, *entries.values()]
+            case list() as items:
+                pending += items

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 UNTRAINED = -100
 """The label of a token that is not trained; `ignore_index` of the losses."""
 
 _CHUNK = 2**24
+_MAX_COUNTED = 64  # files
 
 
 class Source(NamedTuple):
@@ -38,12 +39,23 @@ class Source(NamedTuple):
                 return f"{self.name}, token {self.start}"
 
 
-@lru_cache(maxsize=64)
+_counted: dict[tuple[str, int, int], tuple[int, int]] = {}
+"""By file, size and time of its last change: a byte, and its line. A report of many lines counts each byte once."""
+
+
 def _line_number(file: str, offset: int) -> int:
-    line, left = 1, offset
+    status = os.stat(file)
+    key = file, status.st_size, status.st_mtime_ns
+    start, line = _counted.get(key, (0, 1))
+    if start > offset:
+        start, line = 0, 1
     with open(file, "rb") as stream:
-        while left > 0 and (data := stream.read(min(left, _CHUNK))):
-            line, left = line + data.count(b"\n"), left - len(data)
+        stream.seek(start)
+        while start < offset and (data := stream.read(min(offset - start, _CHUNK))):
+            start, line = start + len(data), line + data.count(b"\n")
+    if len(_counted) > _MAX_COUNTED:
+        _counted.clear()
+    _counted[key] = start, line
     return line
 
 
