@@ -30,7 +30,8 @@ ARROWS = {
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
     "train": (
-        "adapters convert errors files generate hub kernels layers ligerzoo losses memory models parallel text vision",
+        "adapters convert device errors files generate hub kernels layers ligerzoo losses memory models parallel text "
+        "vision",
         "",
     ),
     "parallel": ("convert device errors files hub kernels models", ""),

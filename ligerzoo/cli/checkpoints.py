@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,14 @@ def find_base_model(options: argparse.Namespace) -> None:
 
 
 def load_model(options: argparse.Namespace) -> CausalLM:
-    """Loads the model in the dtype and on the device of the options, with the adapter of the options."""
+    """Loads the model of the options, with their adapter, dtype and device; says if the stored dtype is slow there."""
+    from ligerzoo.device import hint_of_dtype
     from ligerzoo.hub import AutoModel
 
-    model = AutoModel.from_pretrained(
-        options.model, revision=options.revision, dtype=options.dtype, device=find_device(options.device)
-    )
+    device = find_device(options.device)
+    model = AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype, device=device)
+    if options.dtype == "auto" and (hint := hint_of_dtype(model.dtype, device)) is not None:
+        print(hint, file=sys.stderr)
     if (adapter := getattr(options, "adapter", None)) is not None:
         from ligerzoo.adapters import load_adapter
         from ligerzoo.adapters.loading import resize_for_adapter

@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Prints the scores of a model on held-out data, and the results of tasks of lm-eval."""
-    from ligerzoo.hub import read_config
+    from ligerzoo.hub import AutoModel, read_config
     from ligerzoo.text.tokenizer import Tokenizer
     from ligerzoo.train.data.check import check_data
     from ligerzoo.train.scores import score_data
@@ -54,8 +54,10 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.data:
         tokenizer = Tokenizer.from_pretrained(options.tokenizer or options.model, revision=options.revision)
         data = {"data": options.data, "kind": options.kind, "tokenizer": tokenizer, "seq_length": seq_length}
+        outline = AutoModel.from_config(config, device="meta")
+        rows = outline.input_vocab_size if options.adapter is None else None  # an adapter may have further tokens
         with warnings_as_lines():
-            check_data(**data).raise_if_bad()
+            check_data(**data, embedding_rows=rows).raise_if_bad()
     model = load_model(options)
     found: dict[str, Any] = {}
     if data:

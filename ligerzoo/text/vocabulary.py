@@ -280,19 +280,20 @@ class Vocabulary:
             self._files, self._where, self._added_tokens(), self.special_tokens, self.additional_special_tokens
         )
 
-    def check_ids(self, ids: torch.Tensor, vocab_size: int) -> None:
+    def check_ids(self, ids: torch.Tensor | Sequence[int], vocab_size: int) -> None:
         """Raises TokenizerError if a token id has no row in the model's embedding.
 
         A tokenizer may have more tokens than its model, so this must be checked for each prompt.
 
         Args:
-            ids: token ids, integers of any shape.
+            ids: token ids: a tensor of integers of any shape, or a list.
             vocab_size: number of rows of the model's embedding.
 
         Raises:
             TokenizerError: an id is `vocab_size` or more.
         """
-        if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+        largest = max(ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids, default=-1)
+        if largest >= vocab_size:
             token = self.id_to_token(largest)
             raise TokenizerError(
                 "no such token" if token is None else f"the token {token!r} is not in the model's vocabulary",

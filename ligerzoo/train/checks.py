@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from ligerzoo.errors import ConfigError
 from ligerzoo.memory import LOW_BIT
 from ligerzoo.models import CausalLM
-from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import share_unchanged
 
@@ -77,12 +76,11 @@ def _refuse(*cases: tuple[Any, str, str, Any]) -> None:
             raise ConfigError(what, where=where, got=got)
 
 
-def check_model(model: CausalLM, tokenizer: Tokenizer, optimizer: str) -> None:
+def check_model(model: CausalLM, optimizer: str) -> None:
     """Makes the checks below.
 
     Args:
         model: the model as it will be trained, also on the meta device.
-        tokenizer: its tokenizer.
         optimizer: name of its optimizer.
 
     Raises:
@@ -90,7 +88,6 @@ def check_model(model: CausalLM, tokenizer: Tokenizer, optimizer: str) -> None:
     """
     check_dtype(model)
     check_tied_weights(model)
-    check_vocabulary(model, tokenizer)
     check_optimizer(optimizer)
 
 
@@ -142,20 +139,6 @@ def check_tied_weights(model: CausalLM) -> None:
         raise ConfigError(
             "the head is separate from the embedding, although config.json ties them", where=type(model).__name__,
             remedy="Call model.tie_weights() before the optimizer is made.",
-        )  # fmt: skip
-
-
-def check_vocabulary(model: CausalLM, tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer with more tokens than the model's embedding.
-
-    Raises:
-        ConfigError: The vocabulary is too large.
-    """
-    if len(tokenizer) > model.input_vocab_size:
-        raise ConfigError(
-            "the tokenizer has more tokens than the model's embedding", where="vocab_size", got=len(tokenizer),
-            expected=f"at most {model.input_vocab_size}",
-            remedy="Choose the model's own tokenizer or, for a new model, set vocab_size in config.json.",
         )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class CompletionSampler:
         self._prompts_at_once = max(1, batch_size // num_samples)
         ends = {*token_ids(model, "eos_token_id", None), tokenizer.eos_token_id} - {None}
         self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
-        padding = padding_token(tokenizer)
+        padding = padding_token(tokenizer, model.input_vocab_size)
         self._padding, self._temperature = padding, temperature
         self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "exact": exact, "num_return_sequences": num_samples,

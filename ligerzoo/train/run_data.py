@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ligerzoo import Tokenizer
 from ligerzoo.errors import DataError
+from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.data import (
     DataReport,
@@ -40,6 +41,7 @@ class RunData:
     Args:
         options: options of the run.
         processor: the tokenizer; or the processor, for data with images.
+        model: the model, which may be on the meta device: tokens without a row in its embedding are errors.
         kind: kind of the records; "auto" for that of the first one: texts, completions or conversations.
         pin_memory: whether batches are in pinned memory, to copy them to a GPU.
         packing: see `make_batches`.
@@ -51,17 +53,18 @@ class RunData:
     """
 
     def __init__(
-        self, options: BatchOptions, processor: Processor | Tokenizer, kind: Kind | Literal["auto"], *,
+        self, options: BatchOptions, processor: Processor | Tokenizer, model: CausalLM, kind: Kind | Literal["auto"], *,
         pin_memory: bool, packing: str = "auto", **encoding: Any,
     ) -> None:  # fmt: skip
         self._options, self._processor, self._kind = options, processor, kind
         self._tokenizer = tokenizer_of(processor)
         self._rows: dict[str, Any] = {
             "packing": packing, "pin_memory": pin_memory, "batch_size": options.batch_size,
-            "seq_length": options.seq_length,
+            "seq_length": options.seq_length, "embedding_rows": model.input_vocab_size,
         }  # fmt: skip
         self._encoding: dict[str, Any] = {
             "seq_length": options.seq_length, "too_long": options.too_long, "special_tokens": options.special_tokens,
+            "embedding_rows": model.input_vocab_size,
             **encoding,
         }  # fmt: skip
         if options.eval_data:
@@ -172,8 +175,7 @@ def _refuse_kind(kind: Kind, paths: tuple[str, ...]) -> None:
         DataError: The records are preferences, labelled completions or prompts.
     """
     if kind in _METHODS:
-        null = " A completion that is null counts as missing." if kind == "prompt" else ""
         raise DataError(
             f"records of kind {kind!r} are for another method", where=", ".join(paths),
-            expected="text, prompt and completion, or messages", remedy=f"Use --method {_METHODS[kind]}.{null}",
+            expected="text, prompt and completion, or messages", remedy=f"Use --method {_METHODS[kind]}.",
         )  # fmt: skip

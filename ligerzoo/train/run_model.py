@@ -47,13 +47,12 @@ def _set_chat_template(tokenizer: Tokenizer, options: RunOptions) -> None:
         tokenizer.set_chat_template(read_template(options.chat_template), options.chat_template)
 
 
-def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, new: bool = False) -> CausalLM:
+def open_outline(options: RunOptions, run: RunState, *, new: bool = False) -> CausalLM:
     """Returns the model on the meta device, for plans, after checks of what would go wrong without an error.
 
     Args:
         options: options of the run.
         run: the run.
-        tokenizer: its tokenizer.
         new: whether a config without weights is a new model, see `open_model`.
 
     Raises:
@@ -66,7 +65,7 @@ def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, ne
         )  # fmt: skip
     source, adapt = _source(options, run), adaptation(options)
     outline = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
-    check_model(outline, tokenizer, options.optimizer)
+    check_model(outline, options.optimizer)
     return outline
 
 

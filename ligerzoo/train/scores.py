@@ -23,7 +23,6 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.linear_cross_entropy import token_statistics
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.checks import check_vocabulary
 from ligerzoo.train.data import (
     Batch,
     Kind,
@@ -148,16 +147,15 @@ def score_data(
         options: further options of `open_data`, such as `train_on_prompt=True`, which scores prompts too.
 
     Raises:
-        ConfigError: the tokenizer has more tokens than the model.
         DataError: as `open_data`, or the data consists of prompts.
         LigerzooError: a loss is not a finite number.
     """
-    check_vocabulary(model, tokenizer)
-    options = {**options, "shuffle": False, "epochs": 1}
+    options = {**options, "shuffle": False, "epochs": 1, "embedding_rows": model.input_vocab_size}
     stream = open_data(data, kind, tokenizer, seq_length=seq_length, **options)  # type: ignore[arg-type]
     batches = PackedBatches(stream, batch_size=batch_size, seq_length=seq_length, pad_token_id=0, documents="whole")
     lengths = torch.zeros(model.config.vocab_size, dtype=torch.float64)
-    lengths[: len(tokenizer)] = torch.tensor(tokenizer.bytes_per_token(), dtype=torch.float64)
+    own = torch.tensor(tokenizer.bytes_per_token(), dtype=torch.float64)[: len(lengths)]
+    lengths[: len(own)] = own
     lengths = lengths.to(model.device)
     sums: dict[str, _Sums] = {}
     pairs: list[tuple[_Sums, _Sums]] = []

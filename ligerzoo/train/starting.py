@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ligerzoo.device import hint_of_dtype
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.models import CausalLM
@@ -94,27 +95,29 @@ def lacks_weights(model: str | Path) -> bool:
     return directory != str(model) or (os.path.isdir(directory) and not has_weights(Path(directory)))
 
 
-def padding_token(tokenizer: Tokenizer) -> int:
+def padding_token(tokenizer: Tokenizer, embedding_rows: int) -> int:
     """Returns the token that fills rows and is not trained: for padding, or else the end of a sequence, or 0."""
-    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in tokens if token is not None and token < embedding_rows), 0)
 
 
 def make_batches(
     stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool,
-    read_images: bool = True,
+    embedding_rows: int, read_images: bool = True,
 ) -> PackedBatches | PaddedBatches:  # fmt: skip
     """Returns batches of this process.
 
     Args:
         stream: samples; the same in all processes.
         tokenizer: see `padding_token`.
+        embedding_rows: rows of the model's embedding.
         packing: "none" for a sample in each row; "separate" or "whole" see `PackedBatches`; "auto" for its default.
         batch_size: rows of this process.
         seq_length: tokens of a row.
         pin_memory: whether the tensors are in pinned memory, to copy them to a GPU.
         read_images: whether batches have the pixels of images; False to count batches.
     """
-    padding = padding_token(tokenizer)
+    padding = padding_token(tokenizer, embedding_rows)
     rows: dict[str, Any] = {
         "batch_size": batch_size, "pad_token_id": padding, "rank": processes.rank(),
         "world_size": processes.world_size(), "pin_memory": pin_memory, "read_images": read_images,
@@ -139,14 +142,19 @@ def count_steps(batches: Iterable[object], accumulate: int) -> int:
 
 
 def describe_model(model: CausalLM, device: torch.device) -> str:
-    """Returns a line with the size of a model, which may be on the meta device, and where it is trained."""
+    """Returns a line with the size of a model, which may be on the meta device, and where it is trained.
+
+    A second line says if its dtype is slow there.
+    """
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     world = processes.world_size()
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
     where = f"{device}" if world == 1 else f"{world} processes ({device.type})"
-    return f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {where}"
+    line = f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {where}"
+    hint = hint_of_dtype(model.dtype, device)
+    return line if hint is None else f"{line}\n{hint}"
 
 
 def describe_run(

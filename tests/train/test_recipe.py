@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ligerzoo import AutoModel, cli
+from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.models import Mixtral, MixtralConfig
 from ligerzoo.train import tracking
@@ -21,7 +23,7 @@ from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_round
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
 from ligerzoo.train.options import fill_in, read_options
-from ligerzoo.train.recipes import RECIPES, recipe_source, sft
+from ligerzoo.train.recipes import RECIPES, preference, recipe_source, sft
 from ligerzoo.train.starting import open_model
 from tests.train.test_resume import environment
 from tests.train.tiny_run import SIZES, arguments, options, write_checkpoint, write_tokenizer
@@ -271,7 +273,6 @@ def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, 
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Use --method dpo, orpo, simpo or cpo."),
         ({"prompt": "a", "completion": "b", "label": False}, "Use --method kto."),
         ({"prompt": "a"}, "Use --method grpo."),
-        ({"prompt": "a", "completion": None}, "Use --method grpo. A completion that is null counts as missing."),
     ],
 )
 @pytest.mark.parametrize("option", ["data", "eval_data"])
@@ -331,9 +332,9 @@ def test_separated_tied_weights_are_refused(checkpoint: Path) -> None:
         check_tied_weights(model)
 
 
-def test_a_tokenizer_with_too_many_tokens_is_refused(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_larger_model_is_refused(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     small = write_checkpoint(tmp_path / "small", vocab_size=200, bos_token_id=None, eos_token_id=None)
-    with pytest.raises(ConfigError, match=r"vocab_size: the tokenizer has more tokens .*got 258; expected at most 200"):
+    with pytest.raises(DataError, match=rf"^{data}:\d+: .*the token '</s>' .*got id 257; expected an id below 200"):
         train(options(small, data, tmp_path / "run"))
 
 
@@ -379,3 +380,70 @@ def test_capture_is_an_option(checkpoint: Path, data: Path, tmp_path: Path) -> N
     assert weights(eager) == weights(auto)
     with pytest.raises(LigerzooError, match="option capture: needs a GPU; got device cpu"):
         train(options(checkpoint, data, tmp_path / "on", capture="on"))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}, {"dry_run": True}], ids=str)
+def test_a_tokenizer_with_more_tokens_than_the_model(
+    checkpoint: Path, data: Path, tmp_path: Path, more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As text-only Gemma 3's `<image_soft_token>`; also the padding token may have no row."""
+    model, larger = tmp_path / "model", tmp_path / "larger"
+    shutil.copytree(checkpoint, model)
+    tokenizer = Tokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["liger"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(larger)
+    assert len(tokenizer) == 260
+    safe, bad = tmp_path / "safe.jsonl", tmp_path / "bad.jsonl"
+    lines = data.read_text().replace("liger", "cat").splitlines(keepends=True)
+    safe.write_text("".join(lines))
+    bad.write_text("".join([*lines[:6], json.dumps({"prompt": "a", "completion": "liger"}) + "\n"]))
+    given = options(model, safe, tmp_path / "run", tokenizer=str(larger), max_steps=2, packing="none", **more)
+    assert cli.main(arguments(given)) == 0
+    expected = "bad.jsonl:7: .*the token 'liger' is not in the model's vocabulary; got id 258; expected an id below 258"
+    with pytest.raises(DataError, match=expected):
+        train({**given, "data": (str(bad),), "output": str(tmp_path / "other"), "max_steps": 9})
+    evaluate = ["evaluate", str(model), "--tokenizer", str(larger), "--device", "cpu", "--data"]
+    assert cli.main([*evaluate, str(safe)]) == 0
+    capsys.readouterr()
+    assert cli.main([*evaluate, str(bad)]) == 1
+    assert re.search(expected, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "a", "completion": None}, {"prompt": None, "completion": "a"}, {"text": None},
+    {"prompt": "a", "chosen": "b", "rejected": None},
+])  # fmt: skip
+@pytest.mark.parametrize("first", [True, False])
+def test_null_is_not_missing(
+    checkpoint: Path, tmp_path: Path, record: dict[str, Any], first: bool
+) -> None:  # fmt: skip
+    good = {name: name for name in record}
+    file = tmp_path / "null.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in ([record, good] if first else [good, record])))
+    (name,) = [name for name, value in record.items() if value is None]
+    method = {"recipe": preference, "method": "dpo"} if "chosen" in record else {"recipe": sft, "method": "sft"}
+    recipe: Any = method.pop("recipe")
+    given = options(checkpoint, file, tmp_path / "run", **method)
+    with pytest.raises(DataError, match=rf"null.jsonl:{2 - first}: the field '{name}' is null"):
+        recipe.main(recipe.Options(**{**given, "dry_run": True}))
+
+
+@pytest.mark.parametrize("units, is_slow", [(True, False), (False, True)])
+def test_bfloat16_on_a_cpu_without_units_gives_a_hint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], units: bool,
+    is_slow: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False, "avx512_bf16": units})
+    model = write_checkpoint(tmp_path / "model")
+    AutoModel.from_pretrained(model, dtype="bfloat16").save_pretrained(model)
+    hint = "This CPU has no units for bfloat16: --dtype float32"
+    for command in (
+        ["generate", str(model), "--prompt", "a", "--max-new-tokens", "1"],
+        ["evaluate", str(model), "--data", str(data)],
+        arguments(options(model, data, tmp_path / "run", dry_run=True)),
+    ):  # fmt: skip
+        for dtype in ("auto", "float32"):
+            assert cli.main([*command, "--dtype", dtype, *(["--device", "cpu"] if command[0] != "train" else [])]) == 0
+            printed = capsys.readouterr()
+            assert (hint in printed.out + printed.err) is (is_slow and dtype == "auto")

@@ -62,12 +62,17 @@ def kind_of(record: Fields, source: Source) -> Kind:
     """Returns the kind of a record.
 
     Raises:
-        DataError: the record has the required fields of no kind.
+        DataError: the record has the required fields of no kind, or would have those of another kind than "prompt"
+            if a field were not null.
     """
     present = [name for name, value in record.items() if value is not None]
-    for kind, names in FIELDS.items():
-        if {*present}.issuperset(names.required):
-            return kind
+    found = next((kind for kind, names in FIELDS.items() if {*present}.issuperset(names.required)), None)
+    required = {name for names in FIELDS.values() for name in names.required}
+    null = [name for name, value in record.items() if value is None and name in required]
+    if null and found in (None, "prompt"):  # a column that another kind fills, or a missing completion
+        raise _null(null[0], present, source)
+    if found is not None:
+        return found
     if "conversations" in present:
         remedy: str | None = (
             'Write {"messages": [{"role": "user", "content": ...}, ...]}: "from" becomes "role", with "human" as '
@@ -91,11 +96,13 @@ def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
     Raises:
         DataError: a required field is missing, or an optional one seems to be misspelled.
     """
-    names = FIELDS[kind]
-    record = {name: value for name, value in record.items() if value is not None}
+    names, null = FIELDS[kind], {name for name, value in record.items() if value is None}
+    record = {name: value for name, value in record.items() if name not in null}
     accepted = (*names.required, *names.optional)
     _refuse_misspelled(record, accepted, source)
     for name in names.required:
+        if name in null:
+            raise _null(name, list(record), source)
         if name not in record:
             raise DataError(
                 f"the field {name!r} is missing", where=source, got=f"fields {first_names(list(record))}",
@@ -104,6 +111,14 @@ def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
     if record.get("images") and "images" not in accepted:
         raise refused_images(kind, source)
     return record
+
+
+def _null(name: str, present: Sequence[str], source: Source) -> DataError:
+    """Returns the error of a required field that is null."""
+    return DataError(
+        f"the field {name!r} is null", where=source, got=f"values of {first_names(present)}" if present else None,
+        expected="a value", remedy="Fill it in, or leave out the record.",
+    )  # fmt: skip
 
 
 def refused_images(kind: Kind, source: Source) -> DataError:
@@ -176,8 +191,9 @@ def _checked_message(message: object, where: str, source: Source) -> dict[str, A
         )
     present = {str(name): value for name, value in message.items() if value is not None}
     if "role" not in present or not present.keys() & {"content", "tool_calls"}:
+        fields = [f"{name} (null)" if value is None else str(name) for name, value in message.items()]
         raise DataError(
-            f"{where} lacks a field", where=source, got=f"fields {first_names(list(present))}",
+            f"{where} lacks a field", where=source, got=f"fields {first_names(fields)}",
             expected="role, and content or tool_calls",
             remedy=did_you_mean("role" if "role" not in present else "content", present),
         )  # fmt: skip

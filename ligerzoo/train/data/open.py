@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ligerzoo.errors import DataError, did_you_mean
+from ligerzoo.errors import DataError, TokenizerError, did_you_mean
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
@@ -15,11 +15,11 @@ from ligerzoo.train.data.encoding import TextEncoder
 from ligerzoo.train.data.fields import KINDS, Fields, Kind, kind_of
 from ligerzoo.train.data.find import FORMATS, Paths, find_files
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
-from ligerzoo.train.data.kinds import SampleEncoder, TooLong, encode_tokens, parse_json, parse_row, parse_text
+from ligerzoo.train.data.kinds import Result, SampleEncoder, TooLong, encode_tokens, parse_json, parse_row, parse_text
 from ligerzoo.train.data.order import Order, Position
 from ligerzoo.train.data.records import LineReader, Record, RecordReader, RowReader
 from ligerzoo.train.data.rows import as_rows, is_saved_dataset
-from ligerzoo.train.data.samples import Source
+from ligerzoo.train.data.samples import PromptSample, Source
 from ligerzoo.train.data.stream import Encode, SampleStream
 from ligerzoo.train.data.token_files import TokenReader
 from ligerzoo.vision.processor import Processor
@@ -48,6 +48,7 @@ def open_data(
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
     eos_token_id: int | None = None,
+    embedding_rows: int | None = None,
 ) -> SampleStream:
     """Opens training data as a stream of samples.
 
@@ -78,6 +79,8 @@ def open_data(
         chat_template: name or source of the chat template; None for the tokenizer's.
         template_variables: further variables of the chat template, such as `{"enable_thinking": False}`.
         eos_token_id: ends documents and completions. None for the tokenizer's end-of-sequence token.
+        embedding_rows: rows of the model's embedding. A tokenizer may have more tokens; samples with such tokens are
+            errors. None for no limit.
 
     Raises:
         DataError: the data is missing, empty, of an unknown format or of another kind, or an option has an unsupported
@@ -99,7 +102,8 @@ def open_data(
                 "not a valid number", where=name, got=repr(number), expected=f"an integer of {least} or more"
             )
     processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
-    reader, parse = open_records(data, seq_length, len(tokenizer), text_unit)
+    ids = len(tokenizer) if embedding_rows is None else min(len(tokenizer), embedding_rows)
+    reader, parse = open_records(data, seq_length, ids, text_unit)
     kind = _check_kind(reader, parse, kind)
     identity: dict[str, Any] = {"seq_length": seq_length}
     encode: Encode
@@ -127,7 +131,10 @@ def open_data(
         }  # fmt: skip
 
         def encode(records: Sequence[Record]) -> list[Any]:
-            return samples.encode(records, fields)
+            encoded = samples.encode(records, fields)
+            if embedding_rows is None:
+                return encoded
+            return [_check_tokens(result, tokenizer, embedding_rows) for result in encoded]
 
         def images_of_record(source: Source) -> list[Any]:
             found = fields(reader.read_again(source))
@@ -139,6 +146,17 @@ def open_data(
         reader, encode, kind=kind, identity=identity, seed=seed, shuffle=shuffle, epochs=epochs, workers=workers,
         images=images,
     )  # fmt: skip
+
+
+def _check_tokens(result: Result, tokenizer: Tokenizer, embedding_rows: int) -> Result:
+    """Returns what a record gave, or the error of a token without a row in the model's embedding."""
+    for sample in () if isinstance(result, DataError) else result:
+        for segment in (sample,) if isinstance(sample, PromptSample) else sample.segments:
+            try:
+                tokenizer.check_ids(segment.input_ids, embedding_rows)
+            except TokenizerError as error:
+                return DataError(str(error), where=sample.source)
+    return result
 
 
 Parse = Callable[[Record], Fields | None]

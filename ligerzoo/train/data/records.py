@@ -24,8 +24,11 @@ MAX_RECORD = 2**26
 """Bytes of the longest line that is read."""
 
 _MAX_OPEN = 64
-_BOMS = {b"\xef\xbb\xbf": "a UTF-8", b"\xff\xfe": "a UTF-16", b"\xfe\xff": "a UTF-16"}
-_FORMATS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
+_BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip",
+}  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -102,16 +105,14 @@ class LineReader(RecordReader):
             "blocks": [block_size, self.blocks_per_pool, joined],
         }
         self._open = _OpenFiles()
-        for name in self._files:
-            start = self._open.read(name, 0, 4)
-            for mark, kind in _FORMATS.items():
+        starts = [self._open.read(name, 0, 4) for name in self._files]
+        self._first_byte = [len(_BOM) if start.startswith(_BOM) else 0 for start in starts]  # some editors write it
+        for name, start in zip(self._files, starts, strict=True):
+            for mark, kind in _COMPRESSED.items():
                 if start.startswith(mark):
                     raise DataError(f"the file is compressed ({kind})", where=f"{name}:1", remedy="Decompress it.")
-            for mark, kind in _BOMS.items():
-                if start.startswith(mark):
-                    raise DataError(
-                        f"the file begins with {kind} byte order mark", where=f"{name}:1", expected="UTF-8 without one"
-                    )
+            if start.startswith(_UTF16):
+                raise DataError("the file is UTF-16", where=f"{name}:1", expected="UTF-8", remedy="Convert it.")
 
     def locate(self, block: int) -> NDArray[np.int64]:
         """Returns (n, 3): file, first byte, and byte after the last one of each line, without its line end."""
@@ -126,7 +127,7 @@ class LineReader(RecordReader):
         newlines = np.flatnonzero(data == 10) + before
         starts = newlines[newlines < last - 1] + 1
         if first == 0:
-            starts = np.concatenate([[0], starts])
+            starts = np.concatenate([[self._first_byte[file]], starts])
         if len(starts) == 0:
             return np.empty((0, 3), np.int64)
         ends = np.append(starts[1:] - 1, self._line_end(name, int(starts[-1]), last, size))

@@ -86,10 +86,10 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
     check_same_tokens(tokenizer, Tokenizer.from_pretrained(options.teacher), options.teacher)
-    outline = run_model.open_outline(options, run, tokenizer, new=True)  # shapes alone, for checks and plans
+    outline = run_model.open_outline(options, run, new=True)  # shapes alone, for checks and plans
     dtypes: dict[str, Any] = {"dtype": options.dtype, "param_dtype": run_model.compute_dtype(options)}
     frozen = load_teacher(options.teacher, outline, device=torch.device("meta"), **dtypes)
-    data = RunData(options, tokenizer, "auto", pin_memory=device.type == "cuda")
+    data = RunData(options, tokenizer, outline, "auto", pin_memory=device.type == "cuda")
     batches, steps = data.training(), data.count_steps()
     plan = run_model.plan_memory(options, outline, device, frozen=frozen, accumulate=options.accumulate > 1)
     more = (describe_update(options, outline), plan)

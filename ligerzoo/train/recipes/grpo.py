@@ -136,11 +136,13 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
     reward = RewardFunction(options.reward)
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
-    outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
+    outline = run_model.open_outline(options, run)  # shapes alone, for checks and plans
 
     epochs = None if options.max_steps else options.epochs or 1
+    rows = outline.input_vocab_size
     encoding: dict[str, Any] = {
         "seq_length": options.seq_length - options.max_new_tokens, "special_tokens": options.special_tokens,
+        "embedding_rows": rows,
     }  # fmt: skip
 
     def prompts(paths: tuple[str, ...], **given: Any) -> Any:
@@ -205,8 +207,8 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
         # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
         used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
         batches = pack_completions(
-            used, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding_token(tokenizer),
-            rank=processes.rank(), world_size=processes.world_size(),
+            used, batch_size=options.batch_size, seq_length=options.seq_length,
+            pad_token_id=padding_token(tokenizer, rows), rank=processes.rank(), world_size=processes.world_size(),
         )  # fmt: skip
         step: dict[str, Any] = {
             "num_items": processes.divisor(items, device),

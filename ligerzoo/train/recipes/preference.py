@@ -115,9 +115,9 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
     """Trains in this process."""
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
-    outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
+    outline = run_model.open_outline(options, run)  # shapes alone, for checks and plans
     kind: Literal["labelled", "preference"] = "labelled" if options.method == "kto" else "preference"
-    data = RunData(options, tokenizer, kind, pin_memory=device.type == "cuda")
+    data = RunData(options, tokenizer, outline, kind, pin_memory=device.type == "cuda")
     batches, steps = data.training(), data.count_steps()
     loss_function = make_loss(options)
     needs_reference = loss_function.needs_reference({})

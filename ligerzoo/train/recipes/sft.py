@@ -65,10 +65,10 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
     processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
     tokenizer = tokenizer_of(processor)
     is_new = options.method == "pretrain"
-    outline = run_model.open_outline(options, run, tokenizer, new=is_new)  # shapes alone, for checks and plans
+    outline = run_model.open_outline(options, run, new=is_new)  # shapes alone, for checks and plans
     data = RunData(
-        options, processor, "text" if is_new else "auto", pin_memory=device.type == "cuda", packing=options.packing,
-        train_answers=options.train_answers, train_on_prompt=options.train_on_prompt,
+        options, processor, outline, "text" if is_new else "auto", pin_memory=device.type == "cuda",
+        packing=options.packing, train_answers=options.train_answers, train_on_prompt=options.train_on_prompt,
     )  # fmt: skip
     batches, steps = data.training(), data.count_steps()
     plan = run_model.plan_memory(options, outline, device, accumulate=options.accumulate > 1, images=data.has_images)
