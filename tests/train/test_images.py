@@ -1,8 +1,12 @@
 """Conversations with images: samples, batches, packing and runs."""
 
+import contextlib
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from ligerzoo import AutoModel, Tokenizer
 from ligerzoo.errors import DataError, LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.train.data import PackedBatches, PaddedBatches, Sample, check_data, format_sample, open_data
+from ligerzoo.train.data.images import PixelBudget
 from ligerzoo.train.data.samples import as_state, from_state
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import distill, grpo, preference, sft
@@ -563,3 +568,23 @@ def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) ->
     data.write_text(json.dumps(record) + "\n")
     with pytest.raises(DataError, match=r"data.jsonl:1: .*images.*--method sft"):
         recipe.main(recipe.Options(**options(qwen, data, tmp_path / "run", **given)))
+
+
+def test_readers_share_one_bound_of_pixels() -> None:
+    """A larger image than the bound is decoded alone, and an error gives its pixels back."""
+    budget, active, most = PixelBudget(10), [0, 0], [0, 0]
+    lock = threading.Lock()
+
+    def decode(pixels: int) -> None:
+        with contextlib.suppress(ValueError), budget.reserved(pixels):
+            for sign in (1, -1):
+                with lock:
+                    active[:] = active[0] + sign * pixels, active[1] + sign
+                    most[:] = max(most[0], active[0] - max(0, pixels - 10)), max(most[1], active[1])
+                time.sleep(0.001)
+            raise ValueError
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(decode, [4, 3, 10, 1, 25, 6, 2, 5] * 4))
+    assert most[0] == 10
+    assert most[1] > 1

@@ -7,6 +7,7 @@ memory does not grow with the data, and a saved position contains no images.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from ligerzoo.errors import DataError, ImageError, TokenizerError, quote
 from ligerzoo.train.data.fields import Fields, Messages
 from ligerzoo.train.data.samples import Sample, Source
 from ligerzoo.vision import read_image
-from ligerzoo.vision.io import image_size
+from ligerzoo.vision.io import MAX_PIXELS, image_size
 from ligerzoo.vision.processor import Processor
 
 _READERS = 4  # threads that decode the images of a batch
@@ -143,6 +144,35 @@ class ImageEncoder:
             )  # fmt: skip
 
 
+class PixelBudget:
+    """Bounds the pixels that the threads of a process decode at a time: decoders use several times their memory.
+
+    Args:
+        pixels: the bound; a larger image is decoded alone.
+    """
+
+    def __init__(self, pixels: int) -> None:
+        self._pixels = self._free = pixels
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, pixels: int) -> Iterator[None]:
+        """Waits until an image of this size may be decoded, in this context."""
+        pixels = min(pixels, self._pixels)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= pixels)
+            self._free -= pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += pixels
+                self._changed.notify_all()
+
+
+_DECODING = PixelBudget(MAX_PIXELS)
+
+
 class SampleImages:
     """Reads the images of samples, and makes model inputs of them.
 
@@ -170,7 +200,8 @@ class SampleImages:
 
         def read_one(item: tuple[int, Any, Sample]) -> Tensor:
             index, image, sample = item
-            with _naming(sample.source):
+            height, width = sample.images[index].size
+            with _naming(sample.source), _DECODING.reserved(height * width):
                 pixels = read_image(locate(image, sample.source), f"images[{index}]")
             if tuple(pixels.shape[1:]) != sample.images[index].size:
                 raise _changed(sample.source)
