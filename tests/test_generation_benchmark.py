@@ -61,6 +61,7 @@ def test_a_provider_that_stops_early_is_refused() -> None:
         decoding.measure(generator, decoding.WORKLOADS["tiny"], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param("tiny", marks=pytest.mark.thorough), "tiny_moe"])
 def test_compiled_layers_generate_the_same_with_one_graph_for_each_shape(
     model: str, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +152,7 @@ def refuse() -> Callable[[str], dict[str, Any]]:
     raise ImportError("no such package")
 
 
+@pytest.mark.slow
 def test_an_item_that_fails_or_dies_ends_its_process_only() -> None:
     found = dict(measured_apart(prepare, ["first", "second", "fails", "dies", "last"], limit=120))
     assert found["first"] == found["second"]
@@ -163,6 +165,7 @@ def test_an_item_that_takes_too_long_has_an_error() -> None:
     assert dict(measured_apart(prepare, ["hangs"], limit=1)) == {"hangs": {"error": "not finished within 1 s"}}
 
 
+@pytest.mark.slow
 def test_a_provider_that_cannot_start_has_an_error() -> None:
     assert dict(measured_apart(refuse, ["item"], limit=120)) == {"item": {"error": "ImportError: no such package"}}
 

@@ -53,6 +53,7 @@ def test_each_gpu_takes_the_next_job(modules: Path) -> None:
     assert {found[name]["output"].split()[0] for name in "ab"} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_failed_tests_are_known_before_the_end(modules: Path) -> None:
     lines = ["[gw1] [ 3%] PASSED tests/a.py::test_b", "[gw1] [ 3%] FAILED tests/a.py::test_c[1 x] ", "filler " * 9000]
     jobs = {

@@ -102,6 +102,7 @@ def test_nothing_fits() -> None:
     assert result == {"error": "OutOfMemoryError: CUDA out of memory."}
 
 
+@pytest.mark.slow
 def test_a_run_writes_each_result_and_keeps_earlier_ones(tmp_path: Path) -> None:
     out = tmp_path / "training.json"
     training.Results(out).add("llama_1b_8x2048", OURS, {"error": "kept"})

@@ -55,7 +55,7 @@ elif [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
 fi
 touch "$venv.incomplete"
 step "Creating $venv with $("$python" --version)" "$python" -m venv $clear "$venv"
-pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input)
+pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
 if [ "$versions" = pinned ]; then
   pip+=(--constraint constraints.txt)
   step "Installing torch" "${pip[@]}" torch  # first, so that nothing else chooses its version
@@ -67,4 +67,6 @@ else
   step "Installing the $versions versions for ligerzoo[$extras]" "${pip[@]}" --requirement "$requirements"
   step "Installing ligerzoo" "${pip[@]}" --no-deps --editable .
 fi
+# On all cores; pip uses one. Some packages have files for other versions of Python, which cannot be compiled.
+step "Compiling to bytecode" sh -c "'$venv/bin/python' -m compileall -qq -j 0 '$venv/lib' || true"
 rm "$venv.incomplete"

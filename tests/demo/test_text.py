@@ -49,6 +49,7 @@ def test_the_demo_passes_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in output for _, command in demo.next_commands())
 
 
+@pytest.mark.slow
 def test_the_demo_trains_on_a_text_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +113,7 @@ BROKEN: list[tuple[str, Callable[..., Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken", [BROKEN, [("save_and_reload", change_dtype, "the same, bit for bit")]], ids=["every step", "one step"]
 )
@@ -248,6 +250,7 @@ def test_a_window_begins_at_a_line(script: types.ModuleType) -> None:
     assert first_lines == {"import x", "def f(a):", "    if a:", "        return  a +", "class É:"}
 
 
+@pytest.mark.slow
 def test_the_trained_model_loads(
     script: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

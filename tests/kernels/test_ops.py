@@ -117,6 +117,7 @@ def judge_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> No
 @pytest.mark.skipif(INTERPRETING, reason="inductor's code does not depend on the interpreter")
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.inductor
+@pytest.mark.thorough  # takes 15 s; tests/kernels/test_poisoned_memory.py compiles a kernel
 def test_inductor_with_the_loss_head(device: str) -> None:
     inputs = [
         numbers(2, 3, 16, device=device),

@@ -463,6 +463,7 @@ def test_compiled_model_fills_a_cache(device: str, capacity: int | None, backend
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @every_backend
 def test_generate_with_the_result_of_torch_compile(device: str, backend: str) -> None:
     """Compiles for the prompt, the first token and all other tokens."""

@@ -65,6 +65,7 @@ def transformers_losses(checkpoint: Path, data: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_losses_with_images_agree_with_transformers(kind: str, tmp_path: Path) -> None:

@@ -53,13 +53,16 @@ def weights(output: Any, lora_rank: int | None = None) -> bytes:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.thorough),
         {"loss_type": "grpo", "iterations": 2, "old_logps": "recomputed", "temperature": 0.9, "beta": 0.01},
         pytest.param({"loss_type": "dr_grpo", "scale_rewards": "none"}, marks=pytest.mark.thorough),
         pytest.param(
             {"dtype": "float32", "mixed_precision": True, "activation_checkpointing": True}, marks=pytest.mark.thorough
         ),
-        {"lora_rank": 8, "lora_targets": ("layers", "lm_head"), "beta": 0.001, "lr": 3e-2},
+        pytest.param(
+            {"lora_rank": 8, "lora_targets": ("layers", "lm_head"), "beta": 0.001, "lr": 3e-2},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["default", "iterations", "dr_grpo", "mixed", "lora"],
 )

@@ -79,9 +79,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"dtype": "bfloat16", "activation_budget": "1", "max_grad_norm": 0.0, "weight_decay": 0.1}),
     ("grpo", {"dtype": "float32", "mixed_precision": True, "lora_rank": 4, "dora": True, "ema": 0.9, "lr": 1e-2}),
 ]
+EXTRA = [CASES[1], CASES[5], CASES[7]]
+"""Cases whose methods and options other cases have, or other tests that stop runs."""
 
 
-@pytest.mark.parametrize("method, changes", CASES, ids=[f"{method}-{'-'.join(changes)}" for method, changes in CASES])
+@pytest.mark.parametrize(
+    "method, changes",
+    [
+        pytest.param(*case, marks=[pytest.mark.thorough] * (case in EXTRA), id="-".join([case[0], *case[1]]))
+        for case in CASES
+    ],
+)
 def test_a_stopped_run_continues_bit_for_bit(
     method: str, changes: dict[str, Any], given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
