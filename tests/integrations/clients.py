@@ -18,9 +18,9 @@ COMPARED = ("llama", "mixtral", "phi3", "qwen2_vl")
 
 TOKENS = {
     "<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 90)}, "<|image_pad|>": 90, "<|video_pad|>": 91,
-    "<|vision_start|>": 92, "<|vision_end|>": 93, "<|user|>": 94, "<|assistant|>": 95, "<unk>": 96,
+    "<|vision_start|>": 92, "<|vision_end|>": 93, "<|user|>": 94, "<|assistant|>": 95, "<unk>": 96, "abcdef": 97,
 }  # fmt: skip
-"""Vocabulary, with special tokens where the tiny configs expect them."""
+"""Vocabulary, with special tokens where the tiny configs expect them. transformers finds stop strings by "abcdef"."""
 
 PLACEHOLDERS = [90, 91]
 

@@ -1,4 +1,4 @@
-"""transformers' text-generation pipeline with wrapped models."""
+"""transformers' pipelines that generate text, with wrapped models."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ pytest.importorskip("accelerate")
 
 from transformers import pipeline
 
-from tests.integrations.clients import COMPARED, PLACEHOLDERS, ours, theirs, tokenizer
+from tests.integrations.clients import COMPARED, PLACEHOLDERS, Writer, ours, processor, theirs, tokenizer
 
 # transformers reads config.json of version 4.
 pytestmark = pytest.mark.filterwarnings("ignore:.*rope_scaling.*:FutureWarning")
@@ -18,6 +18,8 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     ("w3 w4 w5", {}),
     (["w3 w4 w5", "w9"], {"batch_size": 2}),  # pads on the left
     ([{"role": "user", "content": "w3 w8"}], {}),
+    ([{"role": "user", "content": "w3 w8"}], {"stop_sequence": "w2"}),
+    (["w3 w4 w5", "w9"], {"stop_sequence": ["w2", "w3"], "return_full_text": False}),
     ("w3 w4", {"num_beams": 2, "num_return_sequences": 2, "return_full_text": False}),
 ]
 
@@ -31,4 +33,29 @@ def test_text_generation(model_type: str, checkpoints: dict[str, Path]) -> None:
         generate = pipeline("text-generation", model=load(checkpoints[model_type]), tokenizer=words, device="cpu")
         options = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": PLACEHOLDERS}
         found.append([generate(text, **options, **more) for text, more in CALLS])
+    assert found[0] == found[1]
+
+
+def test_an_assistant(checkpoints: dict[str, Path]) -> None:
+    found = []
+    for load in (ours, theirs):
+        model, assistant = (load(checkpoints["llama"]) for _ in range(2))
+        generate = pipeline(
+            "text-generation", model=model, tokenizer=tokenizer(), device="cpu", assistant_model=assistant
+        )
+        found.append(generate("w3 w4 w5", max_new_tokens=8, do_sample=False))
+    assert found[0] == found[1]
+
+
+def test_images(checkpoints: dict[str, Path]) -> None:
+    pytest.importorskip("PIL")
+    content = [{"type": "image", "image": Writer().image(2)}, {"type": "text", "text": "w3 w4"}]
+    options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": PLACEHOLDERS}
+    found = []
+    for load in (ours, theirs):
+        model = load(checkpoints["qwen2_vl"])
+        generate = pipeline("image-text-to-text", model=model, processor=processor(), device="cpu")
+        messages = [{"role": "user", "content": content}]
+        answer = generate(text=messages, stop_sequence="w2", generate_kwargs=options)
+        found.append(answer[0]["generated_text"][-1])
     assert found[0] == found[1]

@@ -22,6 +22,7 @@ import ligerzoo  # noqa: E402
 from ligerzoo.convert import MODEL_TYPES  # noqa: E402
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError  # noqa: E402
 from ligerzoo.integrations.transformers import AutoModelForCausalLM, AutoModelForImageTextToText, wrap  # noqa: E402
+from ligerzoo.integrations.transformers.versions import CACHE  # noqa: E402
 from tests.covering import long_cases  # noqa: E402
 from tests.models.comparing import assert_close, raw_bytes, stored_tensors  # noqa: E402
 from tests.models.prompts import PROMPTS, prompt  # noqa: E402
@@ -181,7 +182,7 @@ def test_logits_loss_and_gradients(model_type: str, tmp_path: Path) -> None:
     out, reference = (model(**batch) for model in models)
     assert_close(out.logits, reference.logits, "logits")
     torch.testing.assert_close(out.loss, reference.loss, rtol=0, atol=1e-5)
-    assert list(out) == [name for name in reference if name != "past_key_values"]
+    assert list(out) == [name for name in reference if name != CACHE]
     assert len(models[0](**batch, return_dict=False)) == len(out)
     models[0].train()
     assert list(models[0](**batch)) == ["loss"]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, Trai
 import ligerzoo  # noqa: E402
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError  # noqa: E402
 from ligerzoo.integrations.transformers import AutoModelForSequenceClassification, wrap  # noqa: E402
+from ligerzoo.integrations.transformers.versions import CACHE  # noqa: E402
 from tests.covering import long_cases  # noqa: E402
 from tests.models.comparing import assert_close, raw_bytes, stored_tensors  # noqa: E402
 from tests.models.test_sequence_classifier import NEW_HEAD, PAD, PROBLEMS, ROWS, expected_class, write  # noqa: E402
@@ -168,7 +169,7 @@ def test_logits_loss_and_gradients(model_type: str, tmp_path: Path) -> None:
     for name, gradient in expected.items():
         assert_close(got[name], gradient, name)
     out, reference = (model(**batch, output_hidden_states=True, output_attentions=True) for model in models)
-    assert list(out) == [name for name in reference if name != "past_key_values"]
+    assert list(out) == [name for name in reference if name != CACHE]
     for name in ("logits", "loss"):
         assert_close(out[name], reference[name], name)
     for name in ("hidden_states", "attentions"):

@@ -14,6 +14,7 @@ from ligerzoo.convert.layout import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.names import apply_names
+from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
 from ligerzoo.layers import LatentAttention, LayerNorm, RMSNorm
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel
@@ -99,6 +100,7 @@ class Backbone(nn.Module, Generic[Model]):
         """Returns an empty cache for `past_key_values`."""
         return GenerationCache(self.zoo_model.new_cache)
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -150,8 +152,8 @@ class Backbone(nn.Module, Generic[Model]):
             **{name: value for name, value in inputs.items() if name not in _UNUSED and value is not None},
         )  # fmt: skip
         output = BackboneOutput(
-            last_hidden_state=hidden, past_key_values=past_key_values, aux_loss=model.aux_loss(context),
-            segment_start=context.segment_start, **layer_outputs(context),
+            last_hidden_state=hidden, aux_loss=model.aux_loss(context), segment_start=context.segment_start,
+            **{CACHE: past_key_values}, **layer_outputs(context),
         )  # fmt: skip
         return output.to_tuple() if return_dict is False else output
 

@@ -73,6 +73,12 @@ class GenerationCache(Cache):
         """Whether `crop` restores the cache exactly; it cannot if layers are recurrent."""
         return not self.caches.is_recurrent
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer stores a state instead of tokens: none does for `generate`, which removes cached tokens
+        from the inputs unless all do."""
+        return [False] * len(self)
+
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: only layers of ligerzoo fill this cache."""
         raise TypeError("GenerationCache: a module of transformers cannot append to it; expected a ligerzoo model")

@@ -17,6 +17,7 @@ from ligerzoo.integrations.transformers.config import generation_entries, hf_gen
 from ligerzoo.integrations.transformers.generation import Generation
 from ligerzoo.integrations.transformers.head import Head, HeadOptions
 from ligerzoo.integrations.transformers.model import WrappedModel
+from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
 from ligerzoo.layers import shifted_labels
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.inputs import tokens_or_embeddings
@@ -57,6 +58,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         self.post_init()
         self.train(model.training)
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -115,8 +117,8 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
             kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
             logits = self.head_options.logits(self.lm_head(hidden[:, kept]))
         fields = {
-            "loss": loss, "logits": logits, "past_key_values": body.past_key_values,
-            "hidden_states": body.hidden_states, "attentions": body.attentions,
+            "loss": loss, "logits": logits, CACHE: getattr(body, CACHE), "hidden_states": body.hidden_states,
+            "attentions": body.attentions,
         }  # fmt: skip
         output: CausalLMOutputWithPast | MoeCausalLMOutputWithPast
         if body.router_logits is None:

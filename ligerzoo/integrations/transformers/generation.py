@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.backbone import Backbone
+from ligerzoo.integrations.transformers.versions import CACHE, GENERATE_OPTIONS, takes_cache, with_cache_as
 from ligerzoo.models.causal_lm import CausalLM
 
 
@@ -41,7 +42,19 @@ class Generation(GenerationMixin):
         Placeholder tokens of images and videos are never generated.
         """
         with _drawing_from(options.pop("generator", None)):
-            return super().generate(inputs, *args, **options)
+            return super().generate(inputs, *args, **with_cache_as(CACHE, options))
+
+    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+        """Called by transformers' methods that generate in batches of changing size, such as `generate_batch`.
+
+        Raises:
+            LigerzooError: always.
+        """
+        raise LigerzooError(
+            "continuous batching needs a paged cache of transformers",
+            where="generate_batch or cache_implementation='paged'", expected="generate",
+            remedy="model.to_zoo_model().generate_many also replaces finished rows.",
+        )  # fmt: skip
 
     def _prepare_special_tokens(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         if isinstance(generation_config.eos_token_id, list) and not generation_config.eos_token_id:
@@ -57,10 +70,10 @@ class Generation(GenerationMixin):
             raise LigerzooError(
                 "ligerzoo models have their own cache", where="cache_implementation", got=repr(name), expected="None"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.model.new_cache()
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = cache = self.model.new_cache()
             if generation_config.is_assistant:
-                model_kwargs["past_key_values"].activate_past_recording()
+                cache.activate_past_recording()
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **inputs: Any
@@ -74,15 +87,19 @@ class Generation(GenerationMixin):
         input_ids, inputs = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **inputs)
         return input_ids, {**inputs, **modalities}
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
         past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepares the inputs of a step, see transformers' method."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_OPTIONS}
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             if not past_key_values.caches.is_valid_for(next_sequence_length or input_ids.shape[1]):
                 past_key_values.reset()  # longer sequences use other rotary frequencies: process all tokens again
@@ -90,8 +107,8 @@ class Generation(GenerationMixin):
             elif not is_first_iteration:  # images are in the cache
                 kwargs = {name: value for name, value in kwargs.items() if name not in self.model.zoo_model.modalities}
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, past_key_values=past_key_values,
-            is_first_iteration=is_first_iteration, **kwargs,
+            input_ids, next_sequence_length=next_sequence_length, attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **{CACHE: past_key_values}, **kwargs,
         )  # fmt: skip
         return prepared
 

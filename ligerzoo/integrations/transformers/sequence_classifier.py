@@ -16,6 +16,7 @@ from ligerzoo.convert.sequence_classifier import classifier_architecture, read_l
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.backbone import BackboneOutput
 from ligerzoo.integrations.transformers.model import WrappedModel
+from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.sequence_classifier import (
     Labels,
@@ -52,6 +53,7 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
         self.post_init()
         self.train(model.training)
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -99,8 +101,8 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
                 self.config.problem_type = default_problem_type(logits.shape[1], labels)
             loss = classification_loss(logits, labels, self.config.problem_type)
         output = SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, past_key_values=body.past_key_values, hidden_states=body.hidden_states,
-            attentions=body.attentions,
+            loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions,
+            **{CACHE: getattr(body, CACHE)},
         )  # fmt: skip
         return output.to_tuple() if return_dict is False else output
 
