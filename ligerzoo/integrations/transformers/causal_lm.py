@@ -53,6 +53,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         decoder = "model" if self.model.is_text_only else "model.language_model"
         is_tied = model.config.tie_word_embeddings
         self._tied_weights_keys = {"lm_head.weight": f"{decoder}.embed_tokens.weight"} if is_tied else {}
+        self._keys_to_ignore_on_save = [*self._tied_weights_keys]  # the Trainer expects that checkpoints lack them
         self.generation_config = hf_generation_config(model, self.config)
         self._generation_config_before = copy.deepcopy(self.generation_config)
         self.post_init()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, Self
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -126,9 +127,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         source = self.model.zoo_model
         config = with_changes(source.config, self.config, self._config_before)
         model: Model = self.architecture.build_on_meta(config, type(source))
-        given = dict(self.state_dict() if state is None else state)
-        for name, other in self.all_tied_weights_keys.items():
-            given.setdefault(name, given[other])
+        given = self._with_tied_names(self.state_dict() if state is None else state)
         slices = list(self.model.names.slices(shapes_of(model.state_dict())))
         names, expected = given.keys(), {part.stored_name for part in slices}
         if names != expected:
@@ -155,7 +154,9 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
             assign: see `torch.nn.Module.load_state_dict`. Weights in a checkpoint's layout are copied.
 
         Returns:
-            `missing_keys` and `unexpected_keys`, as of `torch.nn.Module.load_state_dict`. The latter is empty.
+            `missing_keys` and `unexpected_keys`, as of `torch.nn.Module.load_state_dict`. If `strict` is False, the
+            former has all names of this model that `state_dict` lacks. A tied weight may be among them: safetensors and
+            accelerate, which store only one of its names, expect this. The latter is empty.
 
         Raises:
             CheckpointError: weights are missing, or names are unknown. Nothing is loaded.
@@ -167,12 +168,12 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
             missing = [name for name in names if name not in state]
             if strict and missing:
                 raise CheckpointError("weights are missing", where="state_dict", got=f"no {first_names(missing)}")
-            result = super().load_state_dict(state, strict=False, assign=assign)
+            super().load_state_dict(state, strict=False, assign=assign)
             if assign:
                 self.tie_weights()
-            return result
+            return _IncompatibleKeys([] if strict else [name for name in names if name not in state_dict], [])
         self.to_zoo_model().load_hf_state_dict(state_dict)
-        return nn.modules.module._IncompatibleKeys([], [])
+        return _IncompatibleKeys([], [])
 
     def _is_transposed(self, state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> bool:
         """Whether the weights have the shapes of a checkpoint whose names are this model's (Qwen3-VL-MoE's experts)."""
