@@ -143,10 +143,11 @@ def attend(
     has_flex_kernel = q.shape[-1] >= 16 and q.dtype != torch.float64
     if isinstance(mask, AttentionMask) and has_flex_kernel and not (on_cpu or is_short or transformed):
         return _flex_attention(q, k, v, mask, scale, softcap, sinks)
+    if on_cpu and q.dtype in (torch.bfloat16, torch.float16):
+        return _attend_in_fp32(q, k, v, mask, scale, softcap, is_causal, sinks)
     mask = _additive(mask, q.dtype)
-    # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
-    # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
-    is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
+    # On a CPU, torch's fused kernel gives rows without visible keys gradients many times too large.
+    is_accurate_on_cpu = mask is None or tokens == 1
     # vmap has no rule for the kernels of fp32 tensors, nor for that of a CPU.
     has_rule = not (transformed and (on_cpu or q.dtype == torch.float32))
     if softcap is not None or not has_rule or (on_cpu and not is_accurate_on_cpu):
@@ -168,6 +169,25 @@ def attend(
             q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.transpose(1, 2)
+
+
+def _attend_in_fp32(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, scale: float | None, softcap: float | None,
+    is_causal: bool, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`attend` in half precision on a CPU: in fp32, rounded once.
+
+    Scores in half precision would move probabilities where keys have large biases, as in Qwen2. The keys of each row
+    come first and padding last, so that a row has the same sums as alone, whatever the padding on its left.
+    """
+    wide = accumulation_dtype(q.dtype)
+    added = _additive(mask, wide)
+    if isinstance(mask, Mask) and mask.padding_mask is not None and added is not None:
+        order = mask.padding_mask.logical_not().byte().argsort(stable=True, dim=1)
+        k, v = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v))
+        added = added.take_along_dim(order[:, None, None], 3)
+    out = reference(q.to(wide), k.to(wide), v.to(wide), added, scale, softcap, is_causal, sinks)
+    return out.to(q.dtype)
 
 
 def _fastest_first(x: Tensor) -> AbstractContextManager[Any]:
@@ -208,7 +228,12 @@ def _additive(mask: AttentionMask | Tensor | None, dtype: torch.dtype) -> Tensor
         return mask.additive(dtype)
     if mask is None:
         return None
-    return additive_mask(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype)
+    if mask.dtype == torch.bool:
+        return additive_mask(mask, dtype)
+    if mask.dtype == dtype:
+        return mask
+    is_masked = mask == torch.finfo(mask.dtype).min
+    return mask.to(dtype).masked_fill(is_masked, torch.finfo(dtype).min)
 
 
 def _flex_attention(
