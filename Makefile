@@ -19,7 +19,7 @@ CLIENTS ?= tests/integrations tests/serve tests/adapters tests/text tests/train/
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles ligerzoo again
-.PHONY: help demo test test-thorough test-newest test-oldest lint clean
+.PHONY: help demo test test-thorough test-newest test-oldest test-real lint clean
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
 	@echo 'make test-newest    the tests of integrations and clients with the newest torch, transformers, TRL, ...'
 	@echo 'make test-oldest    the same with the oldest versions that pyproject.toml allows'
+	@echo 'make test-real      tests with real weights and tokenizers, which it downloads into ~/.cache/ligerzoo-real'
 	@echo 'make lint           ruff, mypy and the phrases that our prose avoids'
 	@echo 'make clean          remove $(VENV) and all caches'
 	@echo
@@ -52,6 +53,9 @@ test-newest:
 
 test-oldest: $(OLDEST)/installed-oldest
 	$(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(CLIENTS)
+
+test-real: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --run-real tests/real
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -22,6 +22,7 @@ KERNEL_TESTS = Path(__file__).parent / "kernels"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow or thorough")
+    parser.addoption("--run-real", action="store_true", help="also run the tests that download packages")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,11 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("inductor"):
                 item.add_marker(pytest.mark.skip(reason="needs a C++ compiler"))
+    markers = [] if config.getoption("--run-real") else ["real"]
     if not config.getoption("--run-slow"):
-        markers = ("slow",) if torch.cuda.is_available() else ("slow", "thorough")
-        deselected = {item for item in items if any(map(item.get_closest_marker, markers))}
-        config.hook.pytest_deselected(items=list(deselected))
-        items[:] = [item for item in items if item not in deselected]
+        markers += ["slow"] if torch.cuda.is_available() else ["slow", "thorough"]
+    deselected = {item for item in items if any(map(item.get_closest_marker, markers))}
+    config.hook.pytest_deselected(items=list(deselected))
+    items[:] = [item for item in items if item not in deselected]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
