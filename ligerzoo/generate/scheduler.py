@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.cache_memory import default_cache_tokens
 from ligerzoo.generate.cache_options import CacheOptions
 from ligerzoo.generate.captured import CapturedCall
+from ligerzoo.generate.chunked_prefill import CHUNK_TOKENS, ChunkedPrefill
 from ligerzoo.generate.decode_loop import LAG
 from ligerzoo.generate.options import check_devices, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
@@ -71,9 +72,10 @@ class Scheduler:
         while not scheduler.is_idle:
             for update in scheduler.step(): ...
 
-    Each step decodes one token of each running request. On a GPU the host reads the tokens some steps late, so that the
-    GPU always has work. Not thread-safe: one thread drives it. While requests run, weights may change in place, but not
-    be replaced by other tensors.
+    Each step decodes one token of each running request. On a CPU, prompts of more than CHUNK_TOKENS tokens are
+    prefilled one after the other, a chunk in each step; shorter ones may start before a long one that waits for
+    another. On a GPU the host reads the tokens some steps late, so that the GPU always has work. Not thread-safe: one
+    thread drives it. While requests run, weights may change in place, but not be replaced by other tensors.
 
     Args:
         model: a causal language model with self-attention only. Text inputs only.
@@ -118,6 +120,7 @@ class Scheduler:
         if max_cache_tokens is None:
             max_cache_tokens = default_cache_tokens(model, batch_size, cache_dtype)
         self.max_cache_tokens = max_cache_tokens
+        self._cache_options = cache_options
         self._slots = Slots(model, batch_size, max_cache_tokens, cache_options)
         limits = (self._slots.max_length, self.max_cache_tokens)
         self.max_length = min((limit for limit in limits if limit is not None), default=None)
@@ -129,6 +132,8 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
         self._running: dict[int, int] = {}  # row -> request
+        self._prefill: ChunkedPrefill | None = None
+        self._in_chunks = self.device.type == "cpu"
         self._results = _Results(batch_size, self.device, LAG if self.device.type == "cuda" else 0)
         self._updates: list[Update] = []
         self._added = 0
@@ -141,7 +146,8 @@ class Scheduler:
     @property
     def free_rows(self) -> int:
         """Number of further requests that the next step would start, if there is memory for them."""
-        return max(0, self._slots.rows - len(self._running) - len(self._waiting))
+        taken = len(self._running) + len(self._waiting) + (self._prefill is not None)
+        return max(0, self._slots.rows - taken)
 
     def add(self, prompt: Tensor | Sequence[int], **options: Any) -> int:
         """Adds a request, which waits for a free row.
@@ -234,6 +240,7 @@ class Scheduler:
         self._results.clear()
         for state in (self._requests, self._waiting, self._running, self._updates):
             state.clear()
+        self._prefill = None
         self._sampler.release(range(self._sampler.rows))
 
     def __enter__(self) -> Scheduler:
@@ -246,24 +253,17 @@ class Scheduler:
         """Starts the work of a step on the device."""
         self._evict()
         logits = self._slots.decode(self._newest) if self._running else None
-        admitted = self._admitted()
-        if admitted:
-            requests = [self._requests[index] for index in admitted.values()]
-            contexts = [request.context for request in requests]
-            longest = max(request.max_length - request.length for request in requests)
-            first = self._slots.admit(list(admitted), contexts, longest)
-            for row, request, context in zip(admitted, requests, contexts, strict=True):
-                options = request.options
-                eos_token_ids = sorted(options.eos_token_ids)
+        for rows, first in self._started():
+            for row, index in rows.items():
+                request, options = self._requests[index], self._requests[index].options
                 self._sampler.assign(
-                    [row], [context], options.sampling, eos_token_ids=eos_token_ids, seeds=request.seed,
-                    new_tokens=request.started, prompt_length=len(request.prompt),
-                    max_new_tokens=request.max_new_tokens,
+                    [row], [request.context], options.sampling, eos_token_ids=sorted(options.eos_token_ids),
+                    seeds=request.seed, new_tokens=request.started,
                 )  # fmt: skip
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
-            logits[upload(list(admitted), self.device)] = first
-            self._running |= admitted
+            logits[upload(list(rows), self.device)] = first
+            self._running |= rows
         if logits is None:
             return
         self._sampler.prepare()
@@ -285,24 +285,56 @@ class Scheduler:
         logps = logps.masked_fill(self._sampler.broken, math.nan)
         return tokens[:, None], torch.stack([tokens.double(), logps.double()])  # fp64 holds token ids exactly
 
+    def _started(self) -> Iterator[tuple[dict[int, int], Tensor]]:
+        """Starts requests: yields row -> request, and the logits of their first new tokens, (n, V) fp32."""
+        if admitted := self._admitted():
+            requests = [self._requests[index] for index in admitted.values()]
+            longest = max(request.max_length - request.length for request in requests)
+            yield admitted, self._slots.admit(list(admitted), [request.context for request in requests], longest)
+        if (prefill := self._prefill) is None:
+            return
+        prefill.step()
+        request = self._requests[prefill.request]
+        longest = max([request.length + 1, *(self._requests[index].length + 1 for index in self._running.values())])
+        if prefill.logits is not None and self._slots.fit(len(self._running) + 1, longest):
+            self._prefill = None
+            new_tokens = request.max_length - request.length
+            self._slots.adopt([prefill.row], prefill.cache, [prefill.columns], new_tokens)
+            yield {prefill.row: prefill.request}, prefill.logits
+
     def _admitted(self) -> dict[int, int]:
         """Takes waiting requests for free rows, as far as they fit: row -> request.
 
-        While others run, which wait for it, one step prefills about PREFILL_TOKENS tokens at most.
+        While others run, which wait for it, one step prefills about PREFILL_TOKENS tokens at most; on a CPU always
+        about CHUNK_TOKENS. There a long prompt becomes `_prefill` instead.
         """
         admitted: dict[int, int] = {}
+        limit = CHUNK_TOKENS if self._in_chunks else PREFILL_TOKENS if self._running else math.inf
         tokens, longest = 0, max((self._requests[index].length + 1 for index in self._running.values()), default=0)
         for row in range(self._slots.rows):
-            if not self._waiting or (self._running and tokens >= PREFILL_TOKENS):
+            if tokens >= limit or (index := self._next()) is None:
                 break
-            if row not in self._running:
-                request = self._requests[self._waiting[0]]
-                longest = max(longest, min(request.length + _MIN_NEW_TOKENS, request.max_length))
-                if not self._slots.fit(len(self._running) + len(admitted) + 1, longest):
-                    break
-                admitted[row] = self._waiting.popleft()
+            if row in self._running or (self._prefill is not None and row == self._prefill.row):
+                continue
+            request = self._requests[index]
+            longest = max(longest, min(request.length + _MIN_NEW_TOKENS, request.max_length))
+            if not self._slots.fit(len(self._running) + len(admitted) + 1 + (self._prefill is not None), longest):
+                break
+            self._waiting.remove(index)
+            if self._is_long(index):
+                self._prefill = ChunkedPrefill(self._model, request.context, self._cache_options, index, row)
+            else:
+                admitted[row] = index
                 tokens += request.length
         return admitted
+
+    def _next(self) -> int | None:
+        """Returns the request that starts next: the first one, but a long one only after another has started."""
+        candidates = (index for index in self._waiting if self._prefill is None or not self._is_long(index))
+        return next(candidates, None)
+
+    def _is_long(self, index: int) -> bool:
+        return self._in_chunks and self._requests[index].length > CHUNK_TOKENS
 
     def _evict(self) -> None:
         """Lets the longest requests wait again until the next step of the others fits."""
@@ -338,6 +370,8 @@ class Scheduler:
 
     def _finish(self, index: int) -> None:
         self._requests.pop(index, None)
+        if self._prefill is not None and self._prefill.request == index:
+            self._prefill = None
         for row in [row for row, running in self._running.items() if running == index]:
             self._leave(row)
 

@@ -49,7 +49,7 @@ class Job:
         requests: as submitted.
         accepted: done when the scheduler has all requests.
         unfinished: positions of the requests whose last token does not exist yet. Only these count for
-            `Engine.max_requests`: a caller that does not read its results keeps nobody waiting.
+            `Engine.max_requests`: others do not wait for a caller that does not read its results.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Completion, Scheduler, Update, generate_many
+from ligerzoo.generate import Completion, Scheduler, Update, chunked_prefill, generate_many
 from ligerzoo.generate import captured as captured_module
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
@@ -72,6 +72,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots_module, name, value)
     monkeypatch.setattr(scheduler_module, "PREFILL_TOKENS", 24)
     monkeypatch.setattr(scheduler_module, "_MIN_NEW_TOKENS", 3)
+    in_chunks_of(1000, monkeypatch)
+
+
+def in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills prompts of more tokens in chunks, on a CPU."""
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(chunked_prefill, "CHUNK_TOKENS", tokens)
 
 
 def draw(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
@@ -127,11 +134,15 @@ CASES: dict[str, list[Any]] = {
     "longest": [1, 9, 40],
     "options": [{}, {"eos_token_id": list(range(0, VOCAB, 9))}, STOP, {"repetition_penalty": 1.4}],
     "max_new_tokens": [1, 2, 20],
+    "chunk": [1000, 7],
 }
 
 
 @in_pairs(CASES)
-def test_results_are_those_of_each_prompt_alone(case: dict[str, Any], device: str) -> None:
+def test_results_are_those_of_each_prompt_alone(
+    case: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_chunks_of(case["chunk"], monkeypatch)
     model, prompts = build(case["name"], device), draw(9, longest=case["longest"])
     options = {**case["options"], "max_new_tokens": case["max_new_tokens"]}
     results = list(model.generate_many(prompts, batch_size=case["batch_size"], **OPTIONS | options))
@@ -246,10 +257,43 @@ def test_requests_arrive_at_any_time(model: Any) -> None:
     assert tokens == {index: alone(model, prompt) for index, prompt in enumerate(prompts)}
 
 
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("max_cache_tokens", [None, 200])
+def test_running_requests_do_not_wait_for_a_long_prompt(
+    model: Any, monkeypatch: pytest.MonkeyPatch, max_cache_tokens: int | None
+) -> None:
+    if model.device.type == "cuda":
+        pytest.skip("a GPU prefills 16,384 tokens at once")
+    in_chunks_of(5, monkeypatch)
+    prompts = [[1, 2], [5] * 31, [6] * 40, [7, 8]]
+    scheduler = Scheduler(model, batch_size=3, max_cache_tokens=max_cache_tokens, **OPTIONS)
+    tokens: dict[int, list[int]] = {index: [] for index in range(4)}
+    lengths, forward = [], model._call_impl
+    monkeypatch.setattr(model, "_call_impl", lambda ids, *rest, **more: lengths.append(ids.numel()) or forward(
+        ids, *rest, **more
+    ))  # fmt: skip
+    for prompt in prompts:
+        scheduler.add(prompt)
+    while not scheduler.is_idle:
+        for update in scheduler.step():
+            tokens[update.index] += update.tokens
+        if len(tokens[0]) == 4:
+            assert tokens[1] == tokens[2] == []
+            assert tokens[3]  # it overtakes the third
+    assert max(lengths) <= 5
+    assert [tokens[index] for index in range(4)] == [alone(model, prompt) for prompt in prompts]
+    for index in (scheduler.add([5] * 31), scheduler.add([6] * 31)):  # one is being prefilled, one waits
+        scheduler.step()
+        scheduler.cancel(index)
+    assert scheduler.is_idle
+    assert scheduler.free_rows == 3
+
+
 def test_long_prompts_wait_while_others_run(model: Any) -> None:
     """One step prefills a bounded number of tokens, unless nothing runs."""
     prompts, waiting = [[5] * 30, [6] * 30, [7] * 30], []
     scheduler = Scheduler(model, batch_size=5, **OPTIONS)
+    scheduler._in_chunks = False  # as on a GPU
     for prompt in prompts[:2]:
         scheduler.add(prompt)
     scheduler.step()

@@ -101,7 +101,7 @@ def test_bodies_with_too_many_values_are_not_parsed(demo: tuple[Llama, Tokenizer
     assert max(waits) < 0.5
 
 
-def test_signs_within_texts_are_no_values() -> None:
+def test_signs_within_texts_are_not_counted() -> None:
     bodies.check_values(json.dumps(["," * 600_000, '["' * 300_000, "\\" * 300_000]).encode())
     for text in (b'"' + b'\\"' * 300_000, b"[" * 500_000):
         bodies.check_values(text)
@@ -203,7 +203,7 @@ def test_the_largest_unfinished_body_makes_room_for_others(demo: tuple[Llama, To
         assert post(served, body)[0] == 200
 
 
-def test_silent_connections_keep_nobody_out(demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_make_room(demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
     with serving(*demo) as served:
         silent = [connected(served) for _ in range(20)]
@@ -230,7 +230,7 @@ def unread_stream(served: Served, name: str) -> Any:
     return connected(served, HEAD.format(len(body)) + body)
 
 
-def test_a_stream_that_nobody_reads_leaves_the_queue_after_its_last_token(
+def test_an_unread_stream_leaves_the_queue_after_its_last_token(
     demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "WRITE_SECONDS", 1.0)
