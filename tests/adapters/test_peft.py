@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
                 "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
+EAGER = {"attn_implementation": "eager"}  # in transformers 5.17, sdpa ignores Gemma 2's soft cap
 PATTERNS = {"rank_pattern": {"o_proj": 6}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,7 +68,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def their_model(name: str) -> Any:
-    config = getattr(transformers, f"{name}{'Text' if name == 'Qwen3_5' else ''}Config")(**SIZES, **MODELS[name])
+    config = getattr(transformers, f"{name}{'Text' if name == 'Qwen3_5' else ''}Config")(
+        **SIZES, **MODELS[name], **EAGER
+    )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     if name == "Qwen3_5":
         for parameter_name, parameter in model.named_parameters():
@@ -121,7 +124,9 @@ def test_parity(case: str, tmp_path: Path) -> None:
     tensors = stored(tmp_path / "ours")
     assert tensors.keys() == stored(tmp_path / "theirs").keys()
     assert all(torch.equal(tensors[key], value) for key, value in stored(tmp_path / "theirs").items())
-    loaded = PeftModel.from_pretrained(their_class(name).from_pretrained(tmp_path / "base"), tmp_path / "ours").eval()
+    loaded = PeftModel.from_pretrained(
+        their_class(name).from_pretrained(tmp_path / "base", **EAGER), tmp_path / "ours"
+    ).eval()
     assert torch.equal(loaded(input_ids=ids).logits, expected.logits)
 
     loss.backward()
@@ -138,7 +143,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert not gradients
 
     adapters.fuse(tmp_path / "base", tmp_path / "theirs", tmp_path / "fused")
-    fused = their_class(name).from_pretrained(tmp_path / "fused").eval()
+    fused = their_class(name).from_pretrained(tmp_path / "fused", **EAGER).eval()
     assert close(fused(input_ids=ids).logits, expected.logits, 1e-5)
     if case != "gemma2, embedding":  # PEFT adds the update to the tied head too
         merged = theirs.merge_and_unload().state_dict()
@@ -162,7 +167,9 @@ def test_our_adapters_in_peft(name: str, targets: Any, options: Any, tmp_path: P
     randomize(ours)
     adapters.save_adapter(ours, tmp_path / "adapter", base_model=tmp_path / "base")
     expected = ours(ids).logits
-    theirs = PeftModel.from_pretrained(their_class(name).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(
+        their_class(name).from_pretrained(tmp_path / "base", **EAGER), tmp_path / "adapter"
+    )
     assert close(theirs.eval()(input_ids=ids).logits, expected, 1e-5)
     again = AutoModel.from_pretrained(tmp_path / "base")
     adapters.load_adapter(again, tmp_path / "adapter")
