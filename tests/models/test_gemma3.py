@@ -2,7 +2,6 @@
 
 import copy
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from tests.models.comparing import (
     TOLERANCE,
     all_gradients,
     assert_close,
+    assert_errors_as_small,
     assert_same_bf16,
     gradients,
-    largest_relative_error,
     load_both,
     raw_bytes,
-    relative_error,
     rounding_as_eager,
     stored_tensors,
     under_their_names,
@@ -124,23 +122,18 @@ def test_logits_loss_and_gradients(models: tuple[Gemma3, PreTrainedModel], rows:
 @torch.no_grad()
 def test_bf16_logits(directory: Path, device: str, rows: list[Row]) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device)
-    exact, ratios = copy.deepcopy(theirs).float(), []
-    for _ in range(5):  # as in test_parity.py
+    exact = copy.deepcopy(theirs).float()
+
+    def draw() -> tuple[Tensor, Tensor, Tensor]:
         p = prompt_for(ours, rows)
-        got, expected, truth = (
-            logits[p.mask == 1]
-            for logits in (
-                ours(p.ids, p.mask, **p.images).logits, theirs_on(theirs, p).logits, theirs_on(exact, p).logits
-            )
-        )  # fmt: skip
+        got, expected = (x[p.mask == 1] for x in (ours(p.ids, p.mask, **p.images).logits, theirs_on(theirs, p).logits))
         assert got.dtype == expected.dtype == torch.bfloat16
-        if device == "cpu":
-            with rounding_as_eager():
-                assert_same_bf16(ours(p.ids, p.mask, **p.images).logits[p.mask == 1], expected)
-        ratios.append(relative_error(got, expected, truth))
-        if ratios[0] <= largest_relative_error(device):
-            break
-    assert statistics.median(ratios) <= largest_relative_error(device)
+        return got, expected, theirs_on(exact, p).logits[p.mask == 1]
+
+    if device == "cpu":
+        with rounding_as_eager():
+            assert_same_bf16(*draw()[:2])
+    assert_errors_as_small(draw, device)
 
 
 @prompts("images, two of them side by side", "a padded batch")
