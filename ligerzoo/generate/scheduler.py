@@ -258,7 +258,8 @@ class Scheduler:
                 request, options = self._requests[index], self._requests[index].options
                 self._sampler.assign(
                     [row], [request.context], options.sampling, eos_token_ids=sorted(options.eos_token_ids),
-                    seeds=request.seed, new_tokens=request.started,
+                    seeds=request.seed, new_tokens=request.started, prompt_length=len(request.prompt),
+                    max_new_tokens=request.max_new_tokens,
                 )  # fmt: skip
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
