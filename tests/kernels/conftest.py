@@ -49,9 +49,31 @@ def _patched_once() -> Iterator[None]:
         scopes: list[Any] = []
         patch.setattr(interpreter, "_patch_lang", _once(interpreter._patch_lang, scopes))
         patch.setattr(interpreter, "_get_np_dtype", _cached(interpreter._get_np_dtype))
+        for name in vars(interpreter.InterpreterBuilder):
+            if name.startswith(("create_icmp", "create_fcmp")):
+                patch.setattr(
+                    interpreter.InterpreterBuilder, name, _boolean(vars(interpreter.InterpreterBuilder)[name])
+                )
         yield
         while scopes:
             scopes.pop().restore()
+
+
+def _boolean(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the result of a comparison the type of booleans.
+
+    The interpreter gives it the type of what was compared. That of triton 3.9 broadcasts a scalar with this type, and
+    then refuses the mask.
+    """
+
+    def call(*operands: Any) -> Any:
+        from triton.language import core
+
+        result = compare(*operands)
+        result.dtype = core.int1
+        return result
+
+    return call
 
 
 @functools.cache
