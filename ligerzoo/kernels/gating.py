@@ -5,7 +5,7 @@ with the sigmoid s, a limit L and a factor alpha:
 
     (u + 1) g s(alpha g),   g = min(gate, L),   u = min(max(up, -L), L)
 
-Its gradient is 0 with respect to what a clamp cuts off, as that of `torch.clamp`.
+Its gradient is 0 with respect to what a clamp cuts off, and not at the limit itself.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def gated_factors(gate: Tensor, up: Tensor, gating: Gating) -> tuple[Tensor, Ten
     """Returns the two factors of `gated`: one depends on the gate, the other on up."""
     if gating.activation != _CLAMPED_SWIGLU:
         return ACTIVATIONS[gating.activation](gate), up  # type: ignore[index]
-    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    limit = gating.limit
+    gate = torch.where(
+        gate > limit, limit, gate
+    )  # torch.clamp has slope 0 at the limit since torch 2.15
+    up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return gate * torch.sigmoid(gating.alpha * gate), up + 1
 
 
