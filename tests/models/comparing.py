@@ -1,6 +1,5 @@
 """Comparison helpers for tests against transformers."""
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of_model
@@ -20,9 +19,6 @@ from ligerzoo.convert.stored_tensors import StoredTensors
 from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.layers import attention
 from ligerzoo.models import CausalLM
-
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-"""Name of the KV cache in arguments and outputs of transformers' models: "cache" since 5.24."""
 
 TOLERANCE = 2e-5
 """Maximum error in fp32 on a CPU, relative to the largest magnitude."""

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 
 from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
+from ligerzoo.integrations.transformers.versions import CACHE
 from ligerzoo.layers import Attention, LatentAttention
 from ligerzoo.models import CausalLM, CausalLMOutput, Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.covering import every_backend
 from tests.models import prompts, tiny_mllama
-from tests.models.comparing import CACHE, assert_close, gradients, load_both
+from tests.models.comparing import assert_close, gradients, load_both
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS, TEXT_CHECKPOINTS
 

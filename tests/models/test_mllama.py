@@ -18,9 +18,9 @@ from ligerzoo import AutoModel, Processor
 from ligerzoo.convert.mllama import ARCHITECTURE
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
+from ligerzoo.integrations.transformers.versions import CACHE
 from ligerzoo.models import Mllama, MllamaConfig, MllamaVisionConfig
 from tests.models.comparing import (
-    CACHE,
     all_gradients,
     assert_close,
     assert_errors_as_small,
