@@ -75,9 +75,7 @@ def gated_factors(gate: Tensor, up: Tensor, gating: Gating) -> tuple[Tensor, Ten
     if gating.activation != _CLAMPED_SWIGLU:
         return ACTIVATIONS[gating.activation](gate), up  # type: ignore[index]
     limit = gating.limit
-    gate = torch.where(
-        gate > limit, limit, gate
-    )  # torch.clamp has slope 0 at the limit since torch 2.15
+    gate = torch.where(gate > limit, limit, gate)  # torch.clamp has slope 0 at the limit since torch 2.15
     up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return gate * torch.sigmoid(gating.alpha * gate), up + 1
 

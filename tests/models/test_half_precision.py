@@ -1,4 +1,4 @@
-"""bf16 on a CPU: as close to fp32 as transformers' fused attention, and the same text beside longer rows."""
+"""bf16 on a CPU: as close to fp32 as transformers' fused attention, and the same text in a batch with longer rows."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_errors_are_those_of_fused_attention(std: float, tmp_path: Any) -> None:
         errors += torch.stack([(model(tokens).logits.float() - truth).norm() / truth.norm() for model in models])
     ours, fused, eager = errors.tolist()
     assert ours <= 1.1 * fused
-    assert std < 20 or 1.1 * ours < eager  # the case tells both apart
+    assert std < 20 or 1.1 * ours < eager  # the case separates them
 
 
 def models() -> list[CausalLM]:
