@@ -81,6 +81,8 @@ def generate(options: argparse.Namespace) -> int:
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
     inputs, tokenizer = (prepare_images if options.image else prepare_text)(prompt, options)
     model = load_model(options)
+    if not (options.image or options.chat) and tokenizer.chat_templates:
+        print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
     decoding = {**load_drafts(options), "cache_dtype": find_cache_dtype(options.cache_dtype)}
     set_default_length(model, options, GENERATED_TOKENS)
     print_continuation(
@@ -283,10 +285,7 @@ def prepare_text(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Toke
     tokenizer = load_tokenizer(options)
     if options.chat:
         return Conversation(tokenizer).ask(prompt), tokenizer
-    inputs = tokenizer([prompt], return_tensors="pt")
-    if tokenizer.chat_templates:
-        print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
-    return inputs, tokenizer
+    return tokenizer([prompt], return_tensors="pt"), tokenizer
 
 
 def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:

@@ -14,6 +14,7 @@ _CONVERT = (
     "transformers' conversion script, convert_{}_weights_to_hf.py."
 )
 _REMEDIES = {
+    "adapter_model.bin": _PICKLE,
     "adapter_config.json": "This is an adapter, without the base model: load that one and call "
     "ligerzoo.adapters.load_adapter(model, directory), or merge them: `ligerzoo fuse BASE ADAPTER OUTPUT`.",
     "*.gguf": "Convert it: load it with transformers' from_pretrained(directory, gguf_file=...) and call "

@@ -82,6 +82,7 @@ class TextEncoder(Vocabulary):
         """
         if self._bound is None:
             self._bound = TokenBound(self._backend)
+        self._check_text(text)
         return self._bound(text)
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
