@@ -23,7 +23,12 @@ from ligerzoo.files.locate import locate_files
 from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
-_EMBEDDING = re.compile(r".+\.embed_tokens\.(token_adapter\.)?(base_layer\.)?weight")
+_TOKENS = {
+    re.compile(r".+\.(embed_tokens|lm_head)\.(token_adapter\.)?(base_layer\.)?weight"): 0,
+    re.compile(r".+\.lm_head\.lora_B\.weight"): 0,
+    re.compile(r".+\.embed_tokens\.lora_embedding_A"): 1,
+}
+"""Names of tensors with a row or column for each token, and which dimension this is."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -69,7 +74,7 @@ def load_adapter(
 
 
 def resize_for_adapter(model: LanguageModel, name_or_path: str | Path, **hub_options: Any) -> None:
-    """Gives a model as many tokens as the embedding in an adapter's file has, if it holds one.
+    """Gives a model as many tokens as an adapter's file has, if it has tensors of the embedding or the head.
 
     Args:
         model: the adapter's base model, without adapters.
@@ -79,9 +84,14 @@ def resize_for_adapter(model: LanguageModel, name_or_path: str | Path, **hub_opt
     directory = locate_files(name_or_path, [CONFIG_FILE, WEIGHT_FILE], **hub_options)
     read_config(directory)  # raises if it is not an adapter
     with SafetensorsFile(directory / WEIGHT_FILE) as file:
-        shapes = [info.shape for name, info in file.tensors.items() if _EMBEDDING.fullmatch(name)]
-    if shapes and shapes[0]:
-        model.resize_token_embeddings(shapes[0][0])
+        sizes = [
+            info.shape[dim]
+            for name, info in file.tensors.items()
+            for pattern, dim in _TOKENS.items()
+            if pattern.fullmatch(name) and len(info.shape) == 2
+        ]
+    if sizes:
+        model.resize_token_embeddings(sizes[0])
 
 
 class _Plan:

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head as one": {**HEAD, **TIED},
     "both as one, added tokens": {"modules_to_save": BOTH, **RESIZED, **TIED},
     "updated as one": {"target_modules": ["q_proj", "lm_head"], **TIED},
+    "updated head, added tokens": {"target_modules": ["q_proj", "lm_head"], **RESIZED},
     "updated as one, added tokens": {"target_modules": ["q_proj", *BOTH], **RESIZED, **TIED},
     "rows": {"trainable_token_indices": [3, 60]},
     "rows as one": {"trainable_token_indices": {"embed_tokens": [60, 3], "lm_head": [60, 3]}, **TIED},
