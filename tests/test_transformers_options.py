@@ -73,7 +73,7 @@ def test_numbers_of_devices(device_map: Any, device: str) -> None:
         ({"torch_dtype": "int3"}, "not a dtype of weights"),
         ({"attn_implementation": "kernels-community/attn"}, "attn_implementation: not supported.*chooses its kernel"),
         ({"attn_implementation": {"": "sdpa", "vision_config": "other"}}, "attn_implementation: not supported"),
-        ({"quantization_config": object()}, "quantization_config: not supported; got .*torchao"),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantization_config: not supported; got .*torchao"),
         ({"load_in_4bit": True}, "load_in_4bit: not supported; got True.*torchao"),
         ({"use_safetensors": False}, "use_safetensors: not supported; got False.*only safetensors"),
         ({"max_memory": {0: "1GB"}}, "max_memory: not supported"),
