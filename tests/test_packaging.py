@@ -63,10 +63,11 @@ def test_make_installs_with_a_line_for_each_step(tmp_path: Path) -> None:
     done = make(tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert lines[0].startswith(f"Creating {tmp_path / 'env'} with Python 3.99 ... ")
     assert lines[1].startswith("Installing torch ... ")
     assert lines[2].startswith("Installing ligerzoo[vision] ... ")
+    assert lines[3].startswith("Compiling to bytecode ... ")
     assert "up to date" in make(tmp_path).stdout
 
 
@@ -125,11 +126,12 @@ def test_the_newest_versions_are_installed_without_pins(tmp_path: Path) -> None:
         ["make", *options, "test-newest"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
         env={**os.environ, "CALLS": str(tmp_path / "calls"), "FAILS": "nothing", "KILLED_AT": "nothing"},
     )  # fmt: skip
-    asked, installed, ours, tested = (call for call in calls(tmp_path)[-4:])
+    asked, installed, ours, compiled, tested = calls(tmp_path)[-5:]
     assert asked == "tools/requirements.py newest test,integrations,serve"
     assert "--upgrade" in installed
     assert "constraints.txt" not in installed + ours
     assert ours.endswith("--no-deps --editable .")
+    assert compiled.startswith("-m compileall ")
     assert tested.startswith("-m pytest ")
     assert tested.endswith(" tests/integrations")
 
