@@ -15,21 +15,10 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.models import Llama
 from ligerzoo.text.tokenizer import Tokenizer
-from tests.serve.serving import Served, connection, load_demo, post, serving
+from tests.serve.serving import Served, connection, post, serving
 
 QUESTION = [{"role": "user", "content": "def read(path):"}]
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Llama, Tokenizer]:
-    return load_demo()
-
-
-@pytest.fixture(scope="module")
-def served(demo: tuple[Llama, Tokenizer]) -> Iterator[Served]:
-    with serving(*demo) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

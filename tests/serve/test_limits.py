@@ -17,22 +17,11 @@ from ligerzoo.models import Llama
 from ligerzoo.serve import bodies, connection, server
 from ligerzoo.serve.access import Access, names_of
 from ligerzoo.text.tokenizer import Tokenizer
-from tests.serve.serving import Served, load_demo, post, serving
+from tests.serve.serving import Served, post, serving
 
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 )
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Llama, Tokenizer]:
-    return load_demo()
-
-
-@pytest.fixture(scope="module")
-def served(demo: tuple[Llama, Tokenizer]) -> Iterator[Served]:
-    with serving(*demo) as running:
-        yield running
 
 
 @contextmanager
