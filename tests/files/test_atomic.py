@@ -631,6 +631,7 @@ def interrupt_at(number):
         if executed == number:
             signal.raise_signal(signal.SIGINT)
         return trace
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions only if a frame asks before settrace
     sys.settrace(trace)
 
 instructions, seen, status = 0, set(), -1
@@ -651,7 +652,7 @@ while status:
     seen.add(version())
     assert version() in (before, "new"), (version(), instructions)
     assert set(os.listdir(parent)) <= {"set"}, (os.listdir(parent), instructions)
-assert instructions > 1000, instructions
+assert instructions > 500, instructions  # calls and lines alone are fewer than 400
 assert seen == {before, "new"}, seen
 """
 
