@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ligerzoo.errors import ImageError, TokenizerError
+from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 
 
@@ -17,7 +18,9 @@ class ImageTextProcessor(Protocol):
     def read_image(self, image: str | Path, /) -> Tensor:
         """Returns the image in a file as uint8 RGB (3, H, W)."""
 
-    def __call__(self, text: list[dict[str, Any]], /, *, add_generation_prompt: bool) -> dict[str, Tensor]:
+    def __call__(
+        self, text: list[dict[str, Any]], /, *, add_generation_prompt: bool, special_tokens: SpecialTokens
+    ) -> dict[str, Tensor]:
         """Returns the model inputs of the messages."""
 
 
@@ -76,7 +79,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": [*images, text] if images else question})
         self._images = []
         if self._processor is not None:
-            return self._processor(self.messages, add_generation_prompt=True)
+            return self._processor(self.messages, add_generation_prompt=True, special_tokens="text")
         inputs: dict[str, Tensor] = self.tokenizer.apply_chat_template(
             self.messages, add_generation_prompt=True, special_tokens="text", return_tensors="pt"
         )

@@ -10,7 +10,7 @@ import torch
 
 from ligerzoo.errors import TokenizerError, did_you_mean
 from ligerzoo.text.padding import BatchEncoding, Columns, as_tensors, pad_columns, padded_length
-from ligerzoo.text.special_text import Rendered, Span
+from ligerzoo.text.rendered import Rendered, Span
 from ligerzoo.text.token_bound import TokenBound
 from ligerzoo.text.tokenizer_files import PaddingSide, checked_side, padding_side, reporting
 from ligerzoo.text.tokenizer_json import read_json
@@ -215,12 +215,19 @@ class TextEncoder(Vocabulary):
             padding_side=padding_side, return_tensors=return_tensors,
         )  # fmt: skip
 
-    def encode_rendered(self, rendered: Rendered) -> tuple[list[int], list[Span]]:
-        """Returns the ids of a rendered conversation, and the (first, last + 1) characters of each token."""
-        (encoding,) = self._encode_all([rendered.text], None, False, None, None, offsets=True)
+    def encode_rendered(self, rendered: Rendered, add_special_tokens: bool = False) -> tuple[list[int], list[Span]]:
+        """Returns the ids of a rendered conversation, and the (first, last + 1) characters of each token.
+
+        Args:
+            rendered: the conversation.
+            add_special_tokens: see `encode`.
+        """
+        (encoding,) = self._encode_all([rendered.text], None, add_special_tokens, None, None, offsets=True)
         if rendered.literal is None:
             return encoding.ids, encoding.offsets
-        return self.special_text.spell(rendered.text, encoding.ids, encoding.offsets, rendered.literal)
+        return self.special_text.spell(
+            rendered.text, encoding.ids, encoding.offsets, rendered.literal, encoding.special_tokens_mask
+        )
 
     def _finish(
         self,

@@ -11,37 +11,20 @@ import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tokenizers
 
 from ligerzoo.errors import TokenizerError
+from ligerzoo.text.rendered import Rendered, Span, overlaps
 
 SpecialTokens = Literal["text", "control"]
 """What a special token means that is written in a text: its characters, or the special token."""
-
-Span = tuple[int, int]
 
 _START, _END = "\ufdd0", "\ufdd1"  # noncharacters, which no text contains
 _MAX_SPELLINGS = 2**12  # kept; those of tokens with different spaces around them are many
 _ESCAPED = r"\\ufdd[01]"  # as JSON in ASCII and Python's `repr` write them
 _MARK = re.compile(f"[{_START}{_END}]")
-
-
-class Rendered(NamedTuple):
-    """A rendered conversation.
-
-    Attributes:
-        text: the text.
-        spans: the (first, last + 1) characters of its `{% generation %}` blocks; None if they were not requested, or
-            the template has none.
-        literal: the (first, last + 1) characters of special tokens that are text, in order; None if all special tokens
-            are control tokens.
-    """
-
-    text: str
-    spans: list[Span] | None
-    literal: list[Span] | None
 
 
 class SpecialText:
@@ -108,7 +91,12 @@ class SpecialText:
         )
 
     def spell(
-        self, text: str, ids: Sequence[int], offsets: Sequence[Span], literal: Sequence[Span]
+        self,
+        text: str,
+        ids: Sequence[int],
+        offsets: Sequence[Span],
+        literal: Sequence[Span],
+        added: Sequence[int] | None = None,
     ) -> tuple[list[int], list[Span]]:
         """Replaces special tokens of an encoded text that are text by the tokens of their characters.
 
@@ -117,19 +105,19 @@ class SpecialText:
             ids: its tokens.
             offsets: the (first, last + 1) characters of each token.
             literal: see `Rendered`.
+            added: 1 for each token that the post-processor added; it stays. None means no such token.
         """
         spelled_ids: list[int] = []
         spelled_offsets: list[Span] = []
-        for token_id, (first, last) in zip(ids, offsets, strict=True):
+        for token_id, span, is_added in zip(ids, offsets, added or [0] * len(ids), strict=True):
             pieces = [token_id]
-            if (content := self._contents.get(token_id)) is not None:
-                written = text[first:last]
-                before = bisect_left(literal, (last, 0)) - 1  # the last span that begins before the token's end
+            if (content := self._contents.get(token_id)) is not None and not is_added:
+                written = text[slice(*span)]
                 # A normalizer may also make the token of other characters, which only a user writes.
-                if content not in written or (before >= 0 and literal[before][1] > first):
+                if content not in written or overlaps(literal, span):
                     pieces = self.spelling(written or content)
             spelled_ids += pieces
-            spelled_offsets += [(first, last)] * len(pieces)
+            spelled_offsets += [span] * len(pieces)
         return spelled_ids, spelled_offsets
 
     def spelling(self, text: str) -> list[int]:

@@ -31,7 +31,8 @@ from ligerzoo.text.encoding import TextEncoder, refuse_unknown
 from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_length
 from ligerzoo.text.messages import OpenMessage, checked_objects, normalized_messages
 from ligerzoo.text.padding import BatchEncoding
-from ligerzoo.text.special_text import Rendered, SpecialTokens, token_mask
+from ligerzoo.text.rendered import Rendered
+from ligerzoo.text.special_text import SpecialTokens, token_mask
 from ligerzoo.text.tokenizer_files import (
     FILE_PATTERNS,
     READ_PATTERNS,

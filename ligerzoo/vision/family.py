@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from ligerzoo.errors import ImageError, TokenizerError
+from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.files import ProcessorFiles
 
@@ -79,9 +80,9 @@ class ProcessorFamily(ABC):
         """
         raise ImageError(f"{self.model_type} models read images only", where="videos", remedy="Pass images instead.")
 
-    def prepare_prompt(self, text: str) -> str:
-        """Returns the prompt as the tokenizer expects it; unchanged by default."""
-        return text
+    def prompt_edits(self, prompt: Rendered) -> list[Edit]:
+        """Returns what changes the prompt to what the tokenizer expects; nothing by default."""
+        return []
 
     def derived_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns further model inputs that are computed from the token ids and the other inputs.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -156,10 +155,3 @@ def list_fps(fps: float | Sequence[float], number: int) -> list[float]:
         expected = f"a positive number, or a list of {number}"
         raise ImageError("invalid frames per second", where="fps", got=fps, expected=expected)
     return values
-
-
-def replace_placeholders(text: str, replacements: Mapping[str, Iterator[str]]) -> str:
-    """Replaces each placeholder in the text by the next of its replacements."""
-    if not replacements:
-        return text
-    return re.sub("|".join(map(re.escape, replacements)), lambda match: next(replacements[match[0]]), text)

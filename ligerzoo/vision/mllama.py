@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.files import ProcessorFiles
@@ -118,15 +119,14 @@ class MllamaProcessorFamily(ProcessorFamily):
         self._image_id = media_token_id(self.placeholders["image"], tokenizer)
         self._bos = tokenizer.bos_token or ""
 
-    def prepare_prompt(self, text: str) -> str:
+    def prompt_edits(self, prompt: Rendered) -> list[Edit]:
         """Inserts a BOS token after the images at the beginning of the prompt, unless the prompt contains one."""
-        if self._bos in text:
-            return text
-        token = self.placeholders["image"]
-        rest = text
-        while rest.startswith(token):
-            rest = rest[len(token) :]
-        return text[: len(text) - len(rest)] + self._bos + rest
+        if not self._bos or prompt.find(self._bos):
+            return []
+        end = 0
+        for first, last in prompt.find(self.placeholders["image"]):
+            end = last if first == end else end
+        return [Edit(end, end, self._bos)]
 
     def image_text(self, height: int, width: int, where: str = "image") -> str:
         return self.placeholders["image"]

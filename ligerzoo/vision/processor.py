@@ -6,7 +6,7 @@ family does this in its own way; see `ligerzoo.vision.family`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,6 +18,8 @@ from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import reading_directory, replace_files
 from ligerzoo.files.transformers_options import text_options
 from ligerzoo.text import tokenizer_files
+from ligerzoo.text.rendered import Edit, Rendered
+from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import PaddingSide
 from ligerzoo.vision import read_image, read_video
@@ -32,7 +34,6 @@ from ligerzoo.vision.messages import (
     list_fps,
     list_videos,
     media_in,
-    replace_placeholders,
 )
 from ligerzoo.vision.mllama import MllamaProcessorFamily
 from ligerzoo.vision.qwen2_vl import Qwen2_5VLProcessorFamily, Qwen2VLProcessorFamily
@@ -155,6 +156,7 @@ class Processor:
         padding_side: PaddingSide = "left",
         add_special_tokens: bool = True,
         add_generation_prompt: bool = False,
+        special_tokens: SpecialTokens = "control",
         return_tensors: Literal["pt"] = "pt",
     ) -> dict[str, Tensor]:
         """Prepares the model inputs of one prompt, or of several prompts padded to the longest.
@@ -179,6 +181,9 @@ class Processor:
             add_special_tokens: whether to add the special tokens that tokenizer.json puts around a text. The output of
                 a chat template gets them only if it does not begin with a BOS token.
             add_generation_prompt: whether to end a conversation with the beginning of the model's answer.
+            special_tokens: what a special token means that is written in a message: "text" for its characters, so that
+                a message cannot end itself or mark an image, or "control" for the special token. In texts, all are
+                control tokens.
             return_tensors: "pt" is the only supported value.
 
         Returns:
@@ -196,6 +201,12 @@ class Processor:
         conversations = conversations_in(text)
         if conversations is None:
             texts: list[Any] = [text] if isinstance(text, str) else list(text)
+            if special_tokens != "control":
+                raise TokenizerError(
+                    "given with texts, whose placeholders are special tokens", where="special_tokens",
+                    got=repr(special_tokens), expected='"control"', remedy="Pass messages instead of texts.",
+                )  # fmt: skip
+            prompts = [Rendered(one, None, None) for one in texts]
         else:
             if any(groups := media_in(conversations, "image")):
                 _refuse_duplicates(images is not None, "images")
@@ -203,30 +214,38 @@ class Processor:
             if any(groups := media_in(conversations, "video")):
                 _refuse_duplicates(bool(videos), "videos")
                 videos = [video for group in groups for video in group]
-            texts = self.tokenizer.apply_chat_template(
-                conversations, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
+            prompts = [
+                self.tokenizer.render_chat(
+                    one, add_generation_prompt=add_generation_prompt, special_tokens=special_tokens
+                )
+                for one in conversations
+            ]
             bos = self.tokenizer.bos_token
-            add_special_tokens = bos is None or not texts[0].startswith(bos)
-        texts = [self.family.prepare_prompt(one) for one in texts]
+            add_special_tokens = bos is None or (0, len(bos)) not in prompts[0].find(bos)[:1]
+        prompts = [one.edited(self.family.prompt_edits(one)) for one in prompts]
 
-        media = self._preprocess_images(texts, images) | self._preprocess_videos(texts, videos, fps)
-        replacements = {self.family.placeholders[kind]: iter(one.replacements) for kind, one in media.items()}
-        inputs = self.tokenizer(
-            [replace_placeholders(one, replacements) for one in texts],
-            padding_side=padding_side,
-            return_tensors="pt",
-            add_special_tokens=add_special_tokens,
-        )
+        media = self._preprocess_images(prompts, images) | self._preprocess_videos(prompts, videos, fps)
+        replacements = {kind: iter(one.replacements) for kind, one in media.items()}
+        prompts = [one.edited(self._replacing_placeholders(one, replacements)) for one in prompts]
+        rows = [self.tokenizer.encode_rendered(one, add_special_tokens)[0] for one in prompts]
+        inputs = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
         self._check_soft_tokens(inputs["input_ids"], media)
         for one in media.values():
             inputs |= one.inputs
         return {**inputs, **self.family.derived_inputs(inputs)}
 
-    def _preprocess_images(self, texts: list[str], images: Any) -> dict[str, PreprocessedMedia]:
+    def _replacing_placeholders(self, prompt: Rendered, replacements: Mapping[str, Iterator[str]]) -> list[Edit]:
+        """Returns the edits that replace each placeholder by the next text of its kind."""
+        return sorted(
+            Edit(*span, next(texts))
+            for kind, texts in replacements.items()
+            for span in prompt.find(self.family.placeholders[kind])
+        )
+
+    def _preprocess_images(self, prompts: list[Rendered], images: Any) -> dict[str, PreprocessedMedia]:
         """Returns the preprocessed images under "image"; an empty dictionary if there are no images."""
         token = self.family.placeholders["image"]
-        groups = group_images(images, [one.count(token) for one in texts], token)
+        groups = group_images(images, [len(one.find(token)) for one in prompts], token)
         if not any(groups):
             return {}
         number = count()
@@ -234,12 +253,12 @@ class Processor:
         return {"image": self.family.preprocess_images(tensors)}
 
     def _preprocess_videos(
-        self, texts: list[str], videos: list[Any], fps: float | Sequence[float]
+        self, prompts: list[Rendered], videos: list[Any], fps: float | Sequence[float]
     ) -> dict[str, PreprocessedMedia]:
         """Returns the preprocessed videos under "video"; an empty dictionary if there are no videos."""
         if "video" in self.family.placeholders:
             token = self.family.placeholders["video"]
-            check_count(len(videos), sum(one.count(token) for one in texts), "videos", token)
+            check_count(len(videos), sum(len(one.find(token)) for one in prompts), "videos", token)
         if not videos:
             return {}
         tensors = [read_video(video, f"videos[{i}]") for i, video in enumerate(videos)]
@@ -256,7 +275,7 @@ class Processor:
                     where="text",
                     got=got,
                     expected=expected,
-                    remedy=f"Remove {token!r} from the text.",
+                    remedy=f'Remove {token!r} from the text, or pass special_tokens="text" with messages.',
                 )
 
 

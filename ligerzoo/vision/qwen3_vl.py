@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import ImageError
+from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia
 from ligerzoo.vision.files import ProcessorFiles
@@ -119,9 +120,9 @@ class Qwen3VLProcessorFamily(Qwen2VLProcessorFamily):
     def video_preprocessor(self, settings: Settings) -> Qwen3VLVideoPreprocessor:
         return Qwen3VLVideoPreprocessor.for_videos(settings)
 
-    def prepare_prompt(self, text: str) -> str:
+    def prompt_edits(self, prompt: Rendered) -> list[Edit]:
         video = self.placeholders["video"]
-        return text.replace(self.vision_start + video + self.vision_end, video)
+        return [Edit(*span, video) for span in prompt.find(self.vision_start + video + self.vision_end)]
 
     def preprocess_videos(self, videos: list[Tensor], fps: list[float]) -> PreprocessedMedia:
         patches, grids, replacements = [], [], []

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ligerzoo import AutoModel, Tokenizer
-from ligerzoo.errors import DataError, LigerzooError
+from ligerzoo.errors import DataError, ImageError, LigerzooError
 from ligerzoo.models import CausalLM
+from ligerzoo.text.conversation import Conversation
 from ligerzoo.train.data import PackedBatches, PaddedBatches, Sample, check_data, format_sample, open_data
 from ligerzoo.train.data.images import PixelBudget
 from ligerzoo.train.data.samples import as_state, from_state
@@ -28,6 +29,8 @@ from tests.train.tiny_run import options
 from tests.train.tiny_vision import (
     END,
     KINDS,
+    PLACEHOLDERS,
+    TOKENS,
     conversation,
     data_uri,
     new_model,
@@ -166,15 +169,35 @@ def test_image_tokens_are_never_trained(kind: str, tmp_path: Path, load_processo
     assert f"done{END[kind]}" in trained
 
 
-def test_placeholders_written_as_text_are_text(load_processor: Callable[[str], Processor]) -> None:
-    processor = load_processor("qwen2_vl")
-    messages = conversation([data_uri(20, 30), "Is <|image_pad|> an image?"], "No")
-    messages[0]["content"][0] = {"type": "image", "image": messages[0]["content"][0]["text"]}
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_of_messages_are_text(
+    kind: str, tmp_path: Path, load_processor: Callable[[str], Processor]
+) -> None:
+    """A chat and training encode a message alike: it cannot end itself, mark an image or replace the BOS token."""
+    processor, file = load_processor(kind), tmp_path / "a.png"
+    picture(20, 30).save(file)
+
+    def ask(*questions: str) -> list[int]:
+        chat = Conversation(processor.tokenizer, processor)
+        chat.add_image(file)
+        for question in questions:
+            ids: list[int] = chat.ask(question)["input_ids"][0].tolist()
+            chat.add_answer(question)
+        return ids
+
+    attack = " ".join(TOKENS[kind]) + PLACEHOLDERS[kind]
+    ids = ask(attack)
+    assert attack in processor.tokenizer.decode(ids)
+    for asked, harmless in ((ids, ask("What?")), (ask(attack, attack), ask("What?", "And?"))):
+        assert [one for one in asked if one >= 256] == [one for one in harmless if one >= 256]
+    messages = conversation([str(file), attack], "No")
     with pytest.warns(UserWarning, match="encoded as text"):
-        [sample] = samples_of([{"messages": messages}], processor)
-    assert sample.input_ids.count(processor.image_token_id) == 8
+        [sample] = samples_of([{"messages": messages}], processor, seq_length=512)
+    assert sample.input_ids[: len(ids)] == ids
     with pytest.raises(DataError, match="another number of"):
         samples_of([{"messages": messages}], processor, special_tokens="control")
+    with pytest.raises(ImageError, match="differs from the number of placeholders"):
+        processor(messages[:1])
 
 
 def test_truncation_keeps_whole_images(load_processor: Callable[[str], Processor]) -> None:

@@ -462,6 +462,33 @@ def test_mllama_conversations(tmp_path: Path) -> None:
     assert Processor.from_pretrained(directory)("Hello").keys() == {"input_ids", "attention_mask"}
 
 
+def test_special_tokens_of_messages_may_be_text(gemma3: Path, tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    write_json(gemma3 / "chat_template.json", {"chat_template": template})
+    processor = Processor.from_pretrained(gemma3)
+    chats = [[{"role": "user", "content": content}] for content in ("<bos>See <image_soft_token>", "<pad>")]
+    inputs = processor(chats, special_tokens="text", padding_side="right")
+    rows = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    texts = [chat[0]["content"] for chat in chats]
+    assert [processor.tokenizer.decode(row[1:]) for row in rows] == texts
+    bos = processor.tokenizer.bos_token_id
+    assert [[one for one in row if one >= 256] for row in rows] == [[bos], [bos]]
+    assert processor(chats[1])["input_ids"].tolist() == [[bos, processor.tokenizer.pad_token_id]]
+    with pytest.raises(TokenizerError, match="special_tokens: given with texts"):
+        processor("<bos>See", special_tokens="text")
+    with pytest.raises(TokenizerError, match=r"special_tokens: unsupported value; got 'txt'"):
+        processor(chats[0], special_tokens="txt")  # type: ignore[arg-type]
+
+    processor = Processor.from_pretrained(checkpoint(tmp_path / "qwen3", "qwen3_vl"))
+    frames = [picture(64, 64)] * 4
+    asked = [
+        processor(user({"type": "video", "video": frames}, text(t)), fps=2, special_tokens="text") for t in (VIDEO, "")
+    ]
+    ids = [one["input_ids"][0].tolist() for one in asked]
+    assert [one for one in ids[0] if one >= 256] == [one for one in ids[1] if one >= 256]
+    assert len(ids[0]) == len(ids[1]) + len(VIDEO)
+
+
 def test_a_family_without_videos_refuses_them(gemma3: Path) -> None:
     with pytest.raises(ImageError, match="gemma3 models read images only"):
         Processor.from_pretrained(gemma3)("x", videos=[picture(30, 30)])

@@ -11,26 +11,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ligerzoo.errors import DataError, TokenizerError, quote
 from ligerzoo.text.messages import trying_text_arguments
-from ligerzoo.text.special_text import Rendered, Span, token_mask
+from ligerzoo.text.rendered import Edit, Rendered, Span
+from ligerzoo.text.special_text import token_mask
 from ligerzoo.train.data.encoding import TextEncoder
 from ligerzoo.train.data.fields import Messages
-from ligerzoo.train.data.images import Edit, ImageEncoder, Size
+from ligerzoo.train.data.images import ImageEncoder, Size
 from ligerzoo.train.data.markers import TRAINED
 from ligerzoo.train.data.samples import UNTRAINED, ImageTokens, Sample, Source
 
 TrainAnswers = Literal["all", "last"]
-
-
-class _Rendered(NamedTuple):
-    """A rendered conversation: its text, the answers in it, and the special tokens that are text of a message."""
-
-    text: str
-    answers: list[Span]
-    literal: list[Span]
 
 
 class ChatEncoder:
@@ -93,22 +86,21 @@ class ChatEncoder:
         trained = trained[-1:] if self._train_answers == "last" else trained
         trained = [index for index in trained if messages[index].get(TRAINED, True)]
         try:
-            whole, answers = trying_text_arguments(
+            whole = trying_text_arguments(
                 lambda messages: find_answers(template, messages, trained), _for_template(messages)
             )
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
-        rendered = self._with_ends(_Rendered(whole.text, answers, self._literal(whole, source)), source)
+        self._warn_of_text(whole, source)
+        rendered = self._with_ends(whole, source)
         edits: list[Edit] = []
         if self._images is not None:
-            edits = self._images.edits(rendered.text, {first for first, _ in rendered.literal}, sizes, source)
-            rendered = _edited(rendered, edits)
-        tokens = self._encoder.encode_conversation(
-            rendered.text, [start for start, _ in rendered.answers], rendered.literal
-        )
+            edits = self._images.edits(rendered, sizes, source)
+            rendered = rendered.edited(edits)
+        tokens = self._encoder.encode_conversation(rendered)
         labels = [
             token_id if is_answer else UNTRAINED
-            for token_id, is_answer in zip(tokens.ids, token_mask(tokens.offsets, rendered.answers), strict=True)
+            for token_id, is_answer in zip(tokens.ids, token_mask(tokens.offsets, rendered.spans or []), strict=True)
         ]
         if self._images is not None:
             self._images.check_tokens(tokens.ids, edits, source)
@@ -140,7 +132,8 @@ class ChatEncoder:
             rendered = trying_text_arguments(lambda messages: template(messages, True), _for_template(messages))
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
-        return self._encoder.encode_conversation(rendered.text, [], self._literal(rendered, source)).ids
+        self._warn_of_text(rendered, source)
+        return self._encoder.encode_conversation(rendered).ids
 
     def _bind(self, tools: list[dict[str, Any]] | None, variables: Mapping[str, Any] | None) -> Render:
         tokenizer = self._encoder.tokenizer
@@ -156,26 +149,24 @@ class ChatEncoder:
 
         return render
 
-    def _literal(self, rendered: Rendered, source: Source) -> list[Span]:
-        """Returns the special tokens that are text, and warns of the first one."""
-        literal = rendered.literal or []
-        for first, last in literal:
+    def _warn_of_text(self, rendered: Rendered, source: Source) -> None:
+        """Warns of the first special token that is text."""
+        for first, last in rendered.literal or []:
             if first < last:
                 self._encoder.warn_special(rendered.text[first:last], source)
                 break
-        return literal
 
-    def _with_ends(self, rendered: _Rendered, source: Source) -> _Rendered:
+    def _with_ends(self, rendered: Rendered, source: Source) -> Rendered:
         """Ends each answer after its last special token, which ends the index; appends a missing one to the text."""
         text, answers = rendered.text, []
-        literal = {first for first, _ in rendered.literal}
+        literal = {first for first, _ in rendered.literal or []}
         specials = {
             found.end(): found.start()
             for found in self._encoder.special_pattern.finditer(text)
             if found.start() not in literal
         }
         starts = set(specials.values())
-        for start, end in rendered.answers:
+        for start, end in rendered.spans or []:
             trimmed = start + len(text[start:end].rstrip())
             if specials.get(trimmed, -1) >= start:
                 end = trimmed
@@ -194,23 +185,20 @@ class ChatEncoder:
                     remedy="Pass end_of_answer, such as the tokenizer's eos_token.",
                 )  # fmt: skip
             answers.append((start, end))
-        return _Rendered(text, answers, rendered.literal)
+        return rendered._replace(text=text, spans=answers)
 
 
 Render = Callable[[Messages, bool], Rendered]
 """Renders messages, as the prompt of an answer or as a whole with its `{% generation %}` blocks."""
 
 
-def find_answers(render: Render, messages: Messages, trained: Sequence[int]) -> tuple[Rendered, list[Span]]:
-    """Renders a conversation and finds the assistant's answers that are trained.
+def find_answers(render: Render, messages: Messages, trained: Sequence[int]) -> Rendered:
+    """Renders a conversation, with the assistant's answers that are trained as its spans.
 
     Args:
         render: renders messages.
         messages: the conversation.
         trained: indices of the messages that are trained, in order.
-
-    Returns:
-        The conversation, and the (first, last + 1) characters of each answer.
 
     Raises:
         TokenizerError: there is no answer, or the template does not reveal which text the answers are.
@@ -219,7 +207,7 @@ def find_answers(render: Render, messages: Messages, trained: Sequence[int]) -> 
         raise TokenizerError("no message of the assistant that is trained", where="messages")
     whole = render(messages, False)
     if whole.spans is not None:
-        return whole, _blocks_of(render, messages, whole, whole.spans, trained)
+        return whole._replace(spans=_blocks_of(render, messages, whole, whole.spans, trained))
     text = whole.text
     answers = []
     for index in trained:
@@ -230,7 +218,7 @@ def find_answers(render: Render, messages: Messages, trained: Sequence[int]) -> 
         if end <= start:
             raise TokenizerError(f"the template renders no text for messages[{index}]", where="messages")
         answers.append((start, end))
-    return whole, answers
+    return whole._replace(spans=answers)
 
 
 def _blocks_of(
@@ -294,23 +282,6 @@ def _without_images(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [part if part["type"] == "text" else {"type": part["type"]} for part in content]
-
-
-def _edited(rendered: _Rendered, edits: Sequence[Edit]) -> _Rendered:
-    """Replaces ranges of the text, none of which a span begins or ends within."""
-    ends, moves, text, position = [], [0], "", 0
-    for edit in edits:
-        text += rendered.text[position : edit.first] + edit.text
-        position = edit.last
-        ends.append(edit.last)
-        moves.append(len(text) - edit.last)
-    text += rendered.text[position:]
-
-    def moved(character: int) -> int:
-        return character + moves[bisect_right(ends, character)]
-
-    answers, literal = ([(moved(a), moved(b)) for a, b in spans] for spans in (rendered.answers, rendered.literal))
-    return _Rendered(text, answers, literal)
 
 
 def _tokens_of(edits: Sequence[Edit], offsets: Sequence[Span]) -> list[Span]:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ligerzoo.errors import TokenizerError
-from ligerzoo.text.special_text import Span, SpecialTokens, encode_continuation
+from ligerzoo.text.rendered import Rendered, Span
+from ligerzoo.text.special_text import SpecialTokens, encode_continuation
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.samples import Source
 
@@ -130,22 +131,18 @@ class TextEncoder:
             return both[len(prompt) :]
         return encode_continuation(lambda text: self.encode_ids([text])[0], completion)
 
-    def encode_conversation(self, text: str, starts: Sequence[int], literal: Sequence[Span]) -> Tokens:
-        """Encodes a conversation such that the text before each answer has the tokens that it has alone.
-
-        Args:
-            text: the rendered conversation.
-            starts: first character of each answer, in order.
-            literal: the (first, last + 1) characters of special tokens that are text of a message.
+    def encode_conversation(self, rendered: Rendered) -> Tokens:
+        """Encodes a conversation such that the text before each answer, a span, has the tokens that it has alone.
 
         Returns:
             The tokens. Offsets never leave out characters and never overlap, except for characters of several tokens.
         """
+        text = rendered.text
         tokens = self.encode(text)
-        for start in starts:
+        for start, _ in rendered.spans or []:
             tokens = self._split_at(text, tokens, start)
-        if self.special_tokens == "text":
-            tokens = Tokens(*self.tokenizer.special_text.spell(text, tokens.ids, tokens.offsets, literal))
+        if rendered.literal is not None:
+            tokens = Tokens(*self.tokenizer.special_text.spell(text, tokens.ids, tokens.offsets, rendered.literal))
         offsets: list[Span] = []
         end = 0
         for first, last in tokens.offsets:

@@ -6,18 +6,18 @@ memory does not grow with the data, and a saved position contains no images.
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligerzoo.errors import DataError, ImageError, TokenizerError, quote
+from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.train.data.fields import Fields, Messages
 from ligerzoo.train.data.samples import Sample, Source
 from ligerzoo.vision import read_image
@@ -30,14 +30,6 @@ _SCHEMES = ("data:", "file://", "http://", "https://")
 
 Size = tuple[int, int]
 """Height and width in pixels."""
-
-
-class Edit(NamedTuple):
-    """A range of characters, (first, last + 1), and the text that replaces it."""
-
-    first: int
-    last: int
-    text: str
 
 
 def has_images(messages: Messages, fields: Fields) -> bool:
@@ -101,12 +93,11 @@ class ImageEncoder:
         with _naming(source):
             return [image_size(locate(image, source), f"images[{i}]") for i, image in enumerate(images)]
 
-    def edits(self, text: str, literal: Collection[int], sizes: Sequence[Size], source: Source) -> list[Edit]:
+    def edits(self, rendered: Rendered, sizes: Sequence[Size], source: Source) -> list[Edit]:
         """Returns the replacements of the placeholders in a rendered conversation.
 
         Args:
-            text: the conversation.
-            literal: first characters of special tokens that are text of a message.
+            rendered: the conversation.
             sizes: sizes of the images.
             source: the record.
 
@@ -114,21 +105,21 @@ class ImageEncoder:
             DataError: the template renders another number of placeholders than images, or no BOS token where the
                 processor would add one.
         """
-        found = [one for one in re.finditer(re.escape(self._placeholder), text) if one.start() not in literal]
+        found = rendered.find(self._placeholder)
         if len(found) != len(sizes):
             raise DataError(
                 f"the chat template renders another number of {self._placeholder!r} than there are images",
                 where=source, got=len(found), expected=len(sizes),
             )  # fmt: skip
         bos = self._tokenizer.bos_token
-        if self._family.prepare_prompt(text) != text or (self._adds_bos and bos is not None and bos not in text):
+        if self._family.prompt_edits(rendered) or (self._adds_bos and bos is not None and not rendered.find(bos)):
             raise DataError(
                 "the chat template renders no BOS token, which the model expects with images", where=source,
-                got=quote(text[:40]), expected=repr(bos),
+                got=quote(rendered.text[:40]), expected=repr(bos),
             )  # fmt: skip
         with _naming(source):
             texts = [self._family.image_text(*size, where=f"images[{i}]") for i, size in enumerate(sizes)]
-        return [Edit(one.start(), one.end(), new) for one, new in zip(found, texts, strict=True)]
+        return [Edit(*span, new) for span, new in zip(found, texts, strict=True)]
 
     def check_tokens(self, input_ids: Sequence[int], edits: Sequence[Edit], source: Source) -> None:
         """Refuses conversations whose text contains tokens that the model would replace by images.
