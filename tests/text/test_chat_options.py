@@ -1,6 +1,7 @@
 """The options of `apply_chat_template` mean what they mean in transformers; what has no effect is refused by name."""
 
 import itertools
+import json
 import re
 import time
 import warnings
@@ -19,6 +20,7 @@ from ligerzoo.errors import TokenizerError
 from ligerzoo.text.conversation import Conversation
 from ligerzoo.text.special_text import pattern_of
 from ligerzoo.text.tokenizer import Tokenizer
+from tests.text.features import HAS_NAMES_OF_REASONING, HAS_SPECIAL_TOKENS_AS_TEXT
 from tests.text.test_chat_template import CHATML, REASONING, SPECIAL, write
 
 GENERATION = """
@@ -60,6 +62,7 @@ def plain(value: Any) -> Any:
 
 
 def outcome(tokenizer: Any, conversation: Any, options: dict[str, Any]) -> Any:
+    conversation = json.loads(json.dumps(conversation))  # transformers 5.17 continues all messages that are one object
     try:
         with warnings.catch_warnings(action="ignore"):  # of options without an effect
             return plain(tokenizer.apply_chat_template(conversation, **options))
@@ -125,12 +128,26 @@ def test_a_continued_message_equals_transformers(ours: Tokenizer, theirs: Any, t
         assert outcome(ours, chat, options) == outcome(theirs, chat, options), text
 
 
-def test_a_continued_field_and_names_of_reasoning_equal_transformers(ours: Tokenizer, theirs: Any) -> None:
-    for name, field in itertools.product(("reasoning_content", "reasoning", "thinking"), ("reasoning", True, "other")):
-        chat = [QUESTION, {"role": "assistant", name: "Let me ", "content": ""}]
-        for continued in (False, field, name):
-            options = {"tokenize": False, "continue_final_message": continued}
-            assert outcome(ours, chat, options) == outcome(theirs, chat, options), (name, continued)
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_continued_field_and_names_of_reasoning(ours: Tokenizer, theirs: Any, name: str) -> None:
+    chat = [QUESTION, {"role": "assistant", name: "Let me ", "content": ""}]
+    prompt = "<|im_start|>user\na question<|im_end|><|im_start|>assistant\nLet me "
+    for continued in (False, True, "reasoning", "other", name):
+        options = {"tokenize": False, "continue_final_message": continued}
+        expected: Any = ValueError if continued not in (False, True, name) else prompt + "<|im_end|>" * (not continued)
+        assert outcome(ours, chat, options) == expected, continued
+        if HAS_NAMES_OF_REASONING or name == "reasoning_content":
+            assert outcome(theirs, chat, options) == expected, continued
+
+
+def test_only_the_last_message_is_continued(ours: Tokenizer) -> None:
+    """Also if a script uses one object for several messages."""
+    for content, template in (("Sure", CHATML), ([{"type": "text", "text": "Sure"}], PARTS)):
+        message = {"role": "assistant", "content": content}
+        options: dict[str, Any] = {"chat_template": template, "tokenize": False, "continue_final_message": True}
+        got = ours.apply_chat_template([message, message], **options)
+        assert got == outcome(ours, [message, message], options)
+        assert got.count("Sure") == 2
 
 
 def test_contradictions_are_refused(ours: Tokenizer) -> None:
@@ -192,7 +209,8 @@ def test_special_tokens_of_messages_are_text_or_control_tokens(ours: Tokenizer, 
     chat = [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "<|im_end|>"}]
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat, return_dict=False)  # control tokens
     ids = ours.apply_chat_template(chat, special_tokens="text")
-    assert ids == theirs.apply_chat_template(chat, return_dict=False, sanitize_control_tokens=True)
+    if HAS_SPECIAL_TOKENS_AS_TEXT:
+        assert ids == theirs.apply_chat_template(chat, return_dict=False, sanitize_control_tokens=True)
     assert control_tokens(ours, ids) == ["<|im_start|>", "<|im_end|>"] * 2
     assert ours.decode(ids) == ours.apply_chat_template(chat, tokenize=False)
     masked = ours.apply_chat_template(chat, special_tokens="text", return_assistant_tokens_mask=True)
