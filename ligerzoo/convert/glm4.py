@@ -1,12 +1,11 @@
 """Converter for GLM-4-0414 checkpoints.
 
-config.json is that of GLM-4. Checkpoints store the gate and up projections as one tensor, and call the norm before the
-MLP post_attention_layernorm.
+config.json is that of GLM-4. Checkpoints store the gate and up projections as one tensor.
 """
 
 from ligerzoo.convert import glm
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.layout import Layout, Rename
+from ligerzoo.convert.layout import Layout
 from ligerzoo.models.glm4 import Glm4, Glm4Config
 
 ARCHITECTURE = Architecture(
@@ -15,14 +14,5 @@ ARCHITECTURE = Architecture(
     Glm4,
     Glm4Config,
     read_rope=glm.read_rope,
-    layouts=(
-        Layout(
-            (
-                glm.GATE_UP,
-                Rename("post_self_attn_layernorm", "post_attention_layernorm"),
-                Rename("post_attention_layernorm", "pre_feedforward_layernorm"),
-                Rename("post_mlp_layernorm", "post_feedforward_layernorm"),
-            )
-        ),
-    ),
+    layouts=(Layout((glm.GATE_UP,)),),
 )

@@ -12,7 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from ligerzoo.layers import Decoder, Embedding, GatedMLP, LMHead, RMSNorm, SandwichBlock
+from torch import Tensor, nn
+
+from ligerzoo.layers import Context, Decoder, Embedding, GatedMLP, LayerCache, LMHead, RMSNorm, SandwichBlock
+from ligerzoo.layers.norm import add_and_normalize, normalize
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.glm import GlmConfig, glm_attention
 
@@ -20,6 +23,37 @@ from ligerzoo.models.glm import GlmConfig, glm_attention
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(GlmConfig):
     """Configuration of GLM-4-0414: the fields and defaults of GLM-4."""
+
+
+class Glm4Block(SandwichBlock):
+    """`SandwichBlock` with the names of GLM-4's norms: `post_attention_layernorm` comes before the MLP.
+
+    Args:
+        input_layernorm: norm before attention.
+        self_attn: the attention.
+        post_self_attn_layernorm: norm after attention.
+        post_attention_layernorm: norm before the MLP.
+        mlp: the MLP.
+        post_mlp_layernorm: norm after the MLP.
+    """
+
+    def __init__(
+        self, input_layernorm: nn.Module, self_attn: nn.Module, post_self_attn_layernorm: nn.Module,
+        post_attention_layernorm: nn.Module, mlp: nn.Module, post_mlp_layernorm: nn.Module,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm  # optimizer states of transformers have this order
+        self.post_self_attn_layernorm = post_self_attn_layernorm
+        self.mlp = mlp
+        self.post_mlp_layernorm = post_mlp_layernorm
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        normalized, x = normalize(x, self.input_layernorm)
+        attended = self.post_self_attn_layernorm(self.self_attn(normalized, context, cache))
+        normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
+        return x + self.post_mlp_layernorm(self.mlp(normalized, context))  # type: ignore[no-any-return]
 
 
 class Glm4(CausalLM):
@@ -36,8 +70,8 @@ class Glm4(CausalLM):
         def mlp() -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
 
-        def block() -> SandwichBlock:
-            return SandwichBlock(norm(), attention(), norm(), norm(), mlp(), norm())
+        def block() -> Glm4Block:
+            return Glm4Block(norm(), attention(), norm(), norm(), mlp(), norm())
 
         embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
