@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -207,21 +208,24 @@ class Architecture:
 
     @property
     def wrapper_layout(self) -> Layout:
-        """`module_layout` for our modules under the names of transformers, except for norms and biases of routers.
+        """`module_layout` for our modules under the names of transformers, except for biases of routers.
 
-        Their interleaved and transposed weights are ours, so they have other names.
+        Our interleaved and transposed weights differ from transformers', so they have other names. Modules of a user's
+        own class keep their names.
         """
-        kinds = Fused | ModuleRules | Interleaved | Transposed
 
-        def renamed(rule: Rule) -> Rule:
+        def renamed(rule: Rule) -> Iterator[Rule]:
             match rule:
                 case Interleaved():
-                    return Rename(f"{rule.path}_split", rule.path)
+                    yield Rename(f"{rule.path}_split", rule.path)
                 case Transposed():
-                    return Rename(f"{rule.path}_transposed", rule.path)
-            return rule
+                    yield Rename(f"{rule.path}_transposed", rule.path)
+                case Rename() if self.has_own_layout or rule.path.count(".") != rule.stored_path.count("."):
+                    return  # transformers has a router's bias in another module
+                case Fused() | ModuleRules() | Rename():
+                    yield rule
 
-        return Layout(tuple(renamed(rule) for rule in self.layouts[0].rules if isinstance(rule, kinds)))
+        return Layout(tuple(chain.from_iterable(map(renamed, self.module_layout.rules))))
 
     def interleaves(self, name: str) -> bool:
         """Returns whether transformers' modules interleave this parameter with others, head by head.
