@@ -1,7 +1,7 @@
 """Converter for ERNIE 4.5 MoE checkpoints, stored as Qwen2-MoE's, with other names of the biases of routers.
 
-config.json calls our `num_experts` `moe_num_experts` and our `num_experts_per_tok` `moe_k`. With `use_bias`, the head
-has a bias too in transformers, which is not supported. Tensors of multi-token prediction are kept.
+config.json calls our `num_experts` `moe_num_experts` and our `num_experts_per_tok` `moe_k`. Tensors of multi-token
+prediction are kept.
 Routers that are stored in fp32 stay in fp32.
 """
 
@@ -41,9 +41,7 @@ ARCHITECTURE = Architecture(
     "Ernie4_5_MoeForCausalLM",
     Ernie4_5Moe,
     Ernie4_5MoeConfig,
-    accepted={
-        "use_bias": (False,), "moe_gate": ("topk",), "moe_use_aux_free": (True,), "compression_ratio": (1.0,)
-    },
+    accepted={"moe_gate": ("topk",), "moe_use_aux_free": (True,), "compression_ratio": (1.0,)},
     read_entries=read_entries,
     write_entries=write_entries,
     layouts=(
@@ -52,4 +50,4 @@ ARCHITECTURE = Architecture(
     ),
     keeps_fp32=lambda name: name.endswith(".mlp.gate.weight"),
     is_extra_tensor=lambda name: is_rotary_buffer(name) or _MTP.fullmatch(name) is not None,
-)  # fmt: skip
+)

@@ -82,7 +82,8 @@ def read_classifier(
     architecture = classifier_architecture(causal_lm, read_labels(raw, options))
     if is_classifier(raw):
         return architecture
-    return replace(architecture, optional=frozenset({"score.weight"}), unused=frozenset({"lm_head.weight"}))
+    head = frozenset({"lm_head.weight", "lm_head.bias"})
+    return replace(architecture, optional=frozenset({"score.weight"}), unused=head)
 
 
 def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:

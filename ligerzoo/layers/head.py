@@ -26,6 +26,7 @@ class LMHead(nn.Module):
     Args:
         hidden_size: H.
         vocab_size: V.
+        bias: add a bias (V,) to the logits, before scale and soft cap.
         softcap: soft cap of the logits, `softcap * tanh(logit / softcap)`; None for no cap.
         logit_scale: factor of the logits, applied before the soft cap.
         logits_budget: MiB of logits that the loss may hold at a time; None for the global default, see
@@ -37,11 +38,14 @@ class LMHead(nn.Module):
         ValueError: an option is out of range.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,
         vocab_size: int,
         *,
+        bias: bool = False,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         logits_budget: int | None = None,
@@ -57,11 +61,15 @@ class LMHead(nn.Module):
         self.softcap, self.logit_scale, self.logits_budget = softcap, logit_scale, logits_budget
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
+        values = torch.empty(vocab_size, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if values is None else nn.Parameter(values))
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2)."""
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -77,8 +85,8 @@ class LMHead(nn.Module):
             target: token ids that the hidden states should predict, (...), already shifted; -100 is ignored.
             num_items: divisor of the summed loss. Default: the number of targets that are not -100.
             objective: replaces `ligerzoo.kernels.linear_cross_entropy`. Called with hidden states, weight, target and
-                this head's `softcap`, `logit_scale`, `logits_budget` and `backend`. The call runs inside this module's
-                forward hooks, as DistributedDataParallel and FSDP2 require.
+                this head's `softcap`, `logit_scale`, `logits_budget`, `backend` and, if it has one, `bias`. The call
+                runs inside this module's forward hooks, as DistributedDataParallel and FSDP2 require.
 
         Returns:
             Logits (..., V) in the dtype of `hidden`; with `target` the loss, 0-d fp32; with `target` and `objective`
@@ -92,9 +100,11 @@ class LMHead(nn.Module):
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if objective is None:
             objective = partial(linear_cross_entropy, num_items=num_items)
+        bias = {} if self.bias is None else {"bias": self.bias}
         return objective(
             *self.loss_inputs(hidden),
             target,
+            **bias,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
             logits_budget=self.logits_budget,
@@ -103,11 +113,12 @@ class LMHead(nn.Module):
 
     def product(self, hidden: Tensor) -> Tensor:
         """Computes the logits before scale and soft cap, (..., H) -> (..., V)."""
-        return linear(hidden, self.weight)
+        return linear(hidden, self.weight, self.bias)
 
     def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns hidden states (..., K) and a weight (V, K) whose product the loss computes."""
+        """Returns hidden states (..., K) and a weight (V, K) whose product, plus the bias, are the loss's logits."""
         return hidden, dequantized(self.weight)
 
     def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, vocab_size={self.weight.shape[0]}"
+        bias = "" if self.bias is None else ", bias=True"
+        return f"hidden_size={self.hidden_size}, vocab_size={self.weight.shape[0]}{bias}"

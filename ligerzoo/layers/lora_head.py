@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.layers.head import LMHead
+from ligerzoo.layers.linear import linear
 from ligerzoo.layers.lora import LoRAMatrixLayer, add_update_product
 
 _HEAD_MULTIPLE = 64
@@ -25,10 +26,11 @@ class LoRAHead(LoRAMatrixLayer, LMHead):
 
     def product(self, hidden: Tensor) -> Tensor:
         """(..., H) -> (..., V)."""
-        return add_update_product(super().product(hidden), hidden, self)
+        y = add_update_product(linear(hidden, self.weight), hidden, self)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns hidden states and a weight whose product are the logits."""
+        """Returns hidden states and a weight whose product, plus the bias, are the logits."""
         hidden, weight = super().loss_inputs(hidden)
         update, factors = self.update, self.row_factors()
         if update is None:

@@ -425,11 +425,10 @@ class Distillation(HeadLoss):
         def objective(*student: Tensor, **options: Any) -> LossOutput:
             nonlocal own_loss
 
-            def teacher_objective(
-                hidden: Tensor, weight: Tensor, _: Tensor, *, softcap: float | None, logit_scale: float, **__: Any
-            ) -> tuple[None, LossOutput]:  # fmt: skip
+            def teacher_objective(hidden: Tensor, weight: Tensor, _: Tensor, **head: Any) -> tuple[None, LossOutput]:
                 with torch.set_grad_enabled(needs_gradient):
-                    teacher_options = {"teacher_softcap": softcap, "teacher_logit_scale": logit_scale}
+                    names = head.keys() & {"bias", "softcap", "logit_scale"}
+                    teacher_options = {f"teacher_{name}": head[name] for name in names}
                     arguments = {**teacher_options, **options, **self.options, **inputs}
                     return None, self(*student, hidden, weight, **arguments)
 

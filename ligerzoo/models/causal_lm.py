@@ -33,8 +33,8 @@ Objective = Callable[..., tuple[Tensor | None, Any]]
 """Replacement for the cross entropy.
 
 Called as `objective(hidden, weight, target, softcap=..., logit_scale=..., logits_budget=..., backend=...)` with hidden
-states (B, T, H), the weight of the head (V, H) and target token ids (B, T). Returns the loss, 0-d or None, and details
-of any type.
+states (B, T, H), the weight of the head (V, H) and target token ids (B, T); also with `bias=...` (V,) if the head has
+one. Returns the loss, 0-d or None, and details of any type.
 """
 
 

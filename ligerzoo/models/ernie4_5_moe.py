@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp or moe(norm(x)) ] -> norm -> head
 
-Distinctive: ERNIE 4.5 with MoE: softmax routers with a bias for balanced load, shared experts.
+Distinctive: ERNIE 4.5 with MoE: softmax routers with a bias for balanced load, shared experts, a head with a bias.
 
 The bias selects experts, and does not weight them. Routers are computed in fp32.
 """
@@ -34,6 +34,7 @@ class Ernie4_5MoeConfig(MoEConfig):
     """Configuration of ERNIE 4.5 MoE. Defaults: those of transformers' Ernie4_5_MoeConfig, close to 21B-A3B.
 
     Attributes:
+        use_bias: add biases to all projections of attention, of dense MLPs and of shared experts, and to the head.
         intermediate_size: intermediate features of a dense MLP.
         moe_intermediate_size: intermediate features of each expert.
         moe_num_shared_experts: experts that process every token; may be 0.
@@ -61,6 +62,7 @@ class Ernie4_5MoeConfig(MoEConfig):
     moe_layer_end_index: int = field(default=-1, metadata={"least": -1})
     moe_layer_interval: int = 1
     moe_norm_min: float = 1e-12
+    use_bias: bool = False
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE."""
@@ -74,7 +76,7 @@ class Ernie4_5Moe(MoECausalLM):
     config: Ernie4_5MoeConfig
 
     def __init__(self, config: Ernie4_5MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c, attention = config, ernie4_5_attention(config, False, **factory_kwargs)
+        c, attention = config, ernie4_5_attention(config, config.use_bias, **factory_kwargs)
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
@@ -89,7 +91,7 @@ class Ernie4_5Moe(MoECausalLM):
             return DeepSeekMoE(router, experts, mlp(c.moe_num_shared_experts * c.moe_intermediate_size))
 
         def mlp(size: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, size, **factory_kwargs)
+            return GatedMLP(c.hidden_size, size, bias=c.use_bias, **factory_kwargs)
 
         def block(layer: int) -> PreNormBlock:
             feed_forward = mixture() if c.has_mixture(layer) else mlp(c.intermediate_size)
@@ -97,4 +99,4 @@ class Ernie4_5Moe(MoECausalLM):
 
         embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         decoder = Decoder(embedding, map(block, range(c.num_hidden_layers)), norm())
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, bias=c.use_bias, **factory_kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ def resize_token_embeddings(
                 "not a number of tokens", where=name, got=repr(number), expected="an integer, 1 or more"
             )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = [cast(nn.Parameter, module.weight) for module in (embedding, head) if module is not None]
+    modules = [module for module in (embedding, head) if module is not None]
+    parameters = (getattr(module, name, None) for name in ("weight", "bias") for module in modules)
+    weights = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
     size = model.config.vocab_size if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:
         size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
@@ -48,15 +50,15 @@ def resize_token_embeddings(
     for weight in dict.fromkeys(weights):  # a tied weight once
         _resize_rows(weight, size)
     embedding.num_embeddings = size
-    modules = (name for name, module in model.named_modules() if module in (embedding, head))
-    model.replaced_weights |= dict.fromkeys(modules)
+    names = (name for name, module in model.named_modules() if module in modules)
+    model.replaced_weights |= dict.fromkeys(names)
     model.config = dataclasses.replace(model.config, vocab_size=size)  # type: ignore[type-var]
     return embedding
 
 
 def _resize_rows(weight: nn.Parameter, rows: int) -> None:
-    """Removes rows at the end of `weight`, (V, H), or adds rows that are the mean of the old ones."""
+    """Removes rows at the end of `weight`, (V, ...), or adds rows that are the mean of the old ones."""
     old = weight.detach()
     mean = old.mean(0, keepdim=True, dtype=accumulation_dtype(old.dtype)).to(old.dtype)
-    weight.data = torch.cat([old[:rows], mean.expand(max(rows - len(old), 0), -1)])
+    weight.data = torch.cat([old[:rows], mean.expand(max(rows - len(old), 0), *old.shape[1:])])
     weight.grad = None

@@ -10,8 +10,8 @@ from ligerzoo.errors import ConfigError
     "model_type, name, value",
     [
         ("apertus", "post_norm", True), ("apertus", "qk_norm", False), ("apertus", "mlp_bias", True),
-        ("ernie4_5", "compression_ratio", 2.0), ("ernie4_5_moe", "use_bias", True),
-        ("ernie4_5_moe", "moe_gate", "top2_fused"), ("ernie4_5_moe", "moe_use_aux_free", False),
+        ("ernie4_5", "compression_ratio", 2.0), ("ernie4_5_moe", "moe_gate", "top2_fused"),
+        ("ernie4_5_moe", "moe_use_aux_free", False),
     ],
 )  # fmt: skip
 def test_refused_by_name(model_type: str, name: str, value: object) -> None:

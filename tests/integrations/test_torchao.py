@@ -22,7 +22,17 @@ from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, Int8Weight
 from ligerzoo.errors import CheckpointError
 from ligerzoo.integrations.torchao import is_linear
 from ligerzoo.layers import LMHead
-from ligerzoo.models import CausalLM, Gemma2, Gemma2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
+from ligerzoo.models import (
+    CausalLM,
+    Ernie4_5Moe,
+    Ernie4_5MoeConfig,
+    Gemma2,
+    Gemma2Config,
+    Llama,
+    LlamaConfig,
+    Mixtral,
+    MixtralConfig,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -34,11 +44,18 @@ MODELS: dict[str, Callable[[], CausalLM]] = {
     "tied llama": lambda: Llama(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "gemma2": lambda: Gemma2(Gemma2Config(**SIZES, head_dim=8, sliding_window=8)),
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
+    "head with a bias": lambda: with_bias(Ernie4_5Moe(Ernie4_5MoeConfig(**SIZES, num_experts=8, use_bias=True))),
 }
 CONFIGS = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
 
 every_model = pytest.mark.parametrize("name", MODELS)
 every_config = pytest.mark.parametrize("config", CONFIGS)
+
+
+def with_bias(model: CausalLM) -> CausalLM:
+    assert model.lm_head.bias is not None
+    nn.init.normal_(model.lm_head.bias)
+    return model
 
 
 def quantized(model: CausalLM, config: str) -> CausalLM:

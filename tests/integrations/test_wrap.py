@@ -165,9 +165,9 @@ def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: 
     assert raw_bytes(ours(tmp_path / "again").state_dict()) == raw_bytes(kept)
 
 
-@pytest.mark.parametrize("model_type", [*COMPARED, "gemma2", "granite"])
+@pytest.mark.parametrize("model_type", [*COMPARED, "gemma2", "granite", "ernie4_5_moe"])
 def test_logits_loss_and_gradients(model_type: str, tmp_path: Path) -> None:
-    directory = written(model_type, tmp_path)
+    directory = written(model_type, tmp_path, "biases" if model_type == "ernie4_5_moe" else None)
     models = ours(directory), theirs(directory)
     batch = collate(text_rows((9, 5)))
     for model in models:

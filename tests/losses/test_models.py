@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ligerzoo import losses
 from ligerzoo.losses import model_sequence_logps, model_token_logps
-from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig
+from ligerzoo.models import CausalLM, Ernie4_5Moe, Ernie4_5MoeConfig, Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.losses import oracles
 from tests.parallel.spawning import PROCESSES, on_all_processes
 
@@ -131,6 +131,51 @@ def test_teacher_of_another_size(divergence: str) -> None:
         )
     assert not without_gradient.loss.requires_grad
     torch.testing.assert_close(without_gradient.loss, out.loss.detach())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bias_of_the_head(tied: bool) -> None:
+    """Each loss of a model, its reference and its teacher is that of their logits."""
+    models = []
+    for seed in (0, 5):
+        config = Ernie4_5MoeConfig(
+            vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, use_bias=True, tie_word_embeddings=tied,
+            initializer_range=0.3,
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        models.append(Ernie4_5Moe(config))
+        nn.init.normal_(models[-1].lm_head.bias)
+    model, other = models
+    input_ids, labels = batch_of()
+    target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+    def check(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        gradients = gradients_of(model, expected)
+        assert gradients["lm_head.bias"].any()
+        assert_close(gradients_of(model, actual), gradients)
+
+    def logits() -> Tensor:
+        return model(input_ids).logits
+
+    check(model(input_ids, labels=labels).loss, F.cross_entropy(logits().flatten(0, 1), target.flatten()))
+    sequence_logps = model_sequence_logps(other, input_ids, labels)
+    token_logps = model_token_logps(other, input_ids, labels)
+    torch.testing.assert_close(token_logps, naive_logps(other, input_ids, labels)[0], rtol=1e-5, atol=1e-6)
+    for loss in (losses.DPO(), losses.KTO(desirable=torch.tensor([True, False, True, False]))):
+        expected = loss(logits(), None, target, ref_logps=sequence_logps.detach()).loss
+        check(loss.of(model, input_ids, labels, reference=other).loss, expected)
+    for loss in (losses.SimPO(), losses.CPO(), losses.ORPO()):
+        check(loss.of(model, input_ids, labels).loss, loss(logits(), None, target).loss)
+    given = {"advantages": torch.tensor([1.0, -0.5, 0.3, 2.0]), "old_logps": token_logps.detach()}
+    grpo = losses.GRPO(beta=0.2)
+    expected = grpo(logits(), None, target, **given, ref_logps=token_logps.detach()).loss
+    check(grpo.of(model, input_ids, labels, **given, reference=other).loss, expected)
+    for divergence in ("forward_kl", "cosine"):
+        distillation = losses.Distillation(divergence=divergence, hard_weight=0.5)
+        expected = distillation(logits(), None, target, teacher_logits=other(input_ids).logits).loss
+        check(distillation.of_teacher(model, other, input_ids, labels).loss, expected)
 
 
 def test_frozen_head_and_activation_checkpointing() -> None:

@@ -85,6 +85,8 @@ def ernie4_5_moes() -> Iterator[Tiny]:
         by_transformers=True,
         stored_dtype=torch.bfloat16,
     )
+    yield ernie("biases", {"use_bias": True, "torch_dtype": "float32"})
+    yield ernie("biases, untied", {"use_bias": True, "tie_word_embeddings": False}, by_transformers=True)
 
 
 CHECKPOINTS = list(ernie4_5_moes())

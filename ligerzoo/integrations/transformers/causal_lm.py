@@ -49,7 +49,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         super().__init__(model)
         self.loss_type = "ForCausalLM"
         self.head_options = HeadOptions(model.lm_head)
-        self.lm_head = Head(self.head_options, model.lm_head.weight)
+        self.lm_head = Head(self.head_options, model.lm_head)
         decoder = "model" if self.model.is_text_only else "model.language_model"
         is_tied = model.config.tie_word_embeddings
         self._tied_weights_keys = {"lm_head.weight": f"{decoder}.embed_tokens.weight"} if is_tied else {}

@@ -14,12 +14,13 @@ class Head(nn.Linear):
 
     Args:
         options: scale, soft cap and kernel options of the loss.
-        weight: (V, H), shared with the head that it replaces.
+        head: the head that it replaces, whose parameters it shares.
     """
 
-    def __init__(self, options: HeadOptions, weight: nn.Parameter) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.options, self.weight = options, weight
+    def __init__(self, options: HeadOptions, head: LMHead) -> None:
+        super().__init__(head.hidden_size, len(head.weight), bias=head.bias is not None, device="meta")
+        self.options, self.weight = options, head.weight
+        self.register_parameter("bias", head.bias)
 
     def forward(self, hidden: Tensor, target: Tensor | None = None, num_items: int | Tensor | None = None) -> Tensor:
         """Computes the product with the weight, or the loss if `target` is given.
@@ -37,13 +38,13 @@ class Head(nn.Linear):
             return super().forward(hidden)
         o = self.options
         return linear_cross_entropy(
-            hidden, self.weight, target, num_items=num_items, softcap=o.softcap, logit_scale=o.logit_scale,
+            hidden, self.weight, target, self.bias, num_items=num_items, softcap=o.softcap, logit_scale=o.logit_scale,
             logits_budget=o.logits_budget, backend=o.backend,
         )  # fmt: skip
 
 
 class HeadOptions:
-    """What follows the product with the weight of the head: scale, soft cap, loss.
+    """What follows the linear layer of the head: scale, soft cap, loss.
 
     Args:
         head: the head of a ligerzoo model.
