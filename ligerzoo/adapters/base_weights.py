@@ -136,7 +136,8 @@ class BaseWeights:
 
     def check(self, tensors: Mapping[str, Tensor], where: Path) -> None:
         """Raises CheckpointError if the file holds different values for an embedding and head that the model ties."""
-        values = [tensors[f"{PREFIX}{part.stored_name}"] for part in self._replaced]
+        weights = [part for part in self._replaced if part.name in (f"{EMBEDDING}.weight", f"{HEAD}.weight")]
+        values = [tensors[f"{PREFIX}{part.stored_name}"] for part in weights]
         is_one = self.tied and HEAD not in self._rows and len(values) == 2
         if is_one and not torch.equal(*values):
             raise CheckpointError(
@@ -203,7 +204,9 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
         has_update = isinstance(model.get_submodule(module), LoRALayer)
         if indices is None:
             wrapper = ".base_layer" if has_update else ""
-            tensors[f"{PREFIX}{stored_module}{wrapper}.weight"] = full(weight).detach()
+            for name in shapes.keys() & {f"{module}.weight", f"{module}.bias"}:
+                leaf = name.rpartition(".")[2]
+                tensors[f"{PREFIX}{stored_module}{wrapper}.{leaf}"] = full(state[name]).detach()
         elif has_update:
             raise CheckpointError(
                 "PEFT's files hold an update of a module or rows of it", where=f"{directory}, module {module!r}",

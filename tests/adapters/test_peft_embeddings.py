@@ -26,6 +26,7 @@ RESIZED: dict[str, Any] = {"tokens": 67}
 TIED: dict[str, Any] = {"ensure_weight_tying": True}
 BOTH = ["embed_tokens", "lm_head"]
 EMBEDDING, HEAD = {"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}
+BIAS = {"model": "Ernie4_5_Moe"}
 Q = {"target_modules": ["q_proj"]}
 CASES: dict[str, dict[str, Any]] = {
     "added tokens": RESIZED,
@@ -55,6 +56,9 @@ CASES: dict[str, dict[str, Any]] = {
     "renamed norms": {"modules_to_save": ["post_attention_layernorm", "post_mlp_layernorm"], "model": "Glm4"},
     "interleaved": {"modules_to_save": ["experts", "router", "self_attn"], "target_modules": ["lm_head"],
                     "model": "GptOss"},
+    "bias, embedding layers": {"save_embedding_layers": True, **BIAS},
+    "bias, head": {**HEAD, **BIAS},
+    "bias, updated head, added tokens": {"target_modules": ["q_proj", "lm_head"], "use_dora": True, **RESIZED, **BIAS},
 }  # fmt: skip
 
 
@@ -86,9 +90,12 @@ def test_parity(case: str, tied: bool, tmp_path: Path) -> None:
     name = options.pop("model", "Llama")
     more = {"num_local_experts": 3} if name in ("Mixtral", "GptOss") else {}
     more |= {"head_dim": 8, "num_experts_per_tok": 2} if name == "GptOss" else {}
+    more |= {"use_bias": True} if name == "Ernie4_5_Moe" else {}
     config = getattr(transformers, f"{name}Config")(**{**SIZES, "tie_word_embeddings": tied, **more})
-    base = tmp_path / "base"
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(base)
+    base, model = tmp_path / "base", getattr(transformers, f"{name}ForCausalLM")(config)
+    if model.lm_head.bias is not None:
+        torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(base)
     theirs = changed(get_peft_model(their_base(base, tokens), LoraConfig(r=4, init_lora_weights=False, **options)))
     theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=layers)
     ids = torch.arange(1, 61)[None]
