@@ -1,17 +1,20 @@
-"""Writes the README's table of architectures, from the docstrings of ligerzoo/models.
+"""Writes what follows from ligerzoo/models/registry.py: the README's table of architectures, and the types of exports.
 
-python -m tools.architectures            # rewrites the table
-python -m tools.architectures --check    # exits with 1 if the README's table differs
+python -m tools.architectures            # rewrites both
+python -m tools.architectures --check    # exits with 1 if one of them differs
 """
 
 import re
 import sys
 from pathlib import Path
 
+from ligerzoo import models
 from ligerzoo.errors import ConfigError
 from ligerzoo.info import architectures
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+EXPORTS = ROOT / "ligerzoo" / "models" / "__init__.pyi"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 
 
@@ -31,13 +34,22 @@ def with_table(readme: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
+def exports() -> str:
+    """The imports of what `ligerzoo.models` exports, for type checkers."""
+    modules = sorted(
+        ((module, name) for name, module in models._MODULES.items()), key=lambda pair: (pair[0], pair[1].lower())
+    )
+    lines = [f"from ligerzoo.models.{module} import {name} as {name}" for module, name in modules]
+    return "\n".join(["# Written by python -m tools.architectures.", "", *lines, ""])
+
+
 if __name__ == "__main__":
-    current = README.read_text(encoding="utf-8")
     try:
-        updated = with_table(current)
+        updated = {README: with_table(README.read_text(encoding="utf-8")), EXPORTS: exports()}
     except ConfigError as error:
         sys.exit(str(error))
-    if "--check" not in sys.argv:
-        README.write_text(updated, encoding="utf-8")
-    elif updated != current:
-        sys.exit(f"{README.name}: the table of architectures is out of date. Run python -m tools.architectures")
+    for path, content in updated.items():
+        if "--check" not in sys.argv:
+            path.write_text(content, encoding="utf-8")
+        elif not path.exists() or content != path.read_text(encoding="utf-8"):
+            sys.exit(f"{path.relative_to(ROOT)} is out of date. Run python -m tools.architectures")

@@ -17,57 +17,11 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import REQUIRED_FIELDS
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.registry import ALIASES, ARCHITECTURES
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
-MODEL_TYPES = (
-    "apertus",
-    "arcee",
-    "deepseek_v3",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt_oss",
-    "granite",
-    "hunyuan_v1_dense",
-    "llama",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "mllama",
-    "nanochat",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "seed_oss",
-    "smollm3",
-)
+MODEL_TYPES = tuple(ARCHITECTURES)
 """Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""
-
-ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Values of `model_type` that name an architecture of another name."""
 
 _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""

@@ -24,7 +24,7 @@ def test_each_model_type_has_a_converter() -> None:
 def test_each_architecture_is_exported() -> None:
     classes = {cls for model_type in MODEL_TYPES for cls in classes_of(architecture_of(model_type))}
     missing = {cls.__name__ for cls in classes} - {*models.__all__}
-    assert not missing, f"import these in ligerzoo/models/__init__.py and add them to its __all__: {sorted(missing)}"
+    assert not missing, f"add these to _MODULES in ligerzoo/models/__init__.py: {sorted(missing)}"
     assert all(getattr(models, cls.__name__) is cls for cls in classes)
 
 
