@@ -28,8 +28,9 @@ def _patched_once() -> Iterator[None]:
 
     Sums and products of integers are checked for overflows with ten more operations each, whose result only kernels
     compiled for debugging read. Every tensor computes its shape as a Triton tuple with types, and every operation of
-    two tensors compares their shapes number by number. And each function of the language is called through two others,
-    which check and replace the argument `_semantic`.
+    two tensors compares their shapes number by number, and their types by name. Every number becomes a new tensor, and
+    every result is checked for its size in bytes. And each function of the language is called through two others, which
+    check and replace the argument `_semantic`.
     """
     if not INTERPRETING:
         yield
@@ -44,6 +45,10 @@ def _patched_once() -> Iterator[None]:
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         patch.setattr(core.block_type, "__init__", _init_block_type)
         patch.setattr(core.tensor, "__init__", _init_tensor)
+        patch.setattr(core.dtype, "__eq__", _or_the_same(core.dtype.__eq__))
+        patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
+        check_types = TritonSemantic.binary_op_type_checking_impl
+        patch.setattr(TritonSemantic, "binary_op_type_checking_impl", _unless_same_type(check_types))
         patch.setattr(interpreter, "_patch_attr", _patch_attribute)
         patch.setattr(TritonSemantic, "broadcast_impl_value", _unless_equal(TritonSemantic.broadcast_impl_value))
         scopes: list[Any] = []
@@ -162,6 +167,47 @@ def _unless_equal(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return broadcast(self, left, right)
 
     return broadcast_unless_equal
+
+
+def _or_the_same(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or equals(self, other)
+
+
+def _unless_same_type(check_types: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Two tensors of one shape and dtype need no conversion. A number becomes the same tensor each time."""
+    from triton.language import core
+
+    constants: dict[tuple[object, ...], tuple[Any, object]] = {}  # and the dtype, so that its id stays valid
+
+    def converted(self: Any, tensor: Any, number: Any, order: Callable[..., tuple[Any, Any]], *options: Any) -> Any:
+        key = (type(number), number, id(tensor.dtype), id(tensor.shape), order, *options)
+        if key in constants:
+            return order(tensor, constants[key][0])
+        results = check_types(self, *order(tensor, number), *options)
+        same, constant = order(*results)
+        if same is tensor:
+            constant.handle.data.flags.writeable = False
+            constants[key] = constant, tensor.dtype
+        return results
+
+    def check(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
+        order, tensor, other = (_in_order, left, right) if isinstance(left, core.tensor) else (_swapped, right, left)
+        if not named and isinstance(tensor, core.tensor) and type(tensor.dtype) is core.dtype:  # it is no pointer
+            if type(other) in (bool, int, float):
+                return converted(self, tensor, other, order, *options)  # type: ignore[no-any-return]
+            if other.dtype is tensor.dtype and other.shape is tensor.shape and not any(options[3:]):  # no division
+                return left, right
+        return check_types(self, left, right, *options, **named)
+
+    return check
+
+
+def _in_order(first: Any, second: Any) -> tuple[Any, Any]:
+    return first, second
+
+
+def _swapped(first: Any, second: Any) -> tuple[Any, Any]:
+    return second, first
 
 
 def _cached(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:

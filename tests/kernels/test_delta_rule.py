@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule, gated_delta_step
-from ligerzoo.kernels.delta_chunks import Launch
+from ligerzoo.kernels.delta_chunks import SEGMENT_PROGRAMS, Launch
 from ligerzoo.kernels.delta_rule import reference
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes, layouts_of_sums
 from tests.kernels.layouts import sliced
@@ -108,7 +108,7 @@ OPTIONS = {
 
 
 @needs_triton
-@pytest.mark.parametrize("case", covering(OPTIONS), ids=str)
+@pytest.mark.parametrize("case", long_cases(OPTIONS), ids=str)
 def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     torch.manual_seed(0)
     tokens, normalize = case["tokens"], case["normalize"]
@@ -157,8 +157,8 @@ def test_nan_in_a_segment_stays_there(backend: Any, device: str) -> None:
 @needs_triton
 def test_more_segments_than_programs_and_more_chunks_than_slots(device: str) -> None:
     torch.manual_seed(0)
-    segment_start = starts_of([*range(40), 120, 130], device)
-    judge(rule(segment_start=segment_start), oracle(segment_start=segment_start), tensors(1, 130, device=device))
+    segment_start = starts_of([*range(SEGMENT_PROGRAMS + 2), 85, 90], device)
+    judge(rule(segment_start=segment_start), oracle(segment_start=segment_start), tensors(1, 90, device=device))
 
 
 def test_no_tokens(device: str) -> None:

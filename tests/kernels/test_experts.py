@@ -76,7 +76,7 @@ def test_biases(case: dict[str, Any], device: str) -> None:
     activation, dtype = case.values()
     function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
     # No single weight: `judge` checks a gradient of one number with 16 draws.
-    for shape in ((20, 33, 17, 4, 2), (1, 7, 300, 3, 2), (200, 200, 24, 3, 1)):
+    for shape in ((20, 33, 17, 4, 2), (1, 7, 140, 3, 2), (140, 70, 24, 3, 1)):
 
         def judge_draw(seed: int, shape: tuple[int, ...] = shape) -> None:
             torch.manual_seed(seed)
@@ -160,7 +160,7 @@ def judge_repeated(tokens: int, experts: int, slots: int, dtype: torch.dtype, de
     judge(with_updates(lora_experts_mlp), with_updates(lora_reference), frozen)
 
 
-@pytest.mark.parametrize("tokens, experts, slots", [(5, 1, 8), (70, 1, 2), (20, 2, 3), (9, 3, 8), (1, 2, 2)])
+@pytest.mark.parametrize("tokens, experts, slots", [(5, 1, 8), (70, 1, 2), (9, 3, 8), (1, 2, 2)])
 def test_repeated_experts(tokens: int, experts: int, slots: int, device: str) -> None:
     judge_repeated(tokens, experts, slots, torch.float32, device)
 

@@ -32,7 +32,7 @@ OPTIONS = {
     "b_is_fp32": [False, True],
     "has_bias": [False, True],
     "activation": list(ACTIVATIONS),
-    "layout": [torch.clone, offset, sliced, padded, transposed, swapped],
+    "layout": [torch.clone, padded, transposed, swapped, *on_gpu_too([], [offset, sliced])],
     "frozen": [(), (0,), (1,), (2,), (3,), (4,), (5,), (6, 7), (8,), (0, 1), (4, 5, 6)],
 }
 

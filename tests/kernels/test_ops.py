@@ -34,7 +34,7 @@ ON_ANY_MACHINE = {
 }
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-"""All checks of `opcheck`; the last one compiles."""
+"""All checks of `opcheck`; the last one compiles, as the public functions that call ops of two passes do below."""
 
 META_ONLY = {"ligerzoo::attention_on_meta", "ligerzoo::attention_on_meta_backward"}
 """Ops that replace torch's attention on meta tensors: they allocate, and compute nothing."""
@@ -47,10 +47,11 @@ def test_every_op_is_checked() -> None:
 
 @pytest.mark.no_poison  # opcheck compares what two runs write
 @pytest.mark.parametrize("name", [n if n in ON_ANY_MACHINE else pytest.param(n, marks=needs_triton) for n in OP_NAMES])
-@pytest.mark.parametrize("compiled", ["the first sample", pytest.param("every sample", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("compiled", ["one sample", pytest.param("every sample", marks=pytest.mark.thorough)])
 def test_opcheck(name: str, compiled: str, device: str) -> None:
+    has_other_pass = name.endswith(("_forward", "_backward"))
     for i, sample in enumerate(ALL_SAMPLES[name](device)):
-        checks = OPCHECKS if compiled == "every sample" or i == 0 else OPCHECKS[:-1]
+        checks = OPCHECKS if compiled == "every sample" or i == has_other_pass == 0 else OPCHECKS[:-1]
         torch.library.opcheck(OPS[name].overload, OPS[name].flat_arguments(**sample), test_utils=checks)
 
 
@@ -85,7 +86,7 @@ def test_compiled_equals_eager_at_any_batch_without_compiling_a_third_time(opera
     if operation.name == "residual_rms_norm" and device == "cpu" and not INTERPRETING:
         pytest.skip("plain torch adds the three gradients of x in another order when it is compiled")
     compiled = torch.compile(operation.function, fullgraph=True, backend="aot_eager")
-    for batch, stance in ((2, "default"), (3, "default"), (5, "fail_on_recompile"), (4, "fail_on_recompile")):
+    for batch, stance in ((2, "default"), (3, "default"), (5, "fail_on_recompile")):
         inputs = operation.inputs(batch, torch.float32, device)
         upstream = [torch.randn_like(t) for t in as_tuple(operation.function(*inputs))]
         with torch.compiler.set_stance(stance):

@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from ligerzoo import kernels
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from tests.kernels.accuracy import as_tuple
-from tests.kernels.operations import Operation, every_kernel, every_operation
+from tests.kernels.operations import Operation, every_kernel
 from tests.kernels.oracles import numbers, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch uses it in jvp
@@ -65,7 +65,7 @@ def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-@every_operation
+@every_kernel
 def test_grad_and_vjp_equal_autograd(case: Case) -> None:
     expected = case.by_autograd(*case.point)
     assert_close(grad(case, case.argnums)(*case.point), expected)
