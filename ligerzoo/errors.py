@@ -5,14 +5,15 @@ which is a bug of ligerzoo, is an `AssertionError` instead.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 
 class LigerzooError(ValueError):
     """Invalid input.
 
     Args:
-        what: the problem in a few words.
+        what: the problem in a few words; None for a value that is not accepted, which `got` and `expected` describe.
         where: the file, tensor, field or argument with the problem.
         got: what was found.
         expected: what was expected.
@@ -21,22 +22,30 @@ class LigerzooError(ValueError):
 
     def __init__(
         self,
-        what: str,
+        what: str | None = None,
         *,
         where: object = None,
         got: object = None,
         expected: object = None,
         remedy: str | None = None,
     ) -> None:
-        self.what, self.where, self.got, self.expected, self.remedy = what, where, got, expected, remedy
-        message = _shorten(what) if where is None else f"{_shorten(where)}: {_shorten(what)}"
-        if got is not None:
-            message += f"; got {_shorten(got)}"
+        self.what = "invalid value" if what is None else what
+        self.where, self.got, self.expected, self.remedy = where, got, expected, remedy
+        if what is None:
+            message = f"{_shorten(where)}={_shorten(got)}"
+        else:
+            message = _shorten(what) if where is None else f"{_shorten(where)}: {_shorten(what)}"
+            if got is not None:
+                message += f"; got {_shorten(got)}"
         if expected is not None:
             message += f"; expected {expected}"
         if remedy is not None:
             message = f"{message.removesuffix('.')}. {remedy}"
         super().__init__(message)
+
+
+class WrongTypeError(LigerzooError, TypeError):
+    """A value of a type that an argument does not accept."""
 
 
 def _shorten(part: object) -> str:
@@ -57,10 +66,25 @@ def first_names(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(map(quote, names[:limit])) + more
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+def did_you_mean(name: object, names: Iterable[str]) -> str | None:
     """Returns a remedy that asks for the nearest of `names`, or None if none is similar."""
-    nearest = difflib.get_close_matches(name, list(names), n=1)
+    nearest = difflib.get_close_matches(name, list(names), n=1) if isinstance(name, str) else []
     return f"Did you mean {nearest[0]!r}?" if nearest else None
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Returns the `__getattr__` of a module whose names have changed: it raises an AttributeError with the new name.
+
+    Args:
+        module: the module's `__name__`.
+        names: the new name by the old one.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        hint = f". It is {names[name]} now" if name in names else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
+
+    return __getattr__
 
 
 class ConfigError(LigerzooError):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from ligerzoo import AutoModel, Processor, Tokenizer, cli, hub, info
-from ligerzoo.cli.options import stop_text
+from ligerzoo.cli.options import STOP
 from ligerzoo.demo.drawings import draw
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.generate.drafts import DraftModel, PromptLookup
@@ -358,7 +358,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
     subparsers = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
     assert {
-        action.option_strings[0] for action in options if action.type not in (None, Path, stop_text)
+        action.option_strings[0] for action in options if action.type not in (None, Path, STOP)
     } == {
         *NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES, *EVALUATION_NUMBERS, *TOKENIZER_NUMBERS,
     }  # fmt: skip

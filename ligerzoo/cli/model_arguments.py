@@ -17,6 +17,7 @@ from ligerzoo.cli.options import (
     PORT,
     POSITIVE,
     SEED,
+    STOP,
     TOP_P,
     Subparsers,
     add_device_option,
@@ -25,7 +26,6 @@ from ligerzoo.cli.options import (
     add_model_arguments,
     add_parser,
     add_revision_option,
-    stop_text,
 )
 
 TRAINING_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -337,7 +337,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     add_dtype_option(parser)
     add_device_option(parser)
     parser.add_argument(
-        "--stop", action="append", type=stop_text, metavar="TEXT", help="stop after this text; may be repeated"
+        "--stop", action="append", type=STOP, metavar="TEXT", help="stop after this text; may be repeated"
     )
     sampling = parser.add_argument_group(
         "sampling", "The first four options enable sampling. Defaults are those of generation_config.json."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from ligerzoo import checks
+from ligerzoo.checks import argument_type, integer
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command = Callable[[argparse.Namespace], int]
@@ -15,36 +16,18 @@ DEFAULT_BATCH_SIZE = 32
 MODEL_HELP = 'checkpoint in Hugging Face format: a directory, or a hub id such as "org/name"'
 
 
-def number_in_range(
-    number_type: Callable[[str], Any], expected: str, is_valid: Callable[[Any], bool]
-) -> Callable[[str], Any]:
-    """Returns an argparse type that checks a number before anything is loaded."""
+_LARGEST = 2**31 - 1
 
-    def parse_number(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if is_valid(number := number_type(text)):
-                return number
-        raise argparse.ArgumentTypeError(f"got {text[:50]!r}; expected {expected}")
-
-    return parse_number
-
-
-def stop_text(text: str) -> str:
-    """An argparse type: a text that is not empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("got ''; expected a text that is not empty")
-    return text
-
-
-PORT = number_in_range(int, "an integer from 0 to 65535", lambda number: 0 <= number < 2**16)
-COUNT = number_in_range(int, "an integer from 0 to 2**31 - 1", lambda number: 0 <= number < 2**31)
-AT_LEAST_1 = number_in_range(int, "an integer from 1 to 2**31 - 1", lambda number: 0 < number < 2**31)
-AT_LEAST_2 = number_in_range(int, "an integer from 2 to 2**31 - 1", lambda number: 1 < number < 2**31)
-SEED = number_in_range(int, "an integer from 0 to 2**63 - 1", lambda number: 0 <= number < 2**63)
-POSITIVE = number_in_range(float, "a positive number", lambda number: 0 < number < math.inf)
-NOT_NEGATIVE = number_in_range(float, "a number, 0 or more", lambda number: 0 <= number < math.inf)
-TOP_P = number_in_range(float, "a number greater than 0 and at most 1", lambda number: 0 < number <= 1)
-MIN_P = number_in_range(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+PORT = argument_type(integer(0, 2**16 - 1))
+COUNT = argument_type(integer(0, _LARGEST))
+AT_LEAST_1 = argument_type(integer(1, _LARGEST))
+AT_LEAST_2 = argument_type(integer(2, _LARGEST))
+SEED = argument_type(integer(0, 2**63 - 1))
+POSITIVE = argument_type(checks.POSITIVE)
+NOT_NEGATIVE = argument_type(checks.NOT_NEGATIVE._replace(expected="a number, 0 or more"))
+TOP_P = argument_type(checks.SHARE)
+MIN_P = argument_type(checks.FRACTION)
+STOP = argument_type(checks.TEXT)
 
 
 def add_parser(

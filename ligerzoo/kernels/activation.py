@@ -23,14 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.checks import check, one_of
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, nearest_hint
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2"]
 
@@ -81,8 +82,7 @@ def check_activation(activation: Activation) -> Activation:
         ValueError: the activation is unknown.
     """
     if activation not in ACTIVATIONS:
-        nearest = nearest_hint(activation, ACTIVATIONS)
-        raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}{nearest}")
+        check(None, one_of(ACTIVATIONS), activation=activation)
     return activation
 
 

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ligerzoo.kernels.checks import NOT_NEGATIVE, Range, check_floats, check_numbers
+from ligerzoo.checks import NOT_NEGATIVE, check, number
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp
 from ligerzoo.kernels.philox import random_block
 from ligerzoo.kernels.registration import needs_dispatch
 from ligerzoo.kernels.stochastic_rounding import check_key, round_to_bf16, store, to_bf16, words_like
+from ligerzoo.tensor_checks import check_floats
 
-BETA = Range("a number from 0 to 1, not 1", lambda x: 0 <= x < 1)
+BETA = number("a number from 0 to 1, not 1", lambda x: 0 <= x < 1)
 _BLOCK, _WARPS = 1024, 4
 
 
@@ -169,8 +170,8 @@ def adamw_update(
     if len({t.shape for t in tensors.values()}) > 1:
         got = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         raise ValueError(f"adamw_update: got {got}; expected the same shape")
-    check_numbers("adamw_update", BETA, beta1=betas[0], beta2=betas[1])
-    check_numbers("adamw_update", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
+    check("adamw_update", BETA, beta1=betas[0], beta2=betas[1])
+    check("adamw_update", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
     if key is not None:
         check_key("adamw_update", key, first_group)
     together = tuple(tensors.values())

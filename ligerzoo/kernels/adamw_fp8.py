@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ligerzoo.checks import NOT_NEGATIVE, check
 from ligerzoo.kernels.adamw import BETA, log_of, store_rounded, update, updated
-from ligerzoo.kernels.checks import NOT_NEGATIVE, check_floats, check_numbers
 from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
 from ligerzoo.kernels.fp8 import FP8, MAX, saturated
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.philox import random_block
 from ligerzoo.kernels.registration import needs_dispatch
 from ligerzoo.kernels.stochastic_rounding import check_key, store, to_bf16, words_like
+from ligerzoo.tensor_checks import check_floats
 
 SCALED = 256
 """Elements of a block, which share a scale."""
@@ -244,8 +245,8 @@ def adamw_update_fp8(
             raise ValueError(
                 f"adamw_update_fp8: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}"
             )
-    check_numbers("adamw_update_fp8", BETA, beta1=betas[0], beta2=betas[1])
-    check_numbers("adamw_update_fp8", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
+    check("adamw_update_fp8", BETA, beta1=betas[0], beta2=betas[1])
+    check("adamw_update_fp8", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
     check_key("adamw_update_fp8", key, 0)
     moments = tuple(states.values())
     is_dense = all(t.is_contiguous() for t in (parameter, *moments))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.tensor_checks import check_floats
 
 _BLOCK, _WARPS = 4096, 8
 

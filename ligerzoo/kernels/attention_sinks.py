@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats
 
 _TILE = 4096  # elements of a program
 _ALIGNMENT = 8  # head sizes that the kernels of a GPU take are multiples of it

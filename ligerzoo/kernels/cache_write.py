@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
 from ligerzoo.kernels.fp8 import FP8, as_bytes, is_supported, saturated, to_storage
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
 def reference(key_cache: Tensor, value_cache: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -36,6 +35,7 @@ from ligerzoo.kernels.recompute import recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import column_sums_
 from ligerzoo.kernels.torch_math import silu
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 ConvActivation = Literal["silu"]
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.causal_conv import ConvActivation, check, final_state, fits, reference
-from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.dispatch import Backend, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.tensor_checks import check_tensor
 
 CHANNELS, WARPS = 256, 4
 """Channels per program, and warps. To be tuned on a GPU."""

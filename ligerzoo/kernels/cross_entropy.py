@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, overload
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
@@ -37,6 +36,7 @@ from ligerzoo.kernels.loss.token_loss import (
     token_statistics_from,
 )
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats
 
 
 class _ForwardResults(NamedTuple):

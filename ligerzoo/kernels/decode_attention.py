@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -33,6 +32,7 @@ from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 _BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
 PARTS = 16  # parts that are combined at a time

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, describe
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -46,6 +45,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.route import Routing
 from ligerzoo.kernels.weighted_glu import Biases
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe
 
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of tokens in a matrix product
 

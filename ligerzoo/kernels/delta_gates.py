@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
@@ -30,6 +29,7 @@ from ligerzoo.kernels.tiling import (
     tile,
 )
 from ligerzoo.kernels.torch_math import sigmoid, softplus
+from ligerzoo.tensor_checks import check_floats
 
 
 def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

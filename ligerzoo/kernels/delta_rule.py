@@ -24,13 +24,13 @@ from torch import Tensor
 from ligerzoo.kernels import delta_chunk_gradients as backward_pass
 from ligerzoo.kernels import delta_chunks as forward_pass
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
 from ligerzoo.kernels.delta_chunks import Prepared, Tokens, allocate_prepared, total_dtype
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
 from ligerzoo.kernels.delta_torch import chunked
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 MAX_KEY_DIM = 256
 """Larger keys run in plain torch."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.delta_rule import check_tokens, reference
 from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS, inverse_norm
 from ligerzoo.kernels.dispatch import Backend, cdiv, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.tensor_checks import check_tensor
 
 VALUES, WARPS = 16, 4
 """Features of the values per program, and warps. To be tuned on a GPU."""

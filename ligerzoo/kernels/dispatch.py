@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import nearest_hint
+from ligerzoo.checks import check, one_of
 from ligerzoo.kernels.jit import INTERPRETING
 
 Backend = Literal["auto", "triton", "torch"]
@@ -23,7 +23,7 @@ DEBUG = os.environ.get("LIGERZOO_DEBUG") == "1"
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-_BACKENDS = get_args(Backend)
+_BACKENDS = one_of(get_args(Backend))._replace(expected='"auto", "triton" or "torch"')
 
 
 def check_backend(backend: Backend) -> Backend:
@@ -32,9 +32,8 @@ def check_backend(backend: Backend) -> Backend:
     Raises:
         ValueError: the backend is unknown.
     """
-    if backend not in _BACKENDS:
-        nearest = nearest_hint(backend, _BACKENDS)
-        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"{nearest}')
+    if backend not in _BACKENDS.choices:
+        check(None, _BACKENDS, backend=backend)
     return backend
 
 

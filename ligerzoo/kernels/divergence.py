@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import FRACTION, POSITIVE, check
 from ligerzoo.kernels import cosine
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
-from ligerzoo.kernels.checks import FRACTION, POSITIVE, check_floats, check_numbers
 from ligerzoo.kernels.dispatch import Backend, uses_triton
 from ligerzoo.kernels.loss import divergence_kernels, token_divergence
 from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions, reference
+from ligerzoo.tensor_checks import check_floats
 
 
 def compute_losses(
@@ -73,8 +74,8 @@ class _Losses(FusedFunction):
 
 def check_divergence(name: str, options: DivergenceOptions, **teacher_tensors: Tensor | None) -> None:
     """Raises for options out of range, and for a teacher's tensor that requires a gradient."""
-    check_numbers(name, FRACTION, beta=options.beta)
-    check_numbers(name, POSITIVE, temperature=options.temperature)
+    check(name, FRACTION, beta=options.beta)
+    check(name, POSITIVE, temperature=options.temperature)
     for argument, tensor in teacher_tensors.items():
         if tensor is not None and requires_gradient(tensor) and torch.is_grad_enabled():
             raise ValueError(

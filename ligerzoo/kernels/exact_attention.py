@@ -26,10 +26,10 @@ import math
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 HEAD_SIZES = (64, 128)
 """Head sizes of which the bits are known."""

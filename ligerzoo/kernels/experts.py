@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     DEBUG,
     Backend,
@@ -43,6 +42,7 @@ from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute
 from ligerzoo.kernels.weighted_glu import Biases, row_values, weighted_glu, weighted_glu_backward
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 
 def reference(

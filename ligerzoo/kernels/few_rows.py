@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, activate, check_activation
 from ligerzoo.kernels.autograd import under_transform
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -36,6 +35,7 @@ from ligerzoo.kernels.glu import glu
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear, splits_row_sums, would_split
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 MAX_ROWS = 64
 _MAX_WEIGHTS = 3

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
@@ -35,6 +34,7 @@ from ligerzoo.kernels.tiling import (
     tile,
 )
 from ligerzoo.kernels.torch_math import silu
+from ligerzoo.tensor_checks import check_floats
 
 
 def reference(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -23,7 +23,6 @@ from torch import Tensor
 from ligerzoo.kernels import low_rank_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
@@ -33,6 +32,7 @@ from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
 
 def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.decode_attention import (
     PARTS,
     blocks_per_part,
@@ -39,6 +38,7 @@ from ligerzoo.kernels.dispatch import (
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 _BLOCK_BYTES = 32768  # of latent vectors that a program reads at a time
 _MIN_HEADS = 16  # rows of the smallest matrix product

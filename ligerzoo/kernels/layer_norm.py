@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
@@ -33,6 +32,7 @@ from ligerzoo.kernels.tiling import (
     row_offsets,
     tile,
 )
+from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

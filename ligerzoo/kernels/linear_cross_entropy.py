@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.loss.chunked_head import (
     HeadGradients,
@@ -53,6 +52,7 @@ from ligerzoo.kernels.loss.token_loss import (
     token_statistics_from,
 )
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
 
 class SweepOptions(NamedTuple):

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
-from ligerzoo.kernels.checks import ANY, POSITIVE, check_floats, check_numbers, check_optional_numbers
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import (
     check_divergence,
@@ -50,6 +50,7 @@ from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats
 
 
 class Side(NamedTuple):
@@ -242,8 +243,8 @@ def _named_tensors(side: Side) -> dict[str, Tensor]:
 
 def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
     prefix, hidden, weight, bias, scale, softcap = side
-    check_optional_numbers(name, POSITIVE, **{f"{prefix}softcap": softcap})
-    check_numbers(name, ANY, **{f"{prefix}logit_scale": scale})
+    check_optional(name, POSITIVE, **{f"{prefix}softcap": softcap})
+    check(name, FINITE, **{f"{prefix}logit_scale": scale})
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:
             with_bias = "" if bias is None else f" and {prefix}bias is given"

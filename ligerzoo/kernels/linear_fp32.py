@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows
+from ligerzoo.tensor_checks import check_floats
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:

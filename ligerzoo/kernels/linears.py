@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, uses_triton
 from ligerzoo.kernels.few_rows import check_weight, product, project_few_rows, uses_few_rows
+from ligerzoo.tensor_checks import check_floats
 
 
 def reference(

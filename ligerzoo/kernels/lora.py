@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.low_rank_gradients import low_rank_gradients, scaled_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
+from ligerzoo.tensor_checks import check_floats
 
 
 class LowRank(NamedTuple):

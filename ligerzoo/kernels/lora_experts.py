@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.experts import check_biases, check_experts, check_ids, contiguous_biases
 from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
@@ -28,6 +27,7 @@ from ligerzoo.kernels.lora import LowRank, low_rank_product
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute
 from ligerzoo.kernels.weighted_glu import Biases, weighted_glu, weighted_glu_backward
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 
 class Projection(NamedTuple):

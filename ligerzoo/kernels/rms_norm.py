@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -42,6 +41,7 @@ from ligerzoo.kernels.tiling import (
     row_offsets,
     tile,
 )
+from ligerzoo.tensor_checks import check_floats
 
 
 def reference(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:

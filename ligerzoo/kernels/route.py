@@ -24,11 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_flag, check_floats, check_integer, check_tensor
+from ligerzoo.checks import AT_LEAST_1, FLAG, check
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp
 from ligerzoo.kernels.registration import register
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 _MAX_LOGITS = 32768
 """More logits do not fit in the registers of a program."""
@@ -291,7 +292,7 @@ def route(
         ValueError: `logits` is not (T, E) or not floating-point, k is not between 1 and E, or `backend` is unknown or
             does not support the logits.
     """
-    check_flag("route", renormalize=renormalize)
+    check("route", FLAG, renormalize=renormalize)
     _check_logits("route", logits, num_experts_per_token, backend)
     with torch.no_grad():
         if uses_triton(logits, backend=backend) and fits_one_program(*logits.shape) and len(logits):
@@ -332,9 +333,9 @@ def route_sigmoid(
         TypeError: an argument has another type.
         ValueError: as `route`; or `bias` has another shape, or the groups do not fit the experts.
     """
-    check_flag("route_sigmoid", renormalize=renormalize)
-    check_integer("route_sigmoid", "num_groups", num_groups, 1)
-    check_integer("route_sigmoid", "num_selected_groups", num_selected_groups, 1)
+    check("route_sigmoid", FLAG, renormalize=renormalize)
+    check("route_sigmoid", AT_LEAST_1, num_groups=num_groups)
+    check("route_sigmoid", AT_LEAST_1, num_selected_groups=num_selected_groups)
     check_floats("route_sigmoid", bias=bias)
     _check_logits("route_sigmoid", logits, num_experts_per_token, backend)
     n_experts = logits.shape[1]
@@ -360,7 +361,7 @@ def route_sigmoid(
 
 def _check_logits(function: str, logits: Tensor, num_experts_per_token: int, backend: Backend) -> None:
     check_tensor(function, "logits", logits)
-    check_integer(function, "num_experts_per_token", num_experts_per_token, 1)
+    check(function, AT_LEAST_1, num_experts_per_token=num_experts_per_token)
     if logits.dim() != 2 or num_experts_per_token > logits.shape[1]:
         raise ValueError(
             f"{function}: logits are {tuple(logits.shape)} and num_experts_per_token={num_experts_per_token}; expected "

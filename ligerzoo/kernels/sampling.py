@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_log
 from ligerzoo.kernels.philox import WORD_MASK, random_block, random_words
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_chunks import in_row_chunks
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 _BLOCK = 2048  # columns of a program
 

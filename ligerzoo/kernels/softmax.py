@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, load_softcapped
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import FORWARD_TILE, tile
+from ligerzoo.tensor_checks import check_floats
 
 _MAX_COLUMNS_IN_REGISTERS = 32768  # longer rows are read in blocks
 _BLOCK = 4096  # columns per block of a longer row

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ligerzoo.kernels.checks import check_floats, check_integer
+from ligerzoo.checks import COUNT, check, integer
 from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.philox import random_block, random_words
 from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.tensor_checks import check_floats
 
 FIRST_KEY = 2**32
 """Smallest key. Larger integers have one type in Triton, 64 bits, so that keys share a compiled kernel."""
@@ -74,8 +75,8 @@ def _kernel(source_ptr, target_ptr, step_ptr, skip_ptr, key, first_group, n, BLO
 
 def check_key(name: str, key: int, first_group: int) -> None:
     """Raises unless the arguments are those of a stream of random bits."""
-    check_integer(name, "key", key, FIRST_KEY)
-    check_integer(name, "first_group", first_group, 0)
+    check(name, integer(FIRST_KEY), key=key)
+    check(name, COUNT, first_group=first_group)
 
 
 def round_stochastically(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import expm1
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
 def reference(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import any_true
-from ligerzoo.kernels.checks import describe, kind_of
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import CausalMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.tensor_checks import describe, kind_of
 
 if TYPE_CHECKING:
     from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs

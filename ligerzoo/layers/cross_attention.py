@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.checks import describe
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
@@ -16,6 +15,7 @@ from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
 from ligerzoo.layers.kv_cache import new_layer_cache
 from ligerzoo.layers.linear import INIT_STD, check_features
 from ligerzoo.layers.norm import add_and_normalize
+from ligerzoo.tensor_checks import describe
 
 
 class CrossAttention(Attention):

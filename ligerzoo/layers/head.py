@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
 from ligerzoo.kernels import linear_cross_entropy
-from ligerzoo.kernels.checks import ANY, POSITIVE, check_numbers, check_optional_numbers
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
 from ligerzoo.layers.linear import INIT_STD, check_features, linear
@@ -55,8 +55,8 @@ class LMHead(nn.Module):
     ) -> None:
         super().__init__()
         check_budget("LMHead", logits_budget)
-        check_optional_numbers("LMHead", POSITIVE, softcap=softcap)
-        check_numbers("LMHead", ANY, logit_scale=logit_scale)
+        check_optional("LMHead", POSITIVE, softcap=softcap)
+        check("LMHead", FINITE, logit_scale=logit_scale)
         self.hidden_size = hidden_size
         self.softcap, self.logit_scale, self.logits_budget = softcap, logit_scale, logits_budget
         self.backend: Backend = check_backend(backend)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import AT_LEAST_1, POSITIVE, PROBABILITY, check
 from ligerzoo.kernels import linears
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, dtype_of_products, uses_triton
 from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms, stacked_a
@@ -52,12 +53,9 @@ class LoRAOptions:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or self.rank < 1:
-            raise ValueError(f"LoRA: rank={self.rank!r}; expected an integer, 1 or more")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
-            raise ValueError(f"LoRA: alpha={self.alpha!r}; expected a positive number")
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA: dropout={self.dropout!r}; expected a number in [0, 1)")
+        check("LoRA", AT_LEAST_1, rank=self.rank)
+        check("LoRA", POSITIVE, alpha=self.alpha)
+        check("LoRA", PROBABILITY, dropout=self.dropout)
 
     @property
     def scale(self) -> float:

@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor, describe, kind_of, nearest_hint
+from ligerzoo.checks import check, one_of
+from ligerzoo.errors import WrongTypeError, did_you_mean
 from ligerzoo.kernels.loss.reduction import check_target_dtype
 from ligerzoo.losses.names import choice_hint, option_hint
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, describe, kind_of
 
 Shape = tuple[int, ...]
 
@@ -72,9 +74,7 @@ def check_both_or_neither(name: str, reason: str, **numbers: int | Tensor | None
 def check_choice(name: str, choices: Collection[str], **arguments: object) -> None:
     """Raises ValueError for an argument, such as a variant, that is not among the choices."""
     for argument, choice in arguments.items():
-        if not isinstance(choice, str) or choice not in choices:
-            hint = choice_hint(choice) or nearest_hint(choice, choices)
-            raise ValueError(f"{name}: {argument}={choice!r}; expected one of {', '.join(map(repr, choices))}{hint}")
+        check(name, one_of(choices), choice_hint(choice).removeprefix(". ") or None, **{argument: choice})
 
 
 def check_unused(name: str, choice: str, defaults: Mapping[str, object], **unused: object) -> None:
@@ -84,7 +84,8 @@ def check_unused(name: str, choice: str, defaults: Mapping[str, object], **unuse
             raise ValueError(f"{name}: {option}={value!r} with {choice}, which does not use it; leave out {option}")
 
 
-def unknown_option(name: str, option: str, value: Any, names: Collection[str], remedy: str = "") -> TypeError:
+def unknown_option(name: str, option: str, value: Any, names: Collection[str], remedy: str = "") -> WrongTypeError:
     """Returns the error about an unknown option, with our name for it or the nearest known one."""
-    hint = option_hint(option, value) or nearest_hint(option, names) or remedy
-    return TypeError(f"{name}: unknown option {option}={describe(value)}; expected an option of {name}{hint}")
+    hint = option_hint(option, value).removeprefix(". ") or did_you_mean(option, names) or remedy.removeprefix(". ")
+    what = f"unknown option {option}={describe(value)}"
+    return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=hint or None)

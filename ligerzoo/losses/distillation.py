@@ -21,18 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.checks import FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, check, check_optional
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
-from ligerzoo.kernels.checks import (
-    ANY,
-    FRACTION,
-    NOT_NEGATIVE,
-    POSITIVE,
-    check_floats,
-    check_num_items,
-    check_numbers,
-    check_optional_floats,
-    check_optional_numbers,
-)
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
 from ligerzoo.kernels.divergence import check_divergence, jsd_divergence
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
@@ -42,6 +32,7 @@ from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.losses.checks import check_choice, check_devices, check_logits, check_unused
 from ligerzoo.losses.logps import divisor
 from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head_options
+from ligerzoo.tensor_checks import check_floats, check_num_items, check_optional_floats
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 
@@ -55,11 +46,11 @@ def check_distillation_options(
 ) -> None:  # fmt: skip
     """Raises for invalid options of `distillation_loss`. `name` is the loss that messages name."""
     check_choice(name, DIVERGENCES, divergence=divergence)
-    check_numbers(name, FRACTION, beta=beta)
-    check_numbers(name, POSITIVE, temperature=temperature)
-    check_numbers(name, NOT_NEGATIVE, soft_weight=soft_weight, hard_weight=hard_weight)
-    check_optional_numbers(name, POSITIVE, teacher_softcap=teacher_softcap)
-    check_numbers(name, ANY, teacher_logit_scale=teacher_logit_scale)
+    check(name, FRACTION, beta=beta)
+    check(name, POSITIVE, temperature=temperature)
+    check(name, NOT_NEGATIVE, soft_weight=soft_weight, hard_weight=hard_weight)
+    check_optional(name, POSITIVE, teacher_softcap=teacher_softcap)
+    check(name, FINITE, teacher_logit_scale=teacher_logit_scale)
     check_num_items(name, num_items=num_items)
     choice = f"divergence={divergence!r}"
     if divergence != "jsd":

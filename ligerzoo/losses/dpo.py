@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.checks import ANY, POSITIVE, Range, check_flag, check_numbers
+from ligerzoo.checks import FINITE, FLAG, POSITIVE, check, number
 from ligerzoo.losses.checks import check_choice, check_unused
 from ligerzoo.losses.logps import safe_exp
 from ligerzoo.losses.objective import LogpOptions, LossOutput, check_head_options
@@ -110,18 +110,18 @@ AVERAGED_VARIANTS = {"ipo"}
 """Variants that average over the tokens of a completion, whatever `average_log_prob` is."""
 
 _SMOOTHING_RANGES = {
-    "sigmoid": Range("0 <= label_smoothing <= 0.5", lambda e: 0 <= e <= 0.5),
-    "robust": Range("0 <= label_smoothing < 0.5", lambda e: 0 <= e < 0.5),
-    "exo_pair": Range("0 < label_smoothing < 1, such as 0.001", lambda e: 0 < e < 1),
+    "sigmoid": number("0 <= label_smoothing <= 0.5", lambda e: 0 <= e <= 0.5),
+    "robust": number("0 <= label_smoothing < 0.5", lambda e: 0 <= e < 0.5),
+    "exo_pair": number("0 < label_smoothing < 1, such as 0.001", lambda e: 0 < e < 1),
 }
-_NO_SMOOTHING = Range("0: the variant has no label smoothing", lambda e: e == 0)
+_NO_SMOOTHING = number("0: the variant has no label smoothing", lambda e: e == 0)
 
 
 def check_formula_options(name: str, variant: str, options: DPOOptions) -> None:
     """Raises for an unknown variant, and for numbers that the variant does not support or use."""
     check_choice(name, VARIANTS, variant=variant)
-    check_numbers(name, POSITIVE, beta=options.beta, discopop_tau=options.discopop_tau)
-    check_numbers(name, ANY, label_smoothing=options.label_smoothing)
+    check(name, POSITIVE, beta=options.beta, discopop_tau=options.discopop_tau)
+    check(name, FINITE, label_smoothing=options.label_smoothing)
     smoothing = _SMOOTHING_RANGES.get(variant, _NO_SMOOTHING)
     if not smoothing.contains(options.label_smoothing):
         raise ValueError(
@@ -138,7 +138,7 @@ def check_dpo_options(
 ) -> None:  # fmt: skip
     """Raises for invalid options of `dpo_loss`. `name` is the loss that messages name."""
     check_formula_options(name, variant, DPOOptions(beta, label_smoothing, discopop_tau))
-    check_flag(name, average_log_prob=average_log_prob)
+    check(name, FLAG, average_log_prob=average_log_prob)
     check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
 
 

@@ -50,7 +50,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_both_or_neither, check_constants, check_tensors, check_unused
 from ligerzoo.losses.logps import divisor, masked_mean, masked_sum, target_mask
@@ -74,6 +73,7 @@ from ligerzoo.losses.policy import (
     policy_inputs,
     vespo,
 )
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
 def grpo_loss(

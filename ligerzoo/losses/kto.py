@@ -18,19 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligerzoo.kernels.checks import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    check_flag,
-    check_floats,
-    check_num_items,
-    check_numbers,
-    check_tensor,
-)
+from ligerzoo.checks import FLAG, NOT_NEGATIVE, POSITIVE, check
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_choice, check_constants, check_tensors
 from ligerzoo.losses.logps import divisor, masked_sum, summed_mean_logits, target_mask
 from ligerzoo.losses.objective import GroupObjective, LogpOptions, LossOutput, check_head_options, evaluate
+from ligerzoo.tensor_checks import check_floats, check_num_items, check_tensor
 
 VARIANTS = ("kto", "apo_zero_unpaired")
 
@@ -41,9 +34,9 @@ def check_kto_options(
 ) -> None:  # fmt: skip
     """Raises for invalid options of `kto_loss`. `name` is the loss that messages name."""
     check_choice(name, VARIANTS, variant=variant)
-    check_numbers(name, POSITIVE, beta=beta)
-    check_numbers(name, NOT_NEGATIVE, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-    check_flag(name, average_log_prob=average_log_prob)
+    check(name, POSITIVE, beta=beta)
+    check(name, NOT_NEGATIVE, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check(name, FLAG, average_log_prob=average_log_prob)
     check_num_items(name, num_items=num_items)
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_logits, check_tensors
 from ligerzoo.losses.objective import HeadOptions, LogpOptions, check_head_options, token_logps_and_entropy
+from ligerzoo.tensor_checks import check_tensor
 
 
 def sequence_logps(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import token_logps
-from ligerzoo.kernels.checks import describe
 from ligerzoo.losses.checks import unknown_option
 from ligerzoo.losses.distillation import check_distillation_options, distillation_loss
 from ligerzoo.losses.dpo import check_dpo_options, dpo_loss
@@ -31,6 +30,7 @@ from ligerzoo.losses.reference_free import (
     orpo_loss,
     simpo_loss,
 )
+from ligerzoo.tensor_checks import describe
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""

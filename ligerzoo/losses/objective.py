@@ -28,9 +28,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import check, integer
 from ligerzoo.kernels import cross_entropy
 from ligerzoo.kernels.autograd import under_transform
-from ligerzoo.kernels.checks import check_integer
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
 from ligerzoo.kernels.linear_cross_entropy import prepare_inputs, token_results
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, check_budget, head_type, max_rows, rows_per_chunk
@@ -140,7 +140,7 @@ def check_head_values(name: str, head: Mapping[str, Any]) -> None:
     """Raises for options of the LM head that have another type or are out of range; ignores other options."""
     given: dict[str, Any] = dict(head)
     check_terms(name, Terms(given.get("logit_scale", 1.0), given.get("softcap"), given.get("temperature", 1.0)))
-    check_integer(name, "ignore_index", given.get("ignore_index", -100))
+    check(name, integer(), ignore_index=given.get("ignore_index", -100))
     check_budget(name, given.get("logits_budget"))
     check_backend(given.get("backend", "auto"))
 

@@ -12,19 +12,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import (
-    ANY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Range,
-    check_flag,
-    check_integer,
-    check_num_items,
-    check_numbers,
-    check_optional_numbers,
-)
+from ligerzoo.checks import AT_LEAST_1, FINITE, FLAG, NOT_NEGATIVE, POSITIVE, Values, check, check_optional, number
 from ligerzoo.losses.checks import check_choice, check_unused
 from ligerzoo.losses.logps import masked_mean, masked_sum, safe_exp
+from ligerzoo.tensor_checks import check_num_items
 
 Level = Literal["token", "sequence"]
 LEVELS = get_args(Level)
@@ -192,19 +183,19 @@ def check_policy_options(
     """Raises for an unknown variant or level, and for options that are out of range, missing or unused."""
     check_choice(name, VARIANTS, variant=options.variant)
     check_choice(name, LEVELS, level=options.ratio_level)
-    check_numbers(name, _CLIP, epsilon=options.epsilon)
-    check_optional_numbers(name, NOT_NEGATIVE, epsilon_high=options.epsilon_high)
-    check_optional_numbers(name, POSITIVE, delta=options.delta)
-    check_numbers(name, NOT_NEGATIVE, beta=options.beta)
-    check_numbers(name, ANY, entropy_coef=options.entropy_coef)
-    check_flag(name, is_kl_corrected=options.is_kl_corrected, with_entropy=options.with_entropy)
+    check(name, _CLIP, epsilon=options.epsilon)
+    check_optional(name, NOT_NEGATIVE, epsilon_high=options.epsilon_high)
+    check_optional(name, POSITIVE, delta=options.delta)
+    check(name, NOT_NEGATIVE, beta=options.beta)
+    check(name, FINITE, entropy_coef=options.entropy_coef)
+    check(name, FLAG, is_kl_corrected=options.is_kl_corrected, with_entropy=options.with_entropy)
     _check_pair(name, "sapo_temperatures", options.sapo_temperatures, POSITIVE)
     if not isinstance(options.vespo_shapes, Sequence) or len(options.vespo_shapes) != 2:
         raise TypeError(f"{name}: vespo_shapes={options.vespo_shapes!r}; expected two pairs of numbers")
     for i, pair in enumerate(options.vespo_shapes):
-        _check_pair(name, f"vespo_shapes[{i}]", pair, ANY)
+        _check_pair(name, f"vespo_shapes[{i}]", pair, FINITE)
     if options.max_length is not None:
-        check_integer(name, "max_length", options.max_length, 1)
+        check(name, AT_LEAST_1, max_length=options.max_length)
     check_num_items(name, num_items=num_items, num_tokens=num_tokens)
 
     variant, choice = VARIANTS[options.variant], f"variant={options.variant!r}"
@@ -226,12 +217,12 @@ def check_policy_options(
         raise ValueError(f"{name}: delta={options.delta}; expected more than 1 + epsilon_high = {most}")
 
 
-_CLIP = Range("0 <= epsilon < 1", lambda epsilon: 0 <= epsilon < 1)
+_CLIP = number("0 <= epsilon < 1", lambda epsilon: 0 <= epsilon < 1)
 
 
-def _check_pair(name: str, argument: str, pair: object, valid: Range) -> None:
+def _check_pair(name: str, argument: str, pair: object, valid: Values) -> None:
     """Raises unless an argument is a pair of numbers in the range."""
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: {argument}={pair!r}; expected a pair, each {valid.expected}")
-    for i, number in enumerate(pair):
-        check_numbers(name, valid, **{f"{argument}[{i}]": number})
+    for i, value in enumerate(pair):
+        check(name, valid, **{f"{argument}[{i}]": value})

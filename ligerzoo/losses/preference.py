@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import NOT_NEGATIVE, check_num_items, check_numbers, check_tensor
+from ligerzoo.checks import NOT_NEGATIVE, check
 from ligerzoo.kernels.loss.reduction import as_targets
 from ligerzoo.losses.checks import check_both_or_neither, check_constants, check_tensors
 from ligerzoo.losses.logps import (
@@ -28,6 +28,7 @@ from ligerzoo.losses.logps import (
     target_mask,
 )
 from ligerzoo.losses.objective import GroupObjective, LogpOptions, LossOutput, evaluate
+from ligerzoo.tensor_checks import check_num_items, check_tensor
 
 PairFormula = Callable[[Tensor, Tensor], Tensor]
 """f: (n,) scores of the chosen and (n,) scores of the rejected completions -> (n,) losses."""
@@ -61,7 +62,7 @@ class PairOptions(NamedTuple):
 
 def check_pair_options(name: str, *, nll_weight: float, num_items: Any, num_nll_items: Any) -> None:
     """Raises for invalid options that all losses of pairs share. `name` is the loss that messages name."""
-    check_numbers(name, NOT_NEGATIVE, nll_weight=nll_weight)
+    check(name, NOT_NEGATIVE, nll_weight=nll_weight)
     check_num_items(name, num_items=num_items, num_nll_items=num_nll_items)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.checks import ANY, NOT_NEGATIVE, check_numbers
+from ligerzoo.checks import FINITE, NOT_NEGATIVE, check
 from ligerzoo.losses.checks import check_choice
 from ligerzoo.losses.dpo import AVERAGED_VARIANTS, VARIANTS, DPOOptions, check_formula_options
 from ligerzoo.losses.objective import LogpOptions, LossOutput, check_head_options
@@ -43,7 +43,7 @@ def check_simpo_options(
 ) -> None:  # fmt: skip
     """Raises for invalid options of `simpo_loss`. `name` is the loss that messages name."""
     check_formula_options(name, "sigmoid", DPOOptions(beta, label_smoothing))
-    check_numbers(name, ANY, gamma=gamma)
+    check(name, FINITE, gamma=gamma)
     check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
 
 
@@ -51,7 +51,7 @@ def check_orpo_options(
     name: str, *, beta: float, nll_weight: float, num_items: int | Tensor | None, num_nll_items: int | Tensor | None
 ) -> None:  # fmt: skip
     """Raises for invalid options of `orpo_loss`. `name` is the loss that messages name."""
-    check_numbers(name, NOT_NEGATIVE, beta=beta)
+    check(name, NOT_NEGATIVE, beta=beta)
     check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
 
 

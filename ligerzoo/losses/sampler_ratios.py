@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import NOT_NEGATIVE, check_floats, check_numbers, check_tensor
+from ligerzoo.checks import NOT_NEGATIVE, check
 from ligerzoo.losses.checks import check_choice
 from ligerzoo.losses.policy import LEVELS, Level
+from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def sampler_correction(
     name = "sampler_correction"
     check_choice(name, LEVELS, level=level)
     check_choice(name, ("truncate", "mask"), mode=mode)
-    check_numbers(name, NOT_NEGATIVE, min_ratio=min_ratio, max_ratio=max_ratio)
+    check(name, NOT_NEGATIVE, min_ratio=min_ratio, max_ratio=max_ratio)
     check_floats(name, old_logps=old_logps, sampler_logps=sampler_logps)
     check_tensor(name, "mask", mask, "bool")
     if mask.dim() != 2 or not old_logps.shape == sampler_logps.shape == mask.shape:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import COUNT, check
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.checks import check_integer
 from ligerzoo.layers import (
     Context,
     Decoder,
@@ -259,7 +259,7 @@ class CausalLM(LanguageModel):
 def _kept_tokens(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Returns the hidden states (B, n, H) of the tokens to compute logits for, see `CausalLM.forward`."""
     if not isinstance(logits_to_keep, Tensor):
-        check_integer("CausalLM", "logits_to_keep", logits_to_keep, 0)
+        check("CausalLM", COUNT, logits_to_keep=logits_to_keep)
         return hidden[:, -logits_to_keep:]
     if logits_to_keep.ndim < 2:
         return hidden[:, logits_to_keep]

@@ -10,8 +10,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.kernels.checks import describe
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_dim, is_theta, scaling_error
+from ligerzoo.tensor_checks import describe
 
 _LARGEST_SIZE = 2**31 - 1
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ligerzoo.kernels.checks import describe
+from ligerzoo.tensor_checks import describe
 
 
 def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost
-from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.dispatch import DEBUG
+from ligerzoo.tensor_checks import check_tensor
 
 _REMEDIES = {
     "labels": "Pass labels of all tokens: the model shifts them itself",

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost
-from ligerzoo.kernels.checks import require_tensor
 from ligerzoo.layers import Decoder, KVCache, Linear
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig
 from ligerzoo.models.output import SequenceClassifierOutput, layer_outputs
+from ligerzoo.tensor_checks import require_tensor
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 """What a sequence classifier predicts; see `Labels`."""

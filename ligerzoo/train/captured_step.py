@@ -22,10 +22,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import AT_LEAST_1, POSITIVE, check, check_optional
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.checks import POSITIVE, check_integer, check_num_items, check_optional_numbers
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
 from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segments
+from ligerzoo.tensor_checks import check_num_items
 from ligerzoo.train.capturable import (
     reason_against_inputs,
     reason_against_model,
@@ -133,8 +134,8 @@ class CapturedStep:
     ) -> None:
         if capture not in get_args(Capture):
             raise ValueError(f'CapturedStep: capture={capture!r}; expected "auto", "on" or "off"')
-        check_optional_numbers("CapturedStep", POSITIVE, max_norm=max_norm)
-        check_integer("CapturedStep", "max_shapes", max_shapes, 1)
+        check_optional("CapturedStep", POSITIVE, max_norm=max_norm)
+        check("CapturedStep", AT_LEAST_1, max_shapes=max_shapes)
         self._model, self._optimizer, self._max_norm, self._skip = model, optimizer, max_norm, skip
         self._compute_loss, self._autocast, self._capture = compute_loss, autocast, capture
         self._max_shapes = max_shapes

@@ -26,6 +26,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from ligerzoo.checks import (
+    AT_LEAST_1,
+    FLAG,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    Values,
+    argument_type,
+    integer,
+    one_of,
+)
 from ligerzoo.errors import ConfigError
 
 Count: TypeAlias = int
@@ -44,34 +56,7 @@ COMMON = Path(__file__).with_name("run_options.py")
 """The source of the classes that it may inherit from."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ValueType:
-    """The values that an option accepts.
-
-    Attributes:
-        parse: converts a text of the command line. Raises ValueError.
-        accepts: whether a value is valid.
-        expected: describes valid values in error messages.
-        choices: all valid values, if they are few.
-    """
-
-    parse: Callable[[str], Any]
-    accepts: Callable[[Any], bool]
-    expected: str
-    choices: tuple[str, ...] = ()
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_budget(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
+def _is_budget(value: str) -> bool:
     try:
         return value in ("auto", "none") or 0 < float(value) < math.inf
     except ValueError:
@@ -79,14 +64,14 @@ def _is_budget(value: object) -> bool:
 
 
 VALUE_TYPES = {
-    "str": ValueType(str, lambda value: isinstance(value, str) and value != "", "a text that is not empty"),
-    "bool": ValueType(bool, lambda value: isinstance(value, bool), "True or False"),
-    "Count": ValueType(int, lambda value: _is_integer(value) and value >= 1, "an integer from 1"),
-    "Number": ValueType(int, lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer from 0 to 2**63 - 1"),
-    "Positive": ValueType(float, lambda value: _is_number(value) and value > 0, "a positive number"),
-    "NotNegative": ValueType(float, lambda value: _is_number(value) and value >= 0, "a number from 0"),
-    "Budget": ValueType(str, lambda value: _is_budget(value), 'a positive number of GiB, "auto" or "none"'),
-    "Fraction": ValueType(float, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "str": TEXT,
+    "bool": FLAG,
+    "Count": AT_LEAST_1,
+    "Number": integer(0, 2**63 - 1),
+    "Positive": POSITIVE,
+    "NotNegative": NOT_NEGATIVE,
+    "Budget": TEXT._replace(expected='a positive number of GiB, "auto" or "none"', contains=_is_budget),
+    "Fraction": FRACTION,
 }
 """The type of a value by the annotation of the field."""
 
@@ -108,7 +93,7 @@ class Option:
     description: str
 
     @property
-    def value_type(self) -> ValueType:
+    def value_type(self) -> Values:
         """The type of the value, or of each value if the option has several."""
         return value_type(self.annotation)
 
@@ -131,12 +116,12 @@ class Option:
         return self.annotation.startswith("tuple")
 
 
-def value_type(annotation: str) -> ValueType:
+def value_type(annotation: str) -> Values:
     """Returns the type of the values that an annotation describes."""
     name = annotation.removesuffix(" | None")
     if name.startswith("Literal["):
         choices = ast.literal_eval(name.removeprefix("Literal"))
-        return ValueType(str, lambda value: value in choices, " or ".join(map(repr, choices)), tuple(choices))
+        return one_of(choices)
     return VALUE_TYPES["str" if name == "tuple[str, ...]" else name]
 
 
@@ -169,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) ->
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=help_text)
             continue
         kind = option.value_type
-        values: dict[str, Any] = {"type": _parser_of(kind), "metavar": option.metavar}
+        values: dict[str, Any] = {"type": argument_type(kind), "metavar": option.metavar}
         parser.add_argument(
             flag, action=_Several if option.has_several_values else "store", required=option.is_required,
             default=argparse.SUPPRESS, help=help_text, **({"choices": kind.choices} if kind.choices else values),
@@ -181,19 +166,6 @@ class _Several(argparse.Action):
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: object = None) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
-
-
-def _parser_of(kind: ValueType) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind.parse(text)
-        except ValueError:
-            value = None
-        if value is None or not kind.accepts(value):
-            raise argparse.ArgumentTypeError(f"got {text[:50]!r}; expected {kind.expected}")
-        return value
-
-    return parse
 
 
 def parse_options(options_class: Callable[..., T], file: str, arguments: Sequence[str] | None = None) -> T:

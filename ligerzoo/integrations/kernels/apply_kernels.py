@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from ligerzoo import checks
 from ligerzoo.integrations.kernels.attention import recognize_attention
 from ligerzoo.integrations.kernels.experts import recognize_experts
 from ligerzoo.integrations.kernels.layers import recognize_layer
@@ -26,7 +27,6 @@ from ligerzoo.integrations.kernels.replace import (
 )
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
 from ligerzoo.integrations.kernels.whole_model import change, run_model
-from ligerzoo.kernels.checks import check_flag
 
 Recognize = Callable[[nn.Module], Replacement | str | None]
 
@@ -77,7 +77,17 @@ def apply(
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
     _check_model(hf_model)
-    check_flag("apply", norm=norm, rope=rope, mlp=mlp, loss=loss, experts=experts, attention=attention, check=check)
+    checks.check(
+        "apply",
+        checks.FLAG,
+        norm=norm,
+        rope=rope,
+        mlp=mlp,
+        loss=loss,
+        experts=experts,
+        attention=attention,
+        check=check,
+    )
     before = run_model(hf_model) if check else "Not compared with the model before: check=False."
     application = _Application(hf_model, check)
     try:

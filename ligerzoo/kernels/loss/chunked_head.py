@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_integer
+from ligerzoo.checks import check, integer
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, multiprocessors
 from ligerzoo.kernels.loss import ragged_gemm
 from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradAccumulator, low_bytes
@@ -60,14 +60,14 @@ def set_logits_budget(mebibytes: int) -> None:
         ValueError: `mebibytes` is negative.
     """
     global _logits_budget
-    check_integer("set_logits_budget", "mebibytes", mebibytes, 0, " of MiB")
+    check("set_logits_budget", integer(0, unit=" of MiB"), mebibytes=mebibytes)
     _logits_budget = mebibytes
 
 
 def check_budget(name: str, logits_budget: int | None) -> None:
     """Raises unless the budget is None or an integer, 0 or more."""
     if logits_budget is not None:
-        check_integer(name, "logits_budget", logits_budget, 0, " of MiB")
+        check(name, integer(0, unit=" of MiB"), logits_budget=logits_budget)
 
 
 def max_rows(n_classes: int, bytes_per_logit: int, budget: int | None) -> int:

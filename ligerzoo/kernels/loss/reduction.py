@@ -10,21 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import FINITE, FRACTION, POSITIVE, check, check_optional
 from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
-from ligerzoo.kernels.checks import (
-    ANY,
-    FRACTION,
-    POSITIVE,
-    check_floats,
-    check_num_items,
-    check_numbers,
-    check_optional_floats,
-    check_optional_numbers,
-    kind_of,
-    require_tensor,
-)
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.kernels.loss.token_loss import Terms
+from ligerzoo.tensor_checks import check_floats, check_num_items, check_optional_floats, kind_of, require_tensor
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -99,10 +89,10 @@ def as_token_weight(
 
 def check_terms(name: str, terms: Terms) -> None:
     """Raises unless scale, softcap, temperature, label smoothing and z-loss are numbers in their ranges."""
-    check_numbers(name, POSITIVE, temperature=terms.temperature)
-    check_optional_numbers(name, POSITIVE, softcap=terms.softcap)
-    check_numbers(name, FRACTION, label_smoothing=terms.label_smoothing)
-    check_numbers(name, ANY, logit_scale=terms.scale, z_loss=terms.z_loss)
+    check(name, POSITIVE, temperature=terms.temperature)
+    check_optional(name, POSITIVE, softcap=terms.softcap)
+    check(name, FRACTION, label_smoothing=terms.label_smoothing)
+    check(name, FINITE, logit_scale=terms.scale, z_loss=terms.z_loss)
 
 
 def denominator(

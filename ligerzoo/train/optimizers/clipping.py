@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.checks import POSITIVE, check_optional_numbers
+from ligerzoo.checks import POSITIVE, check_optional
 from ligerzoo.train.optimizers.device_optimizer import local
 
 _EPS = 1e-6
@@ -34,7 +34,7 @@ def clip_grad_norm(parameters: nn.Module | Iterable[Tensor], max_norm: float | N
     Raises:
         ValueError: no parameter has a gradient, a gradient is sparse or a partial sum, or `max_norm` is not positive.
     """
-    check_optional_numbers("clip_grad_norm", POSITIVE, max_norm=None if max_norm == math.inf else max_norm)
+    check_optional("clip_grad_norm", POSITIVE, max_norm=None if max_norm == math.inf else max_norm)
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]

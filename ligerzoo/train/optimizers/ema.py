@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.checks import FRACTION, check_flag, check_numbers
+from ligerzoo.checks import FLAG, FRACTION, check
 from ligerzoo.train.optimizers.groups import trainable_parameters
 
 
@@ -32,8 +32,8 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, warmup: bool = True) -> None:
-        check_numbers("EMA", FRACTION, decay=decay)
-        check_flag("EMA", warmup=warmup)
+        check("EMA", FRACTION, decay=decay)
+        check("EMA", FLAG, warmup=warmup)
         self.decay = decay
         self.warmup = warmup
         self.updates = 0

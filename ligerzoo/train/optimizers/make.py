@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.checks import nearest_hint
+from ligerzoo.checks import one_of, refused
+from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.train.optimizers.fp8_adamw import Fp8AdamW
 from ligerzoo.train.optimizers.groups import parameter_groups
 from ligerzoo.train.optimizers.low_bit import low_bit_adamw
@@ -95,17 +96,14 @@ def make_optimizer(
     """
     make = _OPTIMIZERS.get(name)
     if make is None:
-        raise ValueError(
-            f"make_optimizer: name={name!r}; expected one of {', '.join(OPTIMIZER_NAMES)}"
-            f"{nearest_hint(name, OPTIMIZER_NAMES)}"
-        )
+        raise refused("make_optimizer", one_of(OPTIMIZER_NAMES), "name", name)
     accepted = set(inspect.signature(make).parameters) - {"params", "groups", "state_format"}
     if unknown := sorted(options.keys() - accepted):
         expected = ", ".join(sorted(accepted - {"lr", "betas", "eps", "weight_decay"}))
-        raise ValueError(
-            f"make_optimizer: {name!r} has no option {unknown[0]!r}; expected {expected}"
-            f"{nearest_hint(unknown[0], accepted)}"
-        )
+        raise LigerzooError(
+            f"{name!r} has no option {unknown[0]!r}", where="make_optimizer", expected=expected,
+            remedy=did_you_mean(unknown[0], accepted),
+        )  # fmt: skip
     check_adamw("make_optimizer", lr, betas, eps, weight_decay)
     groups: Any = parameters
     if isinstance(parameters, nn.Module):

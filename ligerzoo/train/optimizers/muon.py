@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from ligerzoo.checks import FLAG, check
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
-from ligerzoo.kernels.checks import check_flag, check_numbers
 from ligerzoo.kernels.stochastic_rounding import store
 from ligerzoo.layers import Experts, LMHead
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, Update, first_group, local
@@ -75,8 +75,8 @@ class Muon(DeviceOptimizer):
         seed: int = 0,
     ) -> None:
         check_adamw("Muon", lr, betas, eps, weight_decay)
-        check_numbers("Muon", BETA, momentum=momentum)
-        check_flag("Muon", stochastic_rounding=stochastic_rounding)
+        check("Muon", BETA, momentum=momentum)
+        check("Muon", FLAG, stochastic_rounding=stochastic_rounding)
         check_rounding("Muon", state_dtype, seed)
         if scale not in get_args(LearningRateScale):
             raise ValueError(f'Muon: scale={scale!r}; expected "match_rms_adamw" or "original"')

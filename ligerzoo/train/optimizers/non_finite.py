@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import require_tensor
+from ligerzoo.tensor_checks import require_tensor
 
 
 class SkipNonFinite:

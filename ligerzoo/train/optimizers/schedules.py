@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import FRACTION, check_integer, check_numbers, nearest_hint
+from ligerzoo.checks import AT_LEAST_1, COUNT, FRACTION, check, one_of
 
 Schedule = Callable[[int], float]
 """Maps the number of updates done so far, from 0, to a factor of the learning rate, from 0 to 1."""
@@ -48,19 +48,17 @@ def schedule(
         ValueError: a number is out of range, the warmup and the decay are longer than the run, or an argument is given
             that the schedule does not use.
     """
-    if name not in get_args(ScheduleName):
-        hint = nearest_hint(name, get_args(ScheduleName))
-        raise ValueError(f'schedule: name={name!r}; expected "constant", "linear", "cosine" or "wsd"{hint}')
-    check_integer("schedule", "steps", steps, 1)
-    check_integer("schedule", "warmup_steps", warmup_steps, 0)
-    check_numbers("schedule", FRACTION, min_factor=min_factor)
+    check("schedule", one_of(get_args(ScheduleName)), name=name)
+    check("schedule", AT_LEAST_1, steps=steps)
+    check("schedule", COUNT, warmup_steps=warmup_steps)
+    check("schedule", FRACTION, min_factor=min_factor)
     if name == "constant" and min_factor != 0:
         raise ValueError(f'schedule: min_factor={min_factor} with "constant", which never falls; expected 0.0')
     if name != "wsd" and decay_steps is not None:
         raise ValueError(f'schedule: decay_steps={decay_steps} with {name!r}; expected None, or "wsd"')
     if decay_steps is None:
         decay_steps = {"constant": 0, "wsd": max(1, steps // 10)}.get(name, steps - warmup_steps)
-    check_integer("schedule", "decay_steps", decay_steps, 0)
+    check("schedule", COUNT, decay_steps=decay_steps)
     if warmup_steps + decay_steps > steps:
         raise ValueError(
             f"schedule: warmup_steps={warmup_steps} and decay_steps={decay_steps}; expected at most steps={steps} "
@@ -68,7 +66,7 @@ def schedule(
         )
 
     def factor(step: int) -> float:
-        check_integer("schedule", "step", step, 0)
+        check("schedule", COUNT, step=step)
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         if decay_steps == 0:
@@ -90,7 +88,7 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
         optimizer: any optimizer of `torch.optim`. If `lr` is a tensor, it is filled.
         factor: 0 or positive, such as `schedule(...)(step)`.
     """
-    check_numbers("set_lr", FRACTION, factor=factor)
+    check("set_lr", FRACTION, factor=factor)
     remember_lr(optimizer)
     for group in optimizer.param_groups:
         lr = group["initial_lr"] * factor

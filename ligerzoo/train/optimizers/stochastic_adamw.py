@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ligerzoo.checks import COUNT, NOT_NEGATIVE, check
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
-from ligerzoo.kernels.checks import NOT_NEGATIVE, check_integer, check_numbers
 from ligerzoo.kernels.cuda_graph import side_by_side
 from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, Update, first_group, local
 
@@ -68,10 +68,10 @@ class StochasticAdamW(DeviceOptimizer):
 def check_adamw(name: str, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Raises unless the arguments are those of AdamW."""
     numbers = {"eps": eps, "weight_decay": weight_decay} | ({} if isinstance(lr, Tensor) else {"lr": lr})
-    check_numbers(name, NOT_NEGATIVE, **numbers)
+    check(name, NOT_NEGATIVE, **numbers)
     if not (isinstance(betas, tuple | list) and len(betas) == 2):
         raise ValueError(f"{name}: betas={betas!r}; expected two numbers from 0 to 1, not 1")
-    check_numbers(name, BETA, **{"betas[0]": betas[0], "betas[1]": betas[1]})
+    check(name, BETA, **{"betas[0]": betas[0], "betas[1]": betas[1]})
 
 
 def check_rounding(name: str, state_dtype: torch.dtype | None, seed: int) -> None:
@@ -83,7 +83,7 @@ def check_rounding(name: str, state_dtype: torch.dtype | None, seed: int) -> Non
 
 def check_seed(name: str, seed: int) -> None:
     """Raises unless the argument is a seed."""
-    check_integer(name, "seed", seed, 0)
+    check(name, COUNT, seed=seed)
     if seed > 2**30:
         raise ValueError(f"{name}: seed={seed}; expected an integer from 0 to 2**30")
 

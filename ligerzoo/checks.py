@@ -1,0 +1,138 @@
+"""Values that arguments and options accept: integers, numbers, flags, texts and names.
+
+Functions, layers, losses, options of recipes and of the command line all check with these. A message has one form:
+
+    temperature=-1; expected a positive number
+    rms_norm: eps=nan; expected a positive number
+
+Tensors are checked by `ligerzoo.tensor_checks`. This module does not import torch, so the command line starts fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Collection
+from numbers import Real
+from typing import Any, NamedTuple
+
+from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
+
+
+class Values(NamedTuple):
+    """The values that an argument accepts.
+
+    Attributes:
+        expected: them in words, for messages.
+        has_type: whether a value has an accepted type.
+        contains: whether a value of an accepted type is one of them.
+        parse: converts a text of the command line. Raises ValueError.
+        choices: all accepted values, if they are few.
+    """
+
+    expected: str
+    has_type: Callable[[Any], bool]
+    contains: Callable[[Any], bool]
+    parse: Callable[[str], Any] = str
+    choices: Collection[str] = ()
+
+    def accepts(self, value: object) -> bool:
+        """Returns whether a value is one of them."""
+        return self.has_type(value) and self.contains(value)
+
+
+def check(name: str | None, values: Values, remedy: str | None = None, /, **arguments: object) -> None:
+    """Raises LigerzooError unless each argument is one of the values; for a wrong type it is a TypeError too.
+
+    Args:
+        name: the function or class that messages name; None if the arguments' names suffice.
+        values: what is accepted.
+        remedy: what the user can do, as a sentence.
+        arguments: the values by the names of the arguments.
+    """
+    for argument, value in arguments.items():
+        if not (values.has_type(value) and values.contains(value)):
+            raise refused(name, values, argument, value, remedy)
+
+
+def check_optional(name: str | None, values: Values, /, **arguments: object) -> None:
+    """Raises as `check`, but accepts None."""
+    for argument, value in arguments.items():
+        if value is not None:
+            check(name, values._replace(expected=f"{values.expected}, or None"), **{argument: value})
+
+
+def refused(name: str | None, values: Values, argument: str, value: object, remedy: str | None = None) -> LigerzooError:
+    """Returns the error about a value that is not accepted, see `check`."""
+    error = LigerzooError if values.has_type(value) else WrongTypeError
+    where = argument if name is None else f"{name}: {argument}"
+    hint = remedy or did_you_mean(value, values.choices)
+    return error(where=where, got=repr(value), expected=values.expected, remedy=hint)
+
+
+def argument_type(values: Values) -> Callable[[str], Any]:
+    """Returns the type of an argument of argparse: it parses a text and checks the value."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            value = values.parse(text)
+            if values.accepts(value):
+                return value
+        raise argparse.ArgumentTypeError(f"got {text[:50]!r}; expected {values.expected}")
+
+    return parse
+
+
+def is_integer(value: object) -> bool:
+    """Returns whether a value is an integer, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a value is a real number, which True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def number(expected: str, contains: Callable[[Any], bool] = lambda x: True) -> Values:
+    """Finite numbers in a range."""
+    # dynamo does not trace math.isfinite
+    return Values(expected, is_number, lambda x: -math.inf < x < math.inf and contains(x), float)
+
+
+def integer(least: int | None = None, most: int | None = None, *, unit: str = "") -> Values:
+    """Integers from `least` to `most`; a unit is a phrase such as " of MiB"."""
+    expected = f"an integer{unit}"
+    if most is not None:
+        expected += f" from {least} to {_power_of_2(most)}"
+    elif least is not None:
+        expected += f", {least} or more"
+    return Values(
+        expected,
+        is_integer,
+        lambda value: (least is None or value >= least) and (most is None or value <= most),
+        int,
+    )
+
+
+def _power_of_2(value: int) -> str:
+    exponent = (value + 1).bit_length() - 1
+    return f"2**{exponent} - 1" if exponent >= 16 and value + 1 == 2**exponent else str(value)
+
+
+def one_of(choices: Collection[str]) -> Values:
+    """Names."""
+    expected = f"one of {', '.join(map(repr, choices))}"
+    return Values(expected, lambda value: isinstance(value, str), lambda value: value in choices, choices=choices)
+
+
+FINITE = number("a finite number")
+POSITIVE = number("a positive number", lambda x: x > 0)
+NOT_NEGATIVE = number("0 or a positive number", lambda x: x >= 0)
+FRACTION = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+PROBABILITY = number("a number from 0 to 1, not 1", lambda x: 0 <= x < 1)
+SHARE = number("a number greater than 0 and at most 1", lambda x: 0 < x <= 1)
+COUNT = integer(0)
+AT_LEAST_1 = integer(1)
+FLAG = Values("True or False", lambda value: isinstance(value, bool), lambda value: True)
+TEXT = Values("a text that is not empty", lambda value: isinstance(value, str), lambda value: value != "")

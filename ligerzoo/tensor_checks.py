@@ -1,0 +1,109 @@
+"""Tensors that arguments accept: kinds of dtypes, shapes and devices.
+
+No check reads a tensor's values, so none is a host sync. In all checks, `name` is the function or module that messages
+name. A value of another type is a `TypeError`, any other invalid value a `ValueError`.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ligerzoo.checks import POSITIVE, check
+from ligerzoo.errors import LigerzooError, WrongTypeError
+
+Kind = Literal["floating-point", "integer", "bool"]
+"""Kind of a tensor's dtype."""
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Returns the `Kind` of the tensor's dtype, or "complex"."""
+    if tensor.dtype.is_floating_point:
+        return "floating-point"
+    if tensor.dtype == torch.bool:
+        return "bool"
+    return "complex" if tensor.dtype.is_complex else "integer"
+
+
+def describe(value: object) -> str:
+    """Returns a short description of an argument: numbers and strings themselves, other values by their type."""
+    if value is None or isinstance(value, bool | numbers.Number | str):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"
+    return f"{article} {type(value).__name__}"
+
+
+def require_tensor(name: str, argument: str, value: object, expected: str = "a tensor") -> None:
+    """Raises TypeError unless the value is a tensor."""
+    if not isinstance(value, Tensor):
+        remedies = {"list": "torch.tensor", "tuple": "torch.tensor", "ndarray": "torch.from_numpy"}
+        function = remedies.get(type(value).__name__)
+        remedy = f"Convert it with {function}" if function else None
+        raise WrongTypeError(f"{argument} is {describe(value)}", where=name, expected=expected, remedy=remedy)
+
+
+def check_floats(name: str, **tensors: object) -> None:
+    """Raises unless each argument is a floating-point tensor."""
+    for argument, value in tensors.items():
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            check_tensor(name, argument, value)
+
+
+def check_optional_floats(name: str, **tensors: object) -> None:
+    """Raises unless each argument is None or a floating-point tensor."""
+    for argument, value in tensors.items():
+        if value is not None:
+            check_floats(name, **{argument: value})
+
+
+def check_tensor(
+    name: str,
+    argument: str,
+    value: object,
+    kind: Kind = "floating-point",
+    shapes: Sequence[tuple[int, ...]] = (),
+    device: torch.device | None = None,
+    *,
+    remedy: str | None = None,
+) -> None:
+    """Raises unless the value is a tensor of this kind, of one of the shapes (if any are given), on the device.
+
+    Messages about another shape end with the remedy.
+    """
+    article = "an" if kind == "integer" else "a"
+    if not isinstance(value, Tensor):
+        shape = f" of shape {_alternatives(shapes)}" if shapes else ""
+        require_tensor(name, argument, value, f"{article} {kind} tensor{shape}")
+    assert isinstance(value, Tensor)
+    if shapes and not any(value.shape == shape for shape in shapes):
+        what = f"{argument} has shape {tuple(value.shape)}"
+        raise LigerzooError(what, where=name, expected=_alternatives(shapes), remedy=remedy)
+    if kind_of(value) != kind:
+        expected = "torch.bool" if kind == "bool" else f"{article} {kind} dtype"
+        raise LigerzooError(f"{argument} has dtype {value.dtype}", where=name, expected=expected)
+    if device is not None and value.device != device and value.dim() > 0:
+        expected = f"{device}, the device of the other tensors"
+        raise LigerzooError(f"{argument} is on {value.device}", where=name, expected=expected)
+
+
+def _alternatives(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " or ".join(map(str, shapes))
+
+
+def check_num_items(name: str, **counts: Any) -> None:
+    """Raises unless each argument is None, a positive number, or a 0-d tensor of numbers, whose value is not read."""
+    for argument, count in counts.items():
+        if isinstance(count, Tensor):
+            if count.dim() > 0 or kind_of(count) not in ("floating-point", "integer"):
+                raise LigerzooError(f"{argument} is {describe(count)}", where=name, expected=_ITEMS.expected)
+        elif count is not None:
+            check(name, _ITEMS, **{argument: count})
+
+
+_ITEMS = POSITIVE._replace(expected="a positive number or a 0-d tensor")
