@@ -69,7 +69,7 @@ VALUE_TYPES = {
     "Count": AT_LEAST_1,
     "Number": integer(0, 2**63 - 1),
     "Positive": POSITIVE,
-    "NotNegative": NOT_NEGATIVE,
+    "NotNegative": NOT_NEGATIVE._replace(expected="a number, 0 or more"),
     "Budget": TEXT._replace(expected='a positive number of GiB, "auto" or "none"', contains=_is_budget),
     "Fraction": FRACTION,
 }
