@@ -19,7 +19,7 @@ from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, read_weight_map
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
-from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
+from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.files.untrusted import read_json
@@ -128,7 +128,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         CheckpointError: Files are missing or damaged.
         TokenizerError: The files of the tokenizer are damaged.
     """
-    patterns = [CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS]
+    patterns = [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS]
     directory = locate_files(name_or_path, patterns, revision=revision)
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)
@@ -178,7 +178,7 @@ def describe_training(
     """
     from ligerzoo.memory import TrainingSetting, predict_training
 
-    directory = locate_files(name_or_path, [CONFIG_FILE], revision=revision)
+    directory = locate_files(name_or_path, CONFIG_FILES, revision=revision)
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)
     architecture = architecture_of(raw.get("model_type"))

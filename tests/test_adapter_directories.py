@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from ligerzoo import AutoModel, Tokenizer, adapters, cli
 from ligerzoo.errors import CheckpointError
 from tests.adapters.models import randomize
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASSETS = Path(__file__).parent.parent / "ligerzoo" / "demo" / "assets" / "tiny-python-llama"
 
 
@@ -30,6 +32,26 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ASSETS, tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def repositories(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """A fake hub with the directories of `hub/org`. Returns the list of downloaded repositories and revisions."""
+    calls: list[tuple[str, str | None]] = []
+
+    def snapshot_download(
+        repo_id: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool, **_: Any
+    ) -> str:
+        calls.append((repo_id, revision))
+        source, snapshot = workplace / "hub" / repo_id, workplace / "cache" / repo_id / COMMIT
+        snapshot.mkdir(parents=True, exist_ok=True)
+        names = [path.name for path in source.iterdir()]
+        for name in huggingface_hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(source / name, snapshot / name)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
 
 
 def output(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> str:
@@ -66,6 +88,45 @@ def test_an_adapter_with_added_tokens(workplace: Path, capsys: pytest.CaptureFix
     )
     Tokenizer.from_pretrained(ASSETS).save_pretrained("fused")
     assert output(["generate", "fused", *options], capsys) == text
+
+
+@pytest.mark.parametrize("base", ["org/base", "base"])
+def test_adapters_on_the_hub(
+    workplace: Path, repositories: list[Any], base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base is on the hub too, or a directory here; --revision is the adapter's."""
+    write_adapter(workplace / "hub/org/adapter", base, added_tokens=2)
+    Tokenizer.from_pretrained(ASSETS).save_pretrained(workplace / "hub/org/adapter")
+    path = workplace / "hub/org/adapter/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "revision": "v7"}))
+    shutil.copytree(ASSETS, workplace / "hub/org/base")
+    (workplace / "hub/org/base/tokenizer.json").unlink()
+    Path("data.txt").write_text("def add(a, b):\n    return a + b\n" * 20)
+    for command in (
+        ["generate", "--max-new-tokens", 8, "--prompt", "def "], ["evaluate", "--json", "--data", "data.txt"]
+    ):  # fmt: skip
+        options = [*command[1:], "--dtype", "float32"]
+        expected = output([command[0], "hub/org/adapter", *options], capsys) if base == "base" else None
+        got = output([command[0], "org/adapter", "--revision", "v2", *options], capsys)
+        assert expected is None or got == expected
+    assert {*repositories} == {
+        ("org/adapter", "v2"), ("org/adapter", COMMIT),
+        *([("org/base", "v7"), ("org/base", COMMIT)] if base == "org/base" else []),
+    }  # fmt: skip
+
+
+def test_repositories_without_the_base_model(
+    workplace: Path, repositories: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(workplace / "hub/org/adapter", "/no/such")
+    assert cli.main(["generate", "org/adapter", "--prompt", "a"]) == 1
+    error = capsys.readouterr().err
+    assert "org/adapter, base_model_name_or_path: the base model of the adapter is not here; got '/no/such'" in error
+    assert "`ligerzoo fuse BASE org/adapter OUTPUT`" in error
+    with pytest.raises(CheckpointError, match=r"config.json: no such file.*an adapter.*load_adapter.*ligerzoo fuse"):
+        AutoModel.from_pretrained("org/adapter")
+    assert cli.main(["info", "org/adapter"]) == 1
+    assert "ligerzoo fuse BASE ADAPTER OUTPUT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("base", [None, "", "./no/such/base", "/no/such", "gone", 3])

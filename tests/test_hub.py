@@ -445,7 +445,12 @@ def test_only_the_files_of_the_model_are_downloaded(
     assert repository == [
         {
             "repo_id": "org/tiny-1.0",
-            "allow_patterns": ["config.json", "generation_config.json", "model.safetensors.index.json"],
+            "allow_patterns": [
+                "config.json",
+                "adapter_config.json",
+                "generation_config.json",
+                "model.safetensors.index.json",
+            ],
             **options,
         },
         {"repo_id": "org/tiny-1.0", "allow_patterns": shards, **options, "revision": COMMIT},

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
+from ligerzoo.files.locate import ADAPTER_CONFIG_FILE
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.layers.lora import LoRAOptions
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE = ADAPTER_CONFIG_FILE
 WEIGHT_FILE = "adapter_model.safetensors"
 
 _UNUSED = frozenset({

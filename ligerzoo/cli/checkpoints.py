@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 
 def find_base_model(options: argparse.Namespace) -> None:
-    """Replaces the directory of an adapter in `options.model` by its base model, and sets `options.adapter` to it.
+    """Replaces an adapter in `options.model` by its base model, and sets `options.adapter` to the adapter's directory.
 
     The tokenizer is the adapter's if it has one, such as after adding tokens.
 
     Raises:
+        CheckpointError: there is no such directory, or no such repository on the hub.
         LigerzooError: adapter_config.json names no base model, or one that is not found here.
     """
-    directory = Path(options.model)
-    if not (directory / "adapter_config.json").is_file() or (directory / "config.json").exists():
-        return
+    from ligerzoo.files.locate import ADAPTER_CONFIG_FILE, CONFIG_FILE, CONFIG_FILES, locate_files
     from ligerzoo.files.untrusted import read_json
 
-    raw = read_json(directory / "adapter_config.json")
+    directory = locate_files(options.model, CONFIG_FILES, revision=options.revision)
+    if not (directory / ADAPTER_CONFIG_FILE).is_file() or (directory / CONFIG_FILE).exists():
+        return
+    raw = read_json(directory / ADAPTER_CONFIG_FILE)
     base, problem = raw.get("base_model_name_or_path"), None
     if getattr(options, "adapter", None) is not None:
         problem = "MODEL is an adapter too"
@@ -42,16 +44,32 @@ def find_base_model(options: argparse.Namespace) -> None:
         problem = "the base model of the adapter is not here"
     if problem:
         raise LigerzooError(
-            problem, where=f"{directory}, base_model_name_or_path", got=repr(base)[:200],
-            remedy=f"Merge them and use the result: `ligerzoo fuse BASE {directory} OUTPUT`.",
+            problem, where=f"{options.model}, base_model_name_or_path", got=repr(base)[:200],
+            remedy=f"Merge them and use the result: `ligerzoo fuse BASE {options.model} OUTPUT`.",
         )  # fmt: skip
+    if not Path(options.model).is_dir():
+        directory, options.revision = _download_adapter(options.model, directory.name), None
     if options.revision is None and isinstance(raw.get("revision"), str):
         options.revision = raw["revision"]
     if getattr(options, "tokenizer", None) is None and (directory / "tokenizer.json").exists():
         options.tokenizer = str(directory)
     if getattr(options, "name", "") is None:  # of the server
-        options.name = directory.resolve().name
+        options.name = model_name(options.model)
     options.model, options.adapter = base, str(directory)
+
+
+def _download_adapter(repository: str, commit: str) -> Path:
+    """Returns the directory of an adapter's files and tokenizer, of the commit that its config was read from."""
+    from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
+    from ligerzoo.files.locate import locate_files
+    from ligerzoo.text.tokenizer_files import FILE_PATTERNS
+
+    return locate_files(repository, [CONFIG_FILE, WEIGHT_FILE, *FILE_PATTERNS], revision=commit)
+
+
+def model_name(name_or_path: str) -> str:
+    """Returns the name of a directory, or the id of a repository on the hub."""
+    return Path(name_or_path).resolve().name if Path(name_or_path).is_dir() else name_or_path
 
 
 def load_model(options: argparse.Namespace) -> CausalLM:

@@ -18,6 +18,7 @@ from ligerzoo.cli.checkpoints import (
     load_drafts,
     load_model,
     load_tokenizer,
+    model_name,
     print_size,
     refuse_existing_files,
     text_source,
@@ -168,7 +169,7 @@ def serve(options: argparse.Namespace) -> int:
         max_requests = options.batch_size + options.max_queue
         # The default of `max_cache_tokens` depends on the memory that is free now.
         engine = Engine(partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests)
-        name = options.name or (Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
+        name = options.name or model_name(options.model)
         max_body = options.max_body_mib * 2**20
         service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
         hosts = [*names_of(options.host, is_local=is_local(listener)), *options.allowed_host]

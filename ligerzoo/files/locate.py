@@ -18,14 +18,17 @@ from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.files.other_formats import remedy_for
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
+"""The second tells an adapter without its base model from a repository without a model."""
+
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
     """Returns the directory that holds a checkpoint's configs and weights.
 
-    Of a repository on the hub, downloads config.json, generation_config.json and the safetensors files of the model,
-    all of the same commit.
+    Of a repository on the hub, downloads the configs and the safetensors files of the model, all of the same commit.
 
     Args:
         name_or_path: directory, or id of a repository on the hub ("org/name").
@@ -34,7 +37,7 @@ def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
     Raises:
         CheckpointError: The directory or repository doesn't exist or cannot be reached, or its index is malformed.
     """
-    directory = locate_files(name_or_path, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE], **hub_options)
+    directory = locate_files(name_or_path, [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE], **hub_options)
     if os.path.isdir(name_or_path):
         return directory
     index = directory / INDEX_FILE

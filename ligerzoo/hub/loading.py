@@ -31,7 +31,7 @@ from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint
-from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint, locate_files
+from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, find_checkpoint, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_quantization
 from ligerzoo.files.transformers_options import model_options
@@ -158,7 +158,7 @@ def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
         ConfigError: config.json has invalid or unsupported entries, or describes a sequence classifier.
         CheckpointError: config.json is missing or malformed.
     """
-    directory = locate_files(name_or_path, [CONFIG_FILE], **hub_options)
+    directory = locate_files(name_or_path, CONFIG_FILES, **hub_options)
     return _read_config(directory / CONFIG_FILE).config
 
 
