@@ -286,6 +286,9 @@ TOOL_USE = "additional_chat_templates/tool_use.jinja"
         ({}, {"chat_template": NAMED}, {"chat_template": "tool_use"}, "tools"),
         ({}, {"chat_template": NAMED}, {"tools": [WEATHER], "chat_template": "default"}, "first"),
         ({"chat_template.jinja": FILE, RAG: "rag"}, {}, {"chat_template": "rag"}, "rag"),
+        # A byte order mark is a character of the template, also in transformers.
+        ({"chat_template.jinja": "\ufeff" + FILE}, {}, {}, "\ufefffile"),
+        ({"chat_template.jinja": FILE, RAG: "\ufeffa\r\nb\r\n"}, {}, {"chat_template": "rag"}, "\ufeffa\nb"),
         ({"chat_template.jinja": FILE, TOOL_USE: "{{ 'use' }}"}, {}, {"tools": [WEATHER]}, "use"),
         ({"chat_template.jinja": FILE, TOOL_USE: "{{ 'use' }}"}, {"chat_template": TEXT}, {}, "file"),
         ({"chat_template.json": '{"chat_template": "no"}'}, {"chat_template": TEXT}, {}, "text"),
