@@ -37,7 +37,7 @@ ARROWS = {
         "",
     ),
     "parallel": ("convert device errors files hub kernels models", ""),
-    "models": ("checks errors kernels layers tensor_checks", "generate hub"),
+    "models": ("checks errors kernels layers tensor_checks", "convert generate"),
     "convert": ("errors models", ""),
     "hub": ("convert device errors files kernels models", "vision"),
     "adapters": ("convert errors files hub layers models", ""),

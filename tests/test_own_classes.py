@@ -573,31 +573,28 @@ def test_every_architecture_passes_the_dtype_on() -> None:
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_class_that_does_not_pass_the_dtype_on() -> None:
+def test_layers_of_own_classes_get_device_and_dtype() -> None:
     @dataclass(frozen=True, kw_only=True)
     class MixedConfig(LlamaConfig):
-        pass
+        adapter_dtype: torch.dtype | None = None
 
     class Mixed(Llama):
-        def __init__(self, config: MixedConfig, **factory_kwargs: Any) -> None:
-            super().__init__(config, **factory_kwargs)
-            self.adapter = nn.Linear(16, 16)
+        def __init__(self, config: MixedConfig) -> None:
+            super().__init__(config)
+            self.adapter = nn.Linear(16, 16, dtype=config.adapter_dtype)
 
     AutoModel.register(MixedConfig, Mixed, model_type="mixed")
     AutoModel.register(PlainConfig, Plain, model_type="plain")
-    assert AutoModel.from_config(MixedConfig(**SIZES)).dtype == torch.float32
-    for options, message in (
-        (
-            {"dtype": "bfloat16"},
-            "dtype; got torch.float32 in 'adapter.weight', 'adapter.bias'; expected torch.bf",
-        ),
-        ({"device": "meta"}, "device; got cpu in 'adapter.weight', 'adapter.bias'; expected meta in all. Pass"),
-    ):
-        with pytest.raises(ConfigError, match=f"^Mixed: parameters that do not have the given {message}"):
-            AutoModel.from_config(MixedConfig(**SIZES), **options)
-        message = rf"^Plain.__init__: unknown argument of the constructor; got {next(iter(options))}; expected"
-        with pytest.raises(ConfigError, match=message):
-            AutoModel.from_config(PlainConfig(vocab_size=50), **options)
+    for config in (MixedConfig(**SIZES), PlainConfig(vocab_size=50)):
+        model = AutoModel.from_config(config, dtype="bfloat16", device="meta")
+        assert {(tensor.dtype, tensor.device.type) for tensor in model.parameters()} == {(torch.bfloat16, "meta")}
+        assert {tensor.dtype for tensor in AutoModel.from_config(config).parameters()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.float32
+    message = (
+        "^Mixed: parameters that do not have the given dtype; got torch.float32 in 'adapter.weight', 'adapter.bias'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        AutoModel.from_config(MixedConfig(**SIZES, adapter_dtype=torch.float32), dtype="bfloat16")
 
 
 def test_classes_that_are_not_registered(tmp_path: Path) -> None:

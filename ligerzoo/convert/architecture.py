@@ -9,8 +9,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_entry, rope_fields, shared_fields, written_fields
 from ligerzoo.convert.layout import (
@@ -248,13 +246,11 @@ class Architecture:
         make: Callable[..., LanguageModel] = (
             model_class if issubclass(model_class, self.model_class) else self.model_class
         )
-        with torch.device(device or torch.get_default_device()):
-            return make(config)
+        return make(config, device=device)
 
     def build_on_meta(self, config: Any, model_class: type[LanguageModel] = LanguageModel) -> Any:
         """Builds a model on the meta device, without weights. The arguments are those of `build`."""
-        with _SkipInitialization():
-            return self.build(config, model_class, "meta")
+        return self.build(config, model_class, "meta")
 
     def layout_of(self, stored: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> Layout:
         """Returns the layout and prefixes of a checkpoint: those under which most parameters are stored.
@@ -277,15 +273,6 @@ class Architecture:
             return layout
 
         return max(map(with_best_prefixes, self.layouts), key=count)
-
-
-class _SkipInitialization(TorchFunctionMode):
-    """Skips random initialization: drawing into a meta tensor makes torch import its compiler, which takes seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_initialization = getattr(func, "__module__", None) == nn.init.__name__
-        return kwargs["tensor"] if is_initialization else func(*args, **kwargs)
 
 
 _LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d{1,9})\..+")

@@ -46,8 +46,7 @@ class ClassifierArchitecture(Architecture):
                 got=f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`",
                 remedy="Models that read images cannot be classifiers, nor classes of your own with further parts.",
             )  # fmt: skip
-        with torch.device(device or torch.get_default_device()):
-            return SequenceClassifier(config, causal_lm.model, self.labels)
+        return SequenceClassifier(config, causal_lm.model, self.labels, device=device)  # type: ignore[call-arg]
 
     def config_to_hf(self, config: Any) -> dict[str, Any]:
         labels = {"id2label": self.labels.id2label, "label2id": self.labels.label2id}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -39,7 +38,7 @@ class AutoModel:
 
         Raises:
             ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
-                does not pass it on to all of its modules.
+                sets another one for some of its parameters.
         """
         _refuse_other_than_config(config)
         make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
@@ -48,7 +47,6 @@ class AutoModel:
             given["device"] = available_device(device)
         if dtype is not None:
             given["dtype"] = parse_dtype(dtype, where="argument dtype")
-        _refuse_without_factory_kwargs(make, given)
         model = make(config, **given)
         _refuse_mixed_weights(model, given)
         return model
@@ -128,19 +126,6 @@ def _refuse_other_than_config(config: object) -> None:
     )  # fmt: skip
 
 
-def _refuse_without_factory_kwargs(make: Callable[..., CausalLM], given: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a constructor does not accept the given factory arguments (device and dtype)."""
-    parameters = inspect.signature(make).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    missing = [name for name in given if name not in parameters]
-    if missing and not takes_all:
-        raise ConfigError(
-            "unknown argument of the constructor", where=f"{make.__name__}.__init__", got=" and ".join(missing),
-            expected="**factory_kwargs, passed on to every layer",
-            remedy="Add it, or build the model without them and move it with model.to(...).",
-        )  # fmt: skip
-
-
 def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
     """Raises ConfigError unless all parameters have the given dtype and type of device."""
     for argument, expected in given.items():
@@ -153,5 +138,5 @@ def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"parameters that do not have the given {argument}", where=type(model).__name__,
                 got="; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items()),
-                expected=f"{expected} in all", remedy="Pass **factory_kwargs to these modules in the constructor.",
+                expected=f"{expected} in all", remedy="Do not set it in the constructor: its modules get it without.",
             )  # fmt: skip

@@ -37,12 +37,12 @@ from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_qua
 from ligerzoo.files.transformers_options import model_options
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
-from ligerzoo.hub.origin import Origin
 from ligerzoo.hub.sharding import as_shard_of, shard_of
 from ligerzoo.hub.staging import Staging
 from ligerzoo.kernels.preparation import preparing_triton
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.pretrained import LoadedFrom
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -142,7 +142,9 @@ def load(
     else:
         model.tie_weights()
     read_config = None if overrides else model.config
-    model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
+    model.origin = LoadedFrom(
+        raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected
+    )
     model.generation_config = generation_config
     return model.eval()
 

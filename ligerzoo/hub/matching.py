@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Match:
-    """How the stored tensors and the parameters of a model correspond. The attributes are as in `Origin`.
+    """How the stored tensors and the parameters of a model correspond. The attributes are as in `LoadedFrom`.
 
     Attributes:
         slices: the slices to read.

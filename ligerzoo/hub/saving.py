@@ -19,10 +19,10 @@ from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
 from ligerzoo.hub.matching import TIED
-from ligerzoo.hub.origin import Origin, is_of
 from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
 from ligerzoo.hub.state import refuse_other_names, refuse_other_values, stored_tensors
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.pretrained import LoadedFrom
 
 
 def save(
@@ -116,10 +116,10 @@ def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> No
         )  # fmt: skip
 
 
-def config_entries(model: LanguageModel, origin: Origin | None, weight_dtype: torch.dtype) -> dict[str, Any]:
+def config_entries(model: LanguageModel, origin: LoadedFrom | None, weight_dtype: torch.dtype) -> dict[str, Any]:
     """Returns the entries of config.json: those of the origin, except for changed values."""
     architecture = architecture_of_model(model)
-    is_own = is_of(origin, architecture)
+    is_own = origin is not None and architecture.describes(origin.raw_config)
     if origin is not None and is_own and model.config == origin.config:
         content = dict(origin.raw_config)
     else:

@@ -18,8 +18,8 @@ from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.hub.loading import has_tensors_outside_state_dict, tie_if_equal
 from ligerzoo.hub.matching import HEAD, TIED, Source, match_tensors
-from ligerzoo.hub.origin import Origin
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.pretrained import LoadedFrom
 
 _WHERE = "hf_model"
 
@@ -75,7 +75,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     model.load_state_dict(weights, assign=True)
     raw = tie_if_equal(model, raw)
     tied = frozenset({HEAD} if model.config.tie_word_embeddings else ())
-    model.origin = Origin(raw, None, architecture.layout_of_new, tied)
+    model.origin = LoadedFrom(raw, None, architecture.layout_of_new, tied)
     model.generation_config = _generation_config(hf_model)
     return model.train(hf_model.training)
 

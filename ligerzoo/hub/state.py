@@ -15,9 +15,9 @@ from ligerzoo.convert.stored_tensors import StoredTensors, assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.hub.matching import EMBEDDING, HEAD, Source, match_tensors
-from ligerzoo.hub.origin import Origin, is_of
 from ligerzoo.hub.sharding import GatheredTensors, full, is_dtensor, is_sharded, shard_like
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.pretrained import LoadedFrom
 
 
 def hf_state_dict(model: LanguageModel) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where:
 
 def stored_tensors(
     model: LanguageModel,
-    origin: Origin | None,
+    origin: LoadedFrom | None,
     state: Mapping[str, Tensor],
     tensors_class: type[StoredTensors] | None = None,
 ) -> StoredTensors:
@@ -144,7 +144,7 @@ def stored_tensors(
         tensors_class: class of the result. Default: the one that gathers DTensors, if there are any.
     """
     architecture = architecture_of_model(model)
-    if not is_of(origin, architecture):
+    if origin is not None and not architecture.describes(origin.raw_config):
         origin = None
     layout = origin.layout if origin else architecture.layout_of_new
     tensors = dict(state)

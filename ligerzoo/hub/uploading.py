@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub.saving import save
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.pretrained import Saveable
 from ligerzoo.models.sequence_classifier import SequenceClassifier
-
-
-class Saveable(Protocol):
-    """A `Processor` or a `Tokenizer`, which can be uploaded with a model."""
-
-    def save_pretrained(self, directory: str | Path) -> None: ...
 
 
 def push(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 from ligerzoo.layers import XIELU, Attention, LMHead, RMSNorm, RotaryEmbedding, UngatedMLP
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.llama import llama_decoder
 
@@ -47,21 +47,21 @@ class Apertus(CausalLM):
 
     config: ApertusConfig
 
-    def __init__(self, config: ApertusConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: ApertusConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.head_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.head_size, c.rms_norm_eps)
 
         def attention() -> Attention:
             return Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, q_norm=norm(), k_norm=norm(),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
 
         def mlp() -> UngatedMLP:
-            return UngatedMLP(c.hidden_size, c.intermediate_size, activation=XIELU(**factory_kwargs), **factory_kwargs)
+            return UngatedMLP(c.hidden_size, c.intermediate_size, activation=XIELU())
 
-        decoder = llama_decoder(c, attention, mlp, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        decoder = llama_decoder(c, attention, mlp)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))

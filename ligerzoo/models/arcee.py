@@ -8,10 +8,9 @@ Distinctive: Llama with squared ReLU in an MLP without a gate.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import LMHead, UngatedMLP
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.llama import LlamaConfig, llama_attention, llama_decoder
 
 
@@ -34,11 +33,11 @@ class Arcee(CausalLM):
 
     config: ArceeConfig
 
-    def __init__(self, config: ArceeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: ArceeConfig) -> None:
         c = config
 
         def mlp() -> UngatedMLP:
-            return UngatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
+            return UngatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        decoder = llama_decoder(c, llama_attention(c, c.attention_bias, **factory_kwargs), mlp, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        decoder = llama_decoder(c, llama_attention(c, c.attention_bias), mlp)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))

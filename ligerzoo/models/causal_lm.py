@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,7 @@ from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
-
-if TYPE_CHECKING:
-    from ligerzoo.generate import Completion, GenerateOutput
+from ligerzoo.models.pretrained import Generative
 
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """Replacement for the cross entropy.
@@ -38,23 +36,12 @@ one. Returns the loss, 0-d or None, and details of any type.
 """
 
 
-class FactoryKwargs(TypedDict, total=False):
-    """Device and dtype of the weights of a new model.
-
-    Attributes:
-        device: device; "meta" allocates no memory.
-        dtype: floating dtype.
-    """
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
-class CausalLM(LanguageModel):
+class CausalLM(Generative, LanguageModel):
     """A decoder and a language-model head.
 
-    A subclass takes a config and `FactoryKwargs`, builds both parts and passes them to this constructor. Dropout is
-    never applied, even if config.json sets one.
+    A subclass takes a config, builds both parts and passes them to this constructor. All are on the `device` and in the
+    `dtype` that the call gives, `Llama(config, device=..., dtype=...)`; see `ModelMeta`. Dropout is never applied, even
+    if config.json sets one.
 
     Args:
         config: config of the architecture.
@@ -212,48 +199,6 @@ class CausalLM(LanguageModel):
             name: value.repeat_interleave(repeats, 0) if isinstance(value, Tensor) else value
             for name, value in modalities.items()
         }
-
-    @overload
-    def generate(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        return_dict_in_generate: Literal[True],
-        **options: Any,
-    ) -> GenerateOutput: ...
-
-    @overload
-    def generate(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
-    ) -> Tensor: ...
-
-    def generate(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
-    ) -> Tensor | GenerateOutput:
-        """Continues the prompts; see `ligerzoo.generate.generate` for the options.
-
-        Returns:
-            Prompts and continuations, (B, T + new tokens); or a `GenerateOutput` with `return_dict_in_generate=True`.
-        """
-        from ligerzoo.generate import generate
-
-        result: Tensor | GenerateOutput = generate(self, input_ids, attention_mask, **options)
-        return result
-
-    def generate_many(
-        self, prompts: Iterable[Tensor | Sequence[int]], *, batch_size: int, **options: Any
-    ) -> Iterator[Completion]:
-        """Continues each prompt and yields the results as they finish; see `ligerzoo.generate.generate_many`."""
-        from ligerzoo.generate import generate_many
-
-        return generate_many(self, prompts, batch_size=batch_size, **options)
-
-    def release_decode_graphs(self) -> None:
-        """Frees what `generate` keeps on a GPU for later calls: captured CUDA graphs and their KV caches."""
-        from ligerzoo.generate import release_decode_graphs
-
-        release_decode_graphs(self)
 
 
 def _kept_tokens(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:

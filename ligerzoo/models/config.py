@@ -210,9 +210,8 @@ class PartialRotaryConfig(DecoderConfig):
         check_fields(self)
         if self.partial_rotary_factor > 1:
             raise ConfigError(
-                "invalid value", where="partial_rotary_factor", got=self.partial_rotary_factor,
-                expected="at most 1",
-            )  # fmt: skip
+                "invalid value", where="partial_rotary_factor", got=self.partial_rotary_factor, expected="at most 1"
+            )
         super().__post_init__()
 
     @property

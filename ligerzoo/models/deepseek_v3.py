@@ -11,12 +11,10 @@ use a dense MLP. YaRN also scales the scores.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Decoder, Embedding, LatentAttention, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import yarn_score_factor
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import DeepSeekMoECausalLM, DeepSeekMoEConfig
 
 
@@ -86,25 +84,23 @@ class DeepseekV3(DeepSeekMoECausalLM):
 
     config: DeepseekV3Config
 
-    def __init__(self, config: DeepseekV3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: DeepseekV3Config) -> None:
         c = config
         rotary = RotaryEmbedding(
             c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=c.rope_interleave
         )
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def block(i: int) -> PreNormBlock:
             attention = LatentAttention(
                 c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim, rotary,
                 q_rank=c.q_lora_rank, scale=yarn_score_factor(c.rope_scaling) * c.key_size**-0.5,
-                bias=c.attention_bias, **factory_kwargs,
+                bias=c.attention_bias,
             )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), c.feed_forward(i, **factory_kwargs))
+            return PreNormBlock(norm(), attention, norm(), c.feed_forward(i))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import Attention, GatedMLP, LMHead, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.llama import llama_decoder
 
@@ -46,19 +45,17 @@ class Ernie4_5(CausalLM):
 
     config: Ernie4_5Config
 
-    def __init__(self, config: Ernie4_5Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Ernie4_5Config) -> None:
         c = config
 
         def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.use_bias, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.use_bias)
 
-        decoder = llama_decoder(c, ernie4_5_attention(c, c.use_bias, **factory_kwargs), mlp, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        decoder = llama_decoder(c, ernie4_5_attention(c, c.use_bias), mlp)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
 
 
-def ernie4_5_attention(
-    config: DecoderConfig, bias: bool, **factory_kwargs: Unpack[FactoryKwargs]
-) -> Callable[[], Attention]:
+def ernie4_5_attention(config: DecoderConfig, bias: bool) -> Callable[[], Attention]:
     """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
     c = config
     rotary = RotaryEmbedding(
@@ -67,8 +64,7 @@ def ernie4_5_attention(
 
     def attention() -> Attention:
         return Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=bias, output_bias=bias,
-            **factory_kwargs,
-        )  # fmt: skip
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=bias, output_bias=bias
+        )
 
     return attention

@@ -10,7 +10,6 @@ The bias selects experts, and does not weight them. Routers are computed in fp32
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.layers import (
     BiasedRouter,
@@ -24,7 +23,6 @@ from ligerzoo.layers import (
     PreNormBlock,
     RMSNorm,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.ernie4_5 import ernie4_5_attention
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
@@ -75,28 +73,26 @@ class Ernie4_5Moe(MoECausalLM):
 
     config: Ernie4_5MoeConfig
 
-    def __init__(self, config: Ernie4_5MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c, attention = config, ernie4_5_attention(config, config.use_bias, **factory_kwargs)
+    def __init__(self, config: Ernie4_5MoeConfig) -> None:
+        c, attention = config, ernie4_5_attention(config, config.use_bias)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def mixture() -> MoE:
-            router = BiasedRouter(
-                c.hidden_size, c.num_experts, c.num_experts_per_tok, min_sum=c.moe_norm_min, **factory_kwargs
-            )
-            experts = Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs)
+            router = BiasedRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, min_sum=c.moe_norm_min)
+            experts = Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts)
             if not c.moe_num_shared_experts:
                 return MoE(router, experts)
             return DeepSeekMoE(router, experts, mlp(c.moe_num_shared_experts * c.moe_intermediate_size))
 
         def mlp(size: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, size, bias=c.use_bias, **factory_kwargs)
+            return GatedMLP(c.hidden_size, size, bias=c.use_bias)
 
         def block(layer: int) -> PreNormBlock:
             feed_forward = mixture() if c.has_mixture(layer) else mlp(c.intermediate_size)
             return PreNormBlock(norm(), attention(), norm(), feed_forward)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         decoder = Decoder(embedding, map(block, range(c.num_hidden_layers)), norm())
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, bias=c.use_bias, **factory_kwargs))
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, bias=c.use_bias))

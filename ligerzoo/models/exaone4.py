@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PostNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import WindowedConfig
 
 
@@ -62,21 +61,21 @@ class Exaone4(CausalLM):
 
     config: Exaone4Config
 
-    def __init__(self, config: Exaone4Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Exaone4Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(size, c.rms_norm_eps)
 
         def block(i: int) -> PostNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary if c.rotates(i) else None,
-                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i), **factory_kwargs,
+                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i),
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size)
             return PostNormBlock(attention, norm(), mlp, norm())
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         decoder = Decoder(embedding, map(block, range(c.num_hidden_layers)), norm())
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))

@@ -11,7 +11,6 @@ heads together may be wider than `hidden_size`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     Attention,
@@ -23,7 +22,7 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     ScaledEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -52,23 +51,21 @@ class Gemma(CausalLM):
 
     config: GemmaConfig
 
-    def __init__(self, config: GemmaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: GemmaConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
         def block() -> PreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
             return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5, **factory_kwargs)
+        embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

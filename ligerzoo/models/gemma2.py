@@ -13,7 +13,6 @@ Each branch is normalized before and after. Every other layer, starting with the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     Attention,
@@ -25,7 +24,7 @@ from ligerzoo.layers import (
     SandwichBlock,
     ScaledEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import WindowedConfig, check_positive
 
 
@@ -71,24 +70,22 @@ class Gemma2(CausalLM):
 
     config: Gemma2Config
 
-    def __init__(self, config: Gemma2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Gemma2Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
         def block(i: int) -> SandwichBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i),
                 scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
             return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 
-        embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5, **factory_kwargs)
+        embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5)
         decoder = Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)], norm())
-        super().__init__(
-            config, decoder, LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping, **factory_kwargs)
-        )
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping))

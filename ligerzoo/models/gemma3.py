@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ from ligerzoo.layers import (
     repeated_items,
     scatter_embeddings,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import check_fields
 from ligerzoo.models.gemma3_text import Gemma3DecoderConfig, gemma3_decoder
 
@@ -141,18 +141,16 @@ class Gemma3(CausalLM):
     multi_modal_projector: PoolingProjector
     inputs_per_token = ("token_type_ids",)
 
-    def __init__(self, config: Gemma3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Gemma3Config) -> None:
         c, v = config, config.vision_config
-        norm = RMSNorm(v.hidden_size, v.layer_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
+        norm = RMSNorm(v.hidden_size, v.layer_norm_eps, weight_offset=1.0, round_before_scale=False)
         super().__init__(
             config,
-            gemma3_decoder(c, **factory_kwargs),
-            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
-            vision_tower=vision_tower(v, **factory_kwargs),
-            multi_modal_projector=PoolingProjector(
-                norm, v.hidden_size, c.hidden_size, pool_size=c.pool_size, **factory_kwargs
-            ),
-        )  # fmt: skip
+            gemma3_decoder(c),
+            LMHead(c.hidden_size, c.vocab_size),
+            vision_tower=vision_tower(v),
+            multi_modal_projector=PoolingProjector(norm, v.hidden_size, c.hidden_size, pool_size=c.pool_size),
+        )
 
     @property
     def placeholders(self) -> Mapping[int, str]:
@@ -215,20 +213,16 @@ class Gemma3(CausalLM):
         return F.pad(token_type_ids == 1, (0, tokens - token_type_ids.shape[1]), value=False).to(x.device)
 
 
-def vision_tower(config: Gemma3VisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> ImageTower:
+def vision_tower(config: Gemma3VisionConfig) -> ImageTower:
     """Builds the vision tower, from pixels to patch features."""
     c = config
 
     def norm() -> LayerNorm:
-        return LayerNorm(c.hidden_size, c.layer_norm_eps, **factory_kwargs)
+        return LayerNorm(c.hidden_size, c.layer_norm_eps)
 
     def block() -> PreNormBlock:
-        attention = Attention(
-            c.hidden_size, c.num_attention_heads, is_causal=False, qkv_bias=True, output_bias=True, **factory_kwargs
-        )
-        return PreNormBlock(
-            norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
-        )
+        attention = Attention(c.hidden_size, c.num_attention_heads, is_causal=False, qkv_bias=True, output_bias=True)
+        return PreNormBlock(norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh"))
 
-    embeddings = ImageEmbedding(c.image_size, c.patch_size, c.hidden_size, channels=c.num_channels, **factory_kwargs)
+    embeddings = ImageEmbedding(c.image_size, c.patch_size, c.hidden_size, channels=c.num_channels)
     return ImageTower(embeddings, BlockStack(block() for _ in range(c.num_hidden_layers)), norm())

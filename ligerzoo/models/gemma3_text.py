@@ -13,7 +13,6 @@ EmbeddingGemma attends in both directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     Attention,
@@ -25,7 +24,7 @@ from ligerzoo.layers import (
     SandwichBlock,
     ScaledEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import WindowedConfig, check_positive, check_theta
 
 
@@ -99,24 +98,20 @@ class Gemma3Text(CausalLM):
 
     config: Gemma3TextConfig
 
-    def __init__(self, config: Gemma3TextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Gemma3TextConfig) -> None:
         c = config
-        decoder = gemma3_decoder(c, is_causal=not c.use_bidirectional_attention, **factory_kwargs)
-        super().__init__(
-            config, decoder, LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping, **factory_kwargs)
-        )
+        decoder = gemma3_decoder(c, is_causal=not c.use_bidirectional_attention)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping))
 
 
-def gemma3_decoder(
-    config: Gemma3DecoderConfig, *, is_causal: bool = True, **factory_kwargs: Unpack[FactoryKwargs]
-) -> Decoder:
+def gemma3_decoder(config: Gemma3DecoderConfig, *, is_causal: bool = True) -> Decoder:
     """Builds the decoder that Gemma 3 uses with and without images."""
     c = config
     rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
     local_rotary = RotaryEmbedding(c.rotary_size, c.rope_local_base_freq)
 
     def norm(size: int = c.hidden_size) -> RMSNorm:
-        return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
+        return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
     def block(i: int) -> SandwichBlock:
         attention = Attention(
@@ -124,10 +119,10 @@ def gemma3_decoder(
             local_rotary if c.is_sliding(i) else rotary,
             q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i),
             scale=c.query_pre_attn_scalar**-0.5, is_causal=is_causal,
-            qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+            qkv_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip
-        mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
+        mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
         return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 
-    embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5, **factory_kwargs)
+    embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5)
     return Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)], norm())

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import PartialRotaryConfig
 
 
@@ -43,31 +42,28 @@ class Glm(CausalLM):
 
     config: GlmConfig
 
-    def __init__(self, config: GlmConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c, attention = config, glm_attention(config, **factory_kwargs)
+    def __init__(self, config: GlmConfig) -> None:
+        c, attention = config, glm_attention(config)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
 
 
-def glm_attention(config: GlmConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> Callable[[], Attention]:
+def glm_attention(config: GlmConfig) -> Callable[[], Attention]:
     """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
     c = config
     rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True)
 
     def attention() -> Attention:
         return Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias,
-            **factory_kwargs,
-        )  # fmt: skip
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias
+        )
 
     return attention

@@ -10,13 +10,12 @@ Sandwich norms are from Ding et al. 2021, section 2.4.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from torch import Tensor, nn
 
 from ligerzoo.layers import Context, Decoder, Embedding, GatedMLP, LayerCache, LMHead, RMSNorm, SandwichBlock
 from ligerzoo.layers.norm import add_and_normalize, normalize
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.glm import GlmConfig, glm_attention
 
 
@@ -61,20 +60,18 @@ class Glm4(CausalLM):
 
     config: Glm4Config
 
-    def __init__(self, config: Glm4Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c, attention = config, glm_attention(config, **factory_kwargs)
+    def __init__(self, config: Glm4Config) -> None:
+        c, attention = config, glm_attention(config)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size)
 
         def block() -> Glm4Block:
             return Glm4Block(norm(), attention(), norm(), norm(), mlp(), norm())
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

@@ -11,10 +11,8 @@ large models normalize queries and keys per head before rotation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import Attention, Decoder, Embedding, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig
 from ligerzoo.models.moe import DeepSeekMoECausalLM, DeepSeekMoEConfig
 
@@ -48,23 +46,21 @@ class Glm4Moe(DeepSeekMoECausalLM):
 
     config: Glm4MoeConfig
 
-    def __init__(self, config: Glm4MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Glm4MoeConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(size, c.rms_norm_eps)
 
         def block(i: int) -> PreNormBlock:
             q_norm, k_norm = (norm(c.head_size), norm(c.head_size)) if c.use_qk_norm else (None, None)
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=q_norm, k_norm=k_norm, qkv_bias=c.attention_bias, **factory_kwargs,
+                q_norm=q_norm, k_norm=k_norm, qkv_bias=c.attention_bias,
             )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), c.feed_forward(i, **factory_kwargs))
+            return PreNormBlock(norm(), attention, norm(), c.feed_forward(i))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

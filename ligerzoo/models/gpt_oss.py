@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 from ligerzoo.kernels import ClampedSwiGLU
 from ligerzoo.layers import (
@@ -28,7 +28,6 @@ from ligerzoo.layers import (
     Router,
     SinkAttention,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import WindowedConfig, check_positive
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
@@ -83,28 +82,26 @@ class GptOss(MoECausalLM):
 
     config: GptOssConfig
 
-    def __init__(self, config: GptOssConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: GptOssConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
         activation = ClampedSwiGLU(c.swiglu_limit, c.swiglu_alpha)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False)
 
         def mixture() -> MoE:
             sizes = c.hidden_size, c.intermediate_size, c.num_experts
-            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, bias=True, **factory_kwargs)
-            return MoE(router, Experts(*sizes, bias=True, activation=activation, **factory_kwargs))
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, bias=True)
+            return MoE(router, Experts(*sizes, bias=True, activation=activation))
 
         def block(i: int) -> PreNormBlock:
             attention = SinkAttention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mixture())
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

@@ -11,7 +11,6 @@ the residual stream, `l` divides the logits, and one scales the attention scores
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     Attention,
@@ -23,7 +22,7 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     ScaledPreNormBlock,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import check_positive
 from ligerzoo.models.llama import LlamaConfig
 
@@ -54,24 +53,22 @@ class Granite(CausalLM):
 
     config: GraniteConfig
 
-    def __init__(self, config: GraniteConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: GraniteConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def block() -> ScaledPreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, scale=c.attention_multiplier,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
             return ScaledPreNormBlock(c.residual_multiplier, norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block() for _ in range(c.num_hidden_layers)]
         decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
-        super().__init__(
-            config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling, **factory_kwargs)
-        )
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling))

@@ -12,12 +12,11 @@ positions therefore do not count padding. `alpha` in a "dynamic" `rope_scaling` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import GatedMLP, LMHead, RMSNorm, RotaryEmbedding, RotaryNormAttention
 from ligerzoo.layers.rope_scaling import is_positive, is_theta
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.llama import llama_decoder
 
@@ -64,20 +63,20 @@ class HunYuanDenseV1(CausalLM):
 
     config: HunYuanDenseV1Config
 
-    def __init__(self, config: HunYuanDenseV1Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: HunYuanDenseV1Config) -> None:
         c, rotary = config, config.rotary()
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.head_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.head_size, c.rms_norm_eps)
 
         def attention() -> RotaryNormAttention:
             return RotaryNormAttention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, q_norm=norm(), k_norm=norm(),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
 
         def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size)
 
-        decoder = llama_decoder(c, attention, mlp, positions_skip_padding=True, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        decoder = llama_decoder(c, attention, mlp, positions_skip_padding=True)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Unpack
 
 from torch import nn
 
@@ -19,7 +18,6 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig, check_layer_types
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -86,7 +84,6 @@ def gated_delta_decoder(
     config: GatedDeltaConfig,
     mlp: Callable[[int], nn.Module],
     rotary: RotaryEmbedding | None = None,
-    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> Decoder:
     """Builds a decoder of gated delta rule and gated attention blocks.
 
@@ -94,28 +91,26 @@ def gated_delta_decoder(
         config: the sizes.
         mlp: returns the MLP or MoE of a layer, counted from 0.
         rotary: rotary embedding of full attention; None for that of text.
-        factory_kwargs: device and dtype.
     """
     c = config
     rotary = rotary or RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
     def norm(size: int = c.hidden_size) -> RMSNorm:
-        return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
+        return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
     def block(i: int) -> PreNormBlock:
         if c.is_linear(i):
             mixer = GatedDeltaNet(
                 c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
                 c.linear_value_head_dim, conv_kernel_size=c.linear_conv_kernel_dim, eps=c.rms_norm_eps,
-                **factory_kwargs,
             )  # fmt: skip
             return LinearAttentionBlock(norm(), mixer, norm(), mlp(i))
         attention = GatedAttention(
             c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
             q_norm=norm(c.head_size), k_norm=norm(c.head_size),
-            qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+            qkv_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip
         return PreNormBlock(norm(), attention, norm(), mlp(i))
 
-    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    embedding = Embedding(c.vocab_size, c.hidden_size)
     return Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)], norm())

@@ -1,24 +1,21 @@
-"""Base class of models over a decoder: inputs, caches, embeddings, activation checkpointing, loading and saving."""
+"""Base class of models over a decoder: inputs, caches, embeddings, activation checkpointing."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
-from ligerzoo.kernels.dispatch import DEBUG
+from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
 from ligerzoo.layers import Context, Decoder, KVCache
-from ligerzoo.models.config import require_config
-from ligerzoo.models.resizing import resize_token_embeddings
-
-if TYPE_CHECKING:
-    from ligerzoo.hub import Origin, Saveable
+from ligerzoo.models.building import ModelMeta
+from ligerzoo.models.pretrained import Pretrained
 
 
 class LanguageModelConfig(Protocol):
@@ -32,7 +29,7 @@ class LanguageModelConfig(Protocol):
     def initializer_range(self) -> float: ...
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
     """A decoder, to which subclasses add a head.
 
     Args:
@@ -40,8 +37,6 @@ class LanguageModel(nn.Module):
         model: token ids to final hidden states.
 
     Attributes:
-        generation_config: entries of generation_config.json: default token ids for `generate`.
-        origin: where the weights were loaded from, to save them with the same names; None for a new model.
         replaced_weights: embedding and head whose weights are not those of the base model, by module name: all rows
             (None), or some. Adapters are saved with them.
     """
@@ -58,24 +53,12 @@ class LanguageModel(nn.Module):
         parameters = [p for embed in embeds for p in list(inspect.signature(embed).parameters.values())[3:]]
         cls.modalities = tuple(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Checks config and dtype before a constructor reads them; copying and unpickling pass none."""
-        if args or "config" in options:
-            require_config(cls, args[0] if args else options["config"])
-        if isinstance(dtype := options.get("dtype"), str):
-            raise LigerzooError(
-                "not a dtype", where=f"dtype of {cls.__name__}", got=repr(dtype), expected="a torch.dtype",
-                remedy="Pass a dtype such as torch.bfloat16, or call AutoModel.from_config(config, dtype=...), which "
-                "accepts names.",
-            )  # fmt: skip
-        return super().__new__(cls)
-
     def __init__(self, config: LanguageModelConfig, model: Decoder) -> None:
         super().__init__()
         self.config = config
         self.model = model
-        self.generation_config: dict[str, Any] = {}
-        self.origin: Origin | None = None
+        self.generation_config = {}
+        self.origin = None
         self.replaced_weights: dict[str, tuple[int, ...] | None] = {}
 
     def init_weights(self, std: float | None = None) -> None:
@@ -316,7 +299,41 @@ class LanguageModel(nn.Module):
             LigerzooError: a number is not a positive integer; a placeholder token of images or videos would lose its
                 row; rows of image tokens follow those of the vocabulary (Llama 3.2 Vision); or the weights are sharded.
         """
-        return resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of)
+        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise LigerzooError(
+                    "not a number of tokens", where=name, got=repr(number), expected="an integer, 1 or more"
+                )
+        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
+        modules = [module for module in (embedding, head) if module is not None]
+        parameters = (getattr(module, name, None) for name in ("weight", "bias") for module in modules)
+        weights = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        if size == self.config.vocab_size:
+            return embedding
+        if self.input_vocab_size != self.config.vocab_size:
+            raise LigerzooError(
+                f"rows of image tokens follow the vocabulary of {type(self).__name__}", where="new_num_tokens",
+                got=size, expected=f"{self.config.vocab_size}, the current vocabulary",
+            )  # fmt: skip
+        if size <= (last := max(self.placeholders, default=-1)):
+            raise LigerzooError(
+                "fewer rows than the placeholder token ids of images and videos need", where="new_num_tokens",
+                got=size, expected=f"at least {last + 1}",
+            )  # fmt: skip
+        if any(hasattr(weight, "device_mesh") for weight in weights):
+            raise LigerzooError(
+                "the weights are sharded", where="resize_token_embeddings", remedy="Resize before sharding."
+            )
+        for weight in dict.fromkeys(weights):  # a tied weight once
+            _resize_rows(weight, size)
+        embedding.num_embeddings = size
+        names = (name for name, module in self.named_modules() if module in modules)
+        self.replaced_weights |= dict.fromkeys(names)
+        self.config = dataclasses.replace(self.config, vocab_size=size)  # type: ignore[type-var]
+        return embedding
 
     def new_cache(
         self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
@@ -359,89 +376,10 @@ class LanguageModel(nn.Module):
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = enabled  # type: ignore[assignment]
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        strict: bool = True,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-        **overrides: Any,
-    ) -> Self:
-        """Loads a checkpoint in Hugging Face format, see `ligerzoo.hub.load`.
 
-        Args:
-            name_or_path: directory, or id of a repository on the hub ("org/name").
-            dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
-            device: device of the weights. Defaults to torch's default device.
-            strict: False allows missing and unexpected tensors, to load a checkpoint into an extended class.
-            revision: branch, tag or commit on the hub.
-            token: access token for private and gated repositories.
-            cache_dir: directory of the downloaded files.
-            local_files_only: use cached files only, without network access.
-            overrides: values of config fields, which take precedence over config.json. Options of transformers, such as
-                `torch_dtype`, `device_map` and `attn_implementation`, are accepted where they have one meaning here.
-        """
-        from ligerzoo import hub
-
-        return hub.load(
-            name_or_path, cls, dtype=dtype, device=device, strict=strict, revision=revision, token=token,
-            cache_dir=cache_dir, local_files_only=local_files_only, **overrides,
-        )  # fmt: skip
-
-    def save_pretrained(
-        self,
-        directory: str | Path,
-        is_main_process: bool | None = None,
-        state_dict: Mapping[str, Tensor] | None = None,
-        save_function: object = None,
-        *,
-        max_shard_size: int | str = "5GB",
-    ) -> None:
-        """Saves the model to `directory` in Hugging Face format; see `ligerzoo.hub.save`.
-
-        Args:
-            directory: created if it does not exist.
-            is_main_process: whether this process writes; default: yes, or the lowest rank if weights are DTensors.
-            state_dict: weights to save instead of the model's, by the names of `state_dict()`.
-            save_function: unused; scripts for accelerate pass `accelerator.save`. Files are always written atomically.
-            max_shard_size: maximum bytes of tensors per file, as a number or a string such as "5GB".
-        """
-        from ligerzoo import hub
-
-        hub.save(self, directory, max_shard_size=max_shard_size, state_dict=state_dict, is_main_process=is_main_process)
-
-    def hf_state_dict(self) -> dict[str, Tensor]:
-        """Returns the weights under the names and in the shapes of checkpoints; see `ligerzoo.hub.hf_state_dict`."""
-        from ligerzoo import hub
-
-        return hub.hf_state_dict(self)
-
-    def load_hf_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies weights named as in checkpoints into the parameters; see `ligerzoo.hub.load_hf_state_dict`."""
-        from ligerzoo import hub
-
-        hub.load_hf_state_dict(self, state)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        commit_message: str = "Upload model",
-        processor: Saveable | None = None,
-    ) -> str:
-        """Uploads the model, and a processor or tokenizer, to the Hugging Face hub; see `ligerzoo.hub.push`.
-
-        Returns:
-            The URL of the commit.
-        """
-        from ligerzoo import hub
-
-        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor)
+def _resize_rows(weight: nn.Parameter, rows: int) -> None:
+    """Removes rows at the end of `weight`, (V, ...), or adds rows that are the mean of the old ones."""
+    old = weight.detach()
+    mean = old.mean(0, keepdim=True, dtype=accumulation_dtype(old.dtype)).to(old.dtype)
+    weight.data = torch.cat([old[:rows], mean.expand(max(rows - len(old), 0), *old.shape[1:])])
+    weight.grad = None

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Unpack
 
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -38,22 +37,20 @@ class Llama(CausalLM):
 
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         c = config
 
         def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
         super().__init__(
             config,
-            llama_decoder(c, llama_attention(c, c.attention_bias, **factory_kwargs), mlp, **factory_kwargs),
-            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
+            llama_decoder(c, llama_attention(c, c.attention_bias), mlp),
+            LMHead(c.hidden_size, c.vocab_size),
         )
 
 
-def llama_attention(
-    config: LlamaConfig, output_bias: bool, **factory_kwargs: Unpack[FactoryKwargs]
-) -> Callable[[], Attention]:
+def llama_attention(config: LlamaConfig, output_bias: bool) -> Callable[[], Attention]:
     """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
     c = config
     rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
@@ -61,7 +58,7 @@ def llama_attention(
     def attention() -> Attention:
         return Attention(
             c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-            qkv_bias=c.attention_bias, output_bias=output_bias, **factory_kwargs,
+            qkv_bias=c.attention_bias, output_bias=output_bias,
         )  # fmt: skip
 
     return attention
@@ -73,7 +70,6 @@ def llama_decoder(
     mlp: Callable[[], nn.Module],
     *,
     positions_skip_padding: bool = False,
-    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> Decoder:
     """Builds a decoder of pre-norm blocks with RMSNorm; `attention` and `mlp` make the layers of each block.
 
@@ -82,13 +78,12 @@ def llama_decoder(
         attention: builds the attention of one block.
         mlp: builds the MLP of one block.
         positions_skip_padding: see `Decoder`.
-        factory_kwargs: device and dtype of the weights.
     """
     c = config
 
     def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+        return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
-    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    embedding = Embedding(c.vocab_size, c.hidden_size)
     return Decoder(embedding, layers, norm(), positions_skip_padding=positions_skip_padding)

@@ -11,7 +11,6 @@ which only selects experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     AllHeadsRMSNorm,
@@ -26,7 +25,6 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     SigmoidRouter,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig
 from ligerzoo.models.mixtral import MixtralConfig
 from ligerzoo.models.moe import MoECausalLM
@@ -55,30 +53,28 @@ class MiniMaxM2(MoECausalLM):
 
     config: MiniMaxM2Config
 
-    def __init__(self, config: MiniMaxM2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: MiniMaxM2Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def heads_norm(heads: int) -> AllHeadsRMSNorm:
-            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, **factory_kwargs)
+            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps)
 
         def mixture() -> MoE:
-            router = SigmoidRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, in_fp32=False, **factory_kwargs)
-            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts, **factory_kwargs)
+            router = SigmoidRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, in_fp32=False)
+            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 
         def block() -> PreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=heads_norm(c.num_attention_heads), k_norm=heads_norm(c.kv_heads), **factory_kwargs,
+                q_norm=heads_norm(c.num_attention_heads), k_norm=heads_norm(c.kv_heads),
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mixture())
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ligerzoo.layers import (
     RotaryEmbedding,
 )
 from ligerzoo.layers.rope_scaling import is_positive
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -105,23 +105,21 @@ class Ministral3(CausalLM):
 
     config: Ministral3Config
 
-    def __init__(self, config: Ministral3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Ministral3Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def block() -> PreNormBlock:
             attention = GrowingQueryAttention(
                 c.query_growth, rotary.original_max_position, c.hidden_size, c.num_attention_heads, c.kv_heads,
-                c.head_size, rotary, window=c.sliding_window, **factory_kwargs,
+                c.head_size, rotary, window=c.sliding_window,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size)
             return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

@@ -12,10 +12,9 @@ hidden_size / num_attention_heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import WindowedConfig
 
 
@@ -34,12 +33,12 @@ class Mistral(CausalLM):
 
     config: MistralConfig
 
-    def __init__(self, config: MistralConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: MistralConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def block(i: int) -> PreNormBlock:
             attention = Attention(
@@ -49,14 +48,9 @@ class Mistral(CausalLM):
                 c.head_size,
                 rotary,
                 window=c.window(i),
-                **factory_kwargs,
             )
-            return PreNormBlock(
-                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            )
+            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

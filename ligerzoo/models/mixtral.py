@@ -10,7 +10,6 @@ The weights of a token's experts are the router's probabilities, divided by thei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
@@ -25,7 +24,6 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     Router,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
 
@@ -62,16 +60,16 @@ class Mixtral(MoECausalLM):
 
     config: MixtralConfig
 
-    def __init__(self, config: MixtralConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: MixtralConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def mixture() -> MoE:
-            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, **factory_kwargs)
-            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts, **factory_kwargs)
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok)
+            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 
         def block() -> PreNormBlock:
@@ -82,12 +80,9 @@ class Mixtral(MoECausalLM):
                 c.head_size,
                 rotary,
                 window=c.sliding_window,
-                **factory_kwargs,
             )
             return PreNormBlock(norm(), attention, norm(), mixture())
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

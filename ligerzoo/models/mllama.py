@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from ligerzoo.layers import (
     TiledVisionTower,
     tile_cross_attention_inputs,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.mllama_vision import MllamaVisionConfig, are_indices, require, vision_tower
 
@@ -99,31 +99,31 @@ class Mllama(CausalLM):
     multi_modal_projector: Linear
     inputs_per_token = ("cross_attention_mask",)
 
-    def __init__(self, config: MllamaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: MllamaConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
         heads = c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(size, c.rms_norm_eps)
 
         def block() -> PreNormBlock:
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            return PreNormBlock(norm(), Attention(*heads, rotary, **factory_kwargs), norm(), mlp)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+            return PreNormBlock(norm(), Attention(*heads, rotary), norm(), mlp)
 
         def cross_block() -> CrossAttentionBlock:
-            attention = CrossAttention(*heads, q_norm=norm(c.head_size), k_norm=norm(c.head_size), **factory_kwargs)
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            return CrossAttentionBlock(norm(), attention, norm(), mlp, **factory_kwargs)
+            attention = CrossAttention(*heads, q_norm=norm(c.head_size), k_norm=norm(c.head_size))
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+            return CrossAttentionBlock(norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size)
         layers = [cross_block() if i in c.cross_attention_layers else block() for i in range(c.num_hidden_layers)]
         super().__init__(
             config,
             Decoder(embedding, layers, norm()),
-            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
-            vision_model=vision_tower(c.vision_config, **factory_kwargs),
-            multi_modal_projector=Linear(c.vision_config.vision_output_dim, c.hidden_size, **factory_kwargs),
+            LMHead(c.hidden_size, c.vocab_size),
+            vision_model=vision_tower(c.vision_config),
+            multi_modal_projector=Linear(c.vision_config.vision_output_dim, c.hidden_size),
         )
 
     @property
@@ -254,9 +254,7 @@ class Mllama(CausalLM):
             return None if states is None else states.reshape(rows, -1, states.shape[-1])
         c = self.config.vision_config
         if states is not None or arrangement is None or is_tile is None:
-            others = {
-                "aspect_ratio_ids": arrangement, "aspect_ratio_mask": is_tile, "cross_attention_states": states,
-            }  # fmt: skip
+            others = {"aspect_ratio_ids": arrangement, "aspect_ratio_mask": is_tile, "cross_attention_states": states}
             given = [name for name, value in others.items() if value is not None]
             raise ValueError(
                 "pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard, Unpack
+from typing import TypeGuard
 
 from torch import nn
 
@@ -24,7 +24,6 @@ from ligerzoo.layers import (
     TileEmbedding,
     TilePositionEmbedding,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import check_fields
 
 
@@ -91,26 +90,26 @@ class MllamaVisionConfig:
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
-def vision_tower(config: MllamaVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> TiledVisionTower:
+def vision_tower(config: MllamaVisionConfig) -> TiledVisionTower:
     """Builds the vision tower, from tiles to the input features of the projector."""
     c, arrangements = config, len(config.supported_aspect_ratios)
 
     def norm(eps: float = c.norm_eps) -> LayerNorm:
-        return LayerNorm(c.hidden_size, eps, **factory_kwargs)
+        return LayerNorm(c.hidden_size, eps)
 
     def parts() -> tuple[nn.Module, ...]:
-        attention = Attention(c.hidden_size, c.attention_heads, is_causal=False, **factory_kwargs)
-        return norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+        attention = Attention(c.hidden_size, c.attention_heads, is_causal=False)
+        return norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size)
 
     return TiledVisionTower(
-        PatchEmbedding((c.num_channels, c.patch_size, c.patch_size), c.hidden_size, **factory_kwargs),
-        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **factory_kwargs),
-        TilePositionEmbedding(arrangements, c.max_num_tiles, c.tile_length, c.hidden_size, **factory_kwargs),
+        PatchEmbedding((c.num_channels, c.patch_size, c.patch_size), c.hidden_size),
+        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size),
+        TilePositionEmbedding(arrangements, c.max_num_tiles, c.tile_length, c.hidden_size),
         norm(1e-5),
         BlockStack(PreNormBlock(*parts()) for _ in range(c.num_hidden_layers)),
         norm(1e-5),
-        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **factory_kwargs),
-        BlockStack(GatedPreNormBlock(*parts(), **factory_kwargs) for _ in range(c.num_global_layers)),
+        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size),
+        BlockStack(GatedPreNormBlock(*parts()) for _ in range(c.num_global_layers)),
         intermediate_layers=c.intermediate_layers_indices,
     )
 

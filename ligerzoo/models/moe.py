@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from ligerzoo.layers import (
     SharedExpertMoE,
     SigmoidRouter,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -109,20 +108,19 @@ class DeepSeekMoEConfig(RoutedConfig):
         """Whether this layer, counted from 0, uses MoE."""
         return layer >= self.first_k_dense_replace
 
-    def feed_forward(self, layer: int, **factory_kwargs: Unpack[FactoryKwargs]) -> GatedMLP | DeepSeekMoE:
+    def feed_forward(self, layer: int) -> GatedMLP | DeepSeekMoE:
         """Returns the dense MLP or the MoE of this layer, counted from 0."""
         if not self.has_mixture(layer):
-            return GatedMLP(self.hidden_size, self.intermediate_size, **factory_kwargs)
+            return GatedMLP(self.hidden_size, self.intermediate_size)
         router = SigmoidRouter(
             self.hidden_size, self.num_experts, self.num_experts_per_tok, num_groups=self.n_group,
             num_selected_groups=self.topk_group, renormalize=self.norm_topk_prob, scale=self.routed_scaling_factor,
-            **factory_kwargs,
         )  # fmt: skip
         shared_size = self.n_shared_experts * self.moe_intermediate_size
         return DeepSeekMoE(
             router,
-            Experts(self.hidden_size, self.moe_intermediate_size, self.num_experts, **factory_kwargs),
-            GatedMLP(self.hidden_size, shared_size, **factory_kwargs),
+            Experts(self.hidden_size, self.moe_intermediate_size, self.num_experts),
+            GatedMLP(self.hidden_size, shared_size),
         )
 
 
@@ -160,9 +158,7 @@ class SparseStepMoEConfig(MoEConfig):
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
-def shared_expert_moe(
-    config: MoEConfig, expert_size: int, shared_size: int, *, renormalize: bool, **factory_kwargs: Unpack[FactoryKwargs]
-) -> SharedExpertMoE:
+def shared_expert_moe(config: MoEConfig, expert_size: int, shared_size: int, *, renormalize: bool) -> SharedExpertMoE:
     """Builds an MoE layer with a gated shared expert (Qwen).
 
     Args:
@@ -170,14 +166,13 @@ def shared_expert_moe(
         expert_size: intermediate features of each expert.
         shared_size: intermediate features of the shared expert.
         renormalize: divide a token's expert weights by their sum.
-        factory_kwargs: `device` and `dtype` of the parameters.
     """
     c = config
     return SharedExpertMoE(
-        Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=renormalize, **factory_kwargs),
-        Experts(c.hidden_size, expert_size, c.num_experts, **factory_kwargs),
-        GatedMLP(c.hidden_size, shared_size, **factory_kwargs),
-        Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
+        Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=renormalize),
+        Experts(c.hidden_size, expert_size, c.num_experts),
+        GatedMLP(c.hidden_size, shared_size),
+        Linear(c.hidden_size, 1, bias=False),
     )
 
 

@@ -12,7 +12,6 @@ relative positions only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     MLP,
@@ -24,7 +23,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryNormAttention,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, check_positive
 
 
@@ -55,7 +54,7 @@ class NanoChat(CausalLM):
 
     config: NanoChatConfig
 
-    def __init__(self, config: NanoChatConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: NanoChatConfig) -> None:
         c = config
         rotary = ReversedRotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
@@ -66,12 +65,12 @@ class NanoChat(CausalLM):
             attention = RotaryNormAttention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
                 q_norm=norm(c.head_size), k_norm=norm(c.head_size),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip
-            mlp = MLP(c.hidden_size, c.intermediate_size, bias=False, activation="relu2", **factory_kwargs)
+            mlp = MLP(c.hidden_size, c.intermediate_size, bias=False, activation="relu2")
             return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         decoder = Decoder(embedding, [block() for _ in range(c.num_hidden_layers)], norm(), input_norm=norm())
-        head = LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping, **factory_kwargs)
+        head = LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping)
         super().__init__(config, decoder, head)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     AllHeadsRMSNorm,
@@ -25,7 +24,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -47,35 +46,34 @@ class Olmo2(CausalLM):
 
     config: Olmo2Config
 
-    def __init__(self, config: Olmo2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Olmo2Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
-        decoder = olmo2_decoder(c, [rotary] * c.num_hidden_layers, [None] * c.num_hidden_layers, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        decoder = olmo2_decoder(c, [rotary] * c.num_hidden_layers, [None] * c.num_hidden_layers)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
 
 
 def olmo2_decoder(
     config: Olmo2Config,
     rotary: Sequence[RotaryEmbedding],
     windows: Sequence[int | None],
-    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> Decoder:
     """Builds the OLMo 2 decoder with the given rotary embedding and sliding window of each layer."""
     c = config
 
     def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False)
 
     def norm_of(heads: int) -> AllHeadsRMSNorm:
-        return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
+        return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False)
 
     def block(layer: int) -> PostNormBlock:
         attention = Attention(
             c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary[layer], window=windows[layer],
             q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
-            qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+            qkv_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip
-        return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs), norm())
+        return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size), norm())
 
-    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    embedding = Embedding(c.vocab_size, c.hidden_size)
     return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

@@ -13,7 +13,6 @@ sliding window in every layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import (
     Attention,
@@ -25,7 +24,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import PartialRotaryConfig
 
 
@@ -53,14 +52,14 @@ class Phi3(CausalLM):
 
     config: Phi3Config
 
-    def __init__(self, config: Phi3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Phi3Config) -> None:
         c = config
         original = {"original_max_position_embeddings": c.original_max_position_embeddings}
         scaling = {**(c.rope_scaling or {}), **original}
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def block() -> PreNormBlock:
             attention = Attention(
@@ -70,15 +69,12 @@ class Phi3(CausalLM):
                 c.head_size,
                 rotary,
                 window=c.sliding_window,
-                **factory_kwargs,
             )
-            return PreNormBlock(
-                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            )
+            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block() for _ in range(c.num_hidden_layers)]
         # With LongRoPE, longer sequences are rotated by other frequencies.
         limit = c.original_max_position_embeddings if rotary.rope_type == "longrope" else None
         decoder = Decoder(embedding, layers, norm(), max_valid_cache_length=limit)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))

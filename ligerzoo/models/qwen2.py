@@ -11,10 +11,9 @@ Only the query, key and value projections have biases. The sliding window, if en
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import WindowedConfig
 
 
@@ -46,27 +45,24 @@ class Qwen2(CausalLM):
 
     config: Qwen2Config
 
-    def __init__(self, config: Qwen2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen2Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
-        super().__init__(
-            config, qwen2_decoder(c, rotary, **factory_kwargs), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, qwen2_decoder(c, rotary), LMHead(c.hidden_size, c.vocab_size))
 
 
-def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding, **factory_kwargs: Unpack[FactoryKwargs]) -> Decoder:
+def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding) -> Decoder:
     """Builds the Qwen2 decoder with the given rotary embedding."""
     c = config
 
     def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+        return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def block(layer: int) -> PreNormBlock:
         attention = Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-            window=c.window(layer), qkv_bias=True, **factory_kwargs,
-        )  # fmt: skip
-        return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs))
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(layer), qkv_bias=True
+        )
+        return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size))
 
-    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    embedding = Embedding(c.vocab_size, c.hidden_size)
     return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context, GatedMLP, RMSNorm, WindowedVisionTower
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.qwen2_vl import Qwen2VisionLM, Qwen2VisionLMConfig
 from ligerzoo.models.vision_lm import VisionTowerConfig, patch_merger, tower_parts
 
@@ -85,8 +84,8 @@ class Qwen2_5VL(Qwen2VisionLM):
 
     config: Qwen2_5VLConfig
 
-    def __init__(self, config: Qwen2_5VLConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        super().__init__(config, vision_tower(config.vision_config, **factory_kwargs), **factory_kwargs)
+    def __init__(self, config: Qwen2_5VLConfig) -> None:
+        super().__init__(config, vision_tower(config.vision_config))
 
     def embed(
         self,
@@ -121,17 +120,17 @@ class Qwen2_5VL(Qwen2VisionLM):
         return super().embed(x, context, frame_interval=interval, **vision)
 
 
-def vision_tower(config: Qwen2_5VLVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> WindowedVisionTower:
+def vision_tower(config: Qwen2_5VLVisionConfig) -> WindowedVisionTower:
     """Builds the vision tower, from patches to embeddings of `out_hidden_size` features."""
     c = config
 
     def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, 1e-6, **factory_kwargs)
+        return RMSNorm(c.hidden_size, 1e-6)
 
     def mlp() -> GatedMLP:
-        return GatedMLP(c.hidden_size, c.intermediate_size, bias=True, **factory_kwargs)
+        return GatedMLP(c.hidden_size, c.intermediate_size, bias=True)
 
     return WindowedVisionTower(
-        *tower_parts(c, norm, mlp, **factory_kwargs), patch_merger(c, norm(), **factory_kwargs),
+        *tower_parts(c, norm, mlp), patch_merger(c, norm()),
         merge_size=c.spatial_merge_size, window=c.window, full_blocks=c.fullatt_block_indexes,
     )  # fmt: skip

@@ -12,7 +12,6 @@ add up to one. The query, key and value projections have biases. Some layers may
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.layers import (
     Attention,
@@ -25,7 +24,6 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     SharedExpertMoE,
 )
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
@@ -60,30 +58,27 @@ class Qwen2Moe(MoECausalLM):
 
     config: Qwen2MoeConfig
 
-    def __init__(self, config: Qwen2MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen2MoeConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def mlp(i: int) -> GatedMLP | SharedExpertMoE:
             if not c.has_mixture(i):
-                return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+                return GatedMLP(c.hidden_size, c.intermediate_size)
             return shared_expert_moe(
-                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob,
-                **factory_kwargs,
-            )  # fmt: skip
+                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob
+            )
 
         def block(i: int) -> PreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                window=c.window(i), qkv_bias=c.qkv_bias, **factory_kwargs,
+                window=c.window(i), qkv_bias=c.qkv_bias,
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mlp(i))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))

@@ -13,10 +13,8 @@ rotates some of the features (M-RoPE).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.layers import MLP, LayerNorm, SectionedRotaryEmbedding, VisionTower
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, patch_merger, tower_parts
 
@@ -65,13 +63,11 @@ class Qwen2VisionLMConfig(Qwen2Config, VisionLMConfig):
 class Qwen2VisionLM(VisionLM):
     """Qwen2 with a language-model head and a vision tower; the arguments are those of `VisionLM`."""
 
-    def __init__(
-        self, config: Qwen2VisionLMConfig, visual: VisionTower, **factory_kwargs: Unpack[FactoryKwargs]
-    ) -> None:
+    def __init__(self, config: Qwen2VisionLMConfig, visual: VisionTower) -> None:
         c = config
         frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
-        decoder = qwen2_decoder(c, SectionedRotaryEmbedding(c.mrope_section, *frequencies), **factory_kwargs)
-        super().__init__(c, decoder, visual, **factory_kwargs)
+        decoder = qwen2_decoder(c, SectionedRotaryEmbedding(c.mrope_section, *frequencies))
+        super().__init__(c, decoder, visual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +82,22 @@ class Qwen2VL(Qwen2VisionLM):
 
     config: Qwen2VLConfig
 
-    def __init__(self, config: Qwen2VLConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        super().__init__(config, vision_tower(config.vision_config, **factory_kwargs), **factory_kwargs)
+    def __init__(self, config: Qwen2VLConfig) -> None:
+        super().__init__(config, vision_tower(config.vision_config))
 
 
-def vision_tower(config: Qwen2VLVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> VisionTower:
+def vision_tower(config: Qwen2VLVisionConfig) -> VisionTower:
     """Builds the vision tower, from patches to embeddings of `hidden_size` features."""
     c = config
 
     def norm() -> LayerNorm:
-        return LayerNorm(c.embed_dim, 1e-6, **factory_kwargs)
+        return LayerNorm(c.embed_dim, 1e-6)
 
     def mlp() -> MLP:
-        return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu", **factory_kwargs)
+        return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu")
 
     return VisionTower(
-        *tower_parts(c, norm, mlp, **factory_kwargs),
-        patch_merger(c, norm(), **factory_kwargs),
+        *tower_parts(c, norm, mlp),
+        patch_merger(c, norm()),
         merge_size=c.spatial_merge_size,
     )

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Unpack
 
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.qwen2 import Qwen2Config
 
@@ -40,15 +39,15 @@ class Qwen3(CausalLM):
 
     config: Qwen3Config
 
-    def __init__(self, config: Qwen3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen3Config) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def mlp(layer: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size)
 
-        decoder = qwen3_decoder(c, rotary, mlp, c.window, bias=c.attention_bias, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        decoder = qwen3_decoder(c, rotary, mlp, c.window, bias=c.attention_bias)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
 
 
 def qwen3_decoder(
@@ -58,7 +57,6 @@ def qwen3_decoder(
     window: Callable[[int], int | None] = lambda layer: None,
     *,
     bias: bool = False,
-    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> Decoder:
     """Builds the Qwen3 decoder.
 
@@ -68,20 +66,19 @@ def qwen3_decoder(
         mlp: builds the MLP or MoE layer of the block with this index.
         window: returns the sliding window of the block with this index; None for full attention.
         bias: add biases to the query, key, value and output projections.
-        factory_kwargs: device and dtype of the weights.
     """
     c = config
 
     def norm(size: int = c.hidden_size) -> RMSNorm:
-        return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
+        return RMSNorm(size, c.rms_norm_eps)
 
     def block(layer: int) -> PreNormBlock:
         attention = Attention(
             c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
             q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=window(layer),
-            qkv_bias=bias, output_bias=bias, **factory_kwargs,
+            qkv_bias=bias, output_bias=bias,
         )  # fmt: skip
         return PreNormBlock(norm(), attention, norm(), mlp(layer))
 
-    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    embedding = Embedding(c.vocab_size, c.hidden_size)
     return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

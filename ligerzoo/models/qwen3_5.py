@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
 
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.qwen3_5_text import Qwen3_5TextConfig, qwen3_5_decoder
 from ligerzoo.models.qwen3_vision import (
@@ -51,6 +49,6 @@ class Qwen3_5(Qwen3VisionLM):
 
     config: Qwen3_5Config
 
-    def __init__(self, config: Qwen3_5Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        decoder = qwen3_5_decoder(config, interleaved_rotary(config), **factory_kwargs)
-        super().__init__(config, decoder, vision_tower(config.vision_config, **factory_kwargs), **factory_kwargs)
+    def __init__(self, config: Qwen3_5Config) -> None:
+        decoder = qwen3_5_decoder(config, interleaved_rotary(config))
+        super().__init__(config, decoder, vision_tower(config.vision_config))

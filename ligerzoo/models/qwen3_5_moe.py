@@ -9,9 +9,7 @@ Distinctive: Qwen3.5 with images and videos, and MoE with a gated shared expert 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import MoECausalLM
 from ligerzoo.models.qwen3_5 import Qwen3_5VisionLMConfig
 from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeTextConfig, qwen3_5_moe_decoder
@@ -30,6 +28,6 @@ class Qwen3_5Moe(Qwen3VisionLM, MoECausalLM):
 
     config: Qwen3_5MoeConfig
 
-    def __init__(self, config: Qwen3_5MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        decoder = qwen3_5_moe_decoder(config, interleaved_rotary(config), **factory_kwargs)
-        super().__init__(config, decoder, vision_tower(config.vision_config, **factory_kwargs), **factory_kwargs)
+    def __init__(self, config: Qwen3_5MoeConfig) -> None:
+        decoder = qwen3_5_moe_decoder(config, interleaved_rotary(config))
+        super().__init__(config, decoder, vision_tower(config.vision_config))

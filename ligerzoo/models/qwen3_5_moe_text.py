@@ -8,11 +8,9 @@ Distinctive: Qwen3.5 with MoE and a gated shared expert in every layer; renormal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Decoder, LMHead, RotaryEmbedding, SharedExpertMoE
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig, shared_expert_moe
 
@@ -48,20 +46,16 @@ class Qwen3_5MoeText(MoECausalLM):
 
     config: Qwen3_5MoeTextConfig
 
-    def __init__(self, config: Qwen3_5MoeTextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        head = LMHead(config.hidden_size, config.vocab_size, **factory_kwargs)
-        super().__init__(config, qwen3_5_moe_decoder(config, **factory_kwargs), head)
+    def __init__(self, config: Qwen3_5MoeTextConfig) -> None:
+        head = LMHead(config.hidden_size, config.vocab_size)
+        super().__init__(config, qwen3_5_moe_decoder(config), head)
 
 
-def qwen3_5_moe_decoder(
-    config: Qwen3_5MoeTextConfig, rotary: RotaryEmbedding | None = None, **factory_kwargs: Unpack[FactoryKwargs]
-) -> Decoder:
+def qwen3_5_moe_decoder(config: Qwen3_5MoeTextConfig, rotary: RotaryEmbedding | None = None) -> Decoder:
     """Builds the decoder with MoE layers; the arguments are those of `gated_delta_decoder`."""
     c = config
 
     def moe(i: int) -> SharedExpertMoE:
-        return shared_expert_moe(
-            c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=True, **factory_kwargs
-        )
+        return shared_expert_moe(c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=True)
 
-    return gated_delta_decoder(c, moe, rotary, **factory_kwargs)
+    return gated_delta_decoder(c, moe, rotary)

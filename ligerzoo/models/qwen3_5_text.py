@@ -11,10 +11,9 @@ and key head and rotary positions for a quarter of the features. RMSNorm stores 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import Decoder, GatedMLP, LMHead, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 
 
@@ -33,18 +32,16 @@ class Qwen3_5Text(CausalLM):
 
     config: Qwen3_5TextConfig
 
-    def __init__(self, config: Qwen3_5TextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        head = LMHead(config.hidden_size, config.vocab_size, **factory_kwargs)
-        super().__init__(config, qwen3_5_decoder(config, **factory_kwargs), head)
+    def __init__(self, config: Qwen3_5TextConfig) -> None:
+        head = LMHead(config.hidden_size, config.vocab_size)
+        super().__init__(config, qwen3_5_decoder(config), head)
 
 
-def qwen3_5_decoder(
-    config: Qwen3_5TextConfig, rotary: RotaryEmbedding | None = None, **factory_kwargs: Unpack[FactoryKwargs]
-) -> Decoder:
+def qwen3_5_decoder(config: Qwen3_5TextConfig, rotary: RotaryEmbedding | None = None) -> Decoder:
     """Builds the decoder with dense MLPs; the arguments are those of `gated_delta_decoder`."""
     c = config
 
     def mlp(i: int) -> GatedMLP:
-        return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+        return GatedMLP(c.hidden_size, c.intermediate_size)
 
-    return gated_delta_decoder(c, mlp, rotary, **factory_kwargs)
+    return gated_delta_decoder(c, mlp, rotary)

@@ -10,12 +10,10 @@ QK-norm is an RMSNorm per head before rotation, with one weight for all heads. S
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from torch import nn
 
 from ligerzoo.layers import Experts, GatedMLP, LMHead, MoE, RotaryEmbedding, Router
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
 from ligerzoo.models.qwen3 import qwen3_decoder
 
@@ -40,22 +38,21 @@ class Qwen3Moe(MoECausalLM):
 
     config: Qwen3MoeConfig
 
-    def __init__(self, config: Qwen3MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen3MoeConfig) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
         decoder = qwen3_decoder(
-            c, rotary, lambda layer: qwen3_moe_mlp(c, layer, **factory_kwargs), lambda layer: c.sliding_window,
-            bias=c.attention_bias, **factory_kwargs,
-        )  # fmt: skip
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+            c, rotary, lambda layer: qwen3_moe_mlp(c, layer), lambda layer: c.sliding_window, bias=c.attention_bias
+        )
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
 
 
-def qwen3_moe_mlp(config: SparseStepMoEConfig, layer: int, **factory_kwargs: Unpack[FactoryKwargs]) -> nn.Module:
+def qwen3_moe_mlp(config: SparseStepMoEConfig, layer: int) -> nn.Module:
     """Builds the MoE layer, or the dense MLP, of the block with this index."""
     c = config
     if not c.has_mixture(layer):
-        return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+        return GatedMLP(c.hidden_size, c.intermediate_size)
     return MoE(
-        Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs),
-        Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
+        Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob),
+        Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts),
     )

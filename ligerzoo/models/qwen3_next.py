@@ -10,11 +10,9 @@ Some layers may use a dense MLP instead of MoE.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import GatedMLP, LMHead, SharedExpertMoE
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
@@ -50,16 +48,15 @@ class Qwen3Next(MoECausalLM):
 
     config: Qwen3NextConfig
 
-    def __init__(self, config: Qwen3NextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen3NextConfig) -> None:
         c = config
 
         def mlp(i: int) -> GatedMLP | SharedExpertMoE:
             if not c.has_mixture(i):
-                return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+                return GatedMLP(c.hidden_size, c.intermediate_size)
             return shared_expert_moe(
-                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob,
-                **factory_kwargs,
-            )  # fmt: skip
+                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob
+            )
 
-        head = LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        super().__init__(config, gated_delta_decoder(c, mlp, **factory_kwargs), head)
+        head = LMHead(c.hidden_size, c.vocab_size)
+        super().__init__(config, gated_delta_decoder(c, mlp), head)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
@@ -17,7 +16,6 @@ from ligerzoo.layers import (
     ResampledPositionEmbedding,
 )
 from ligerzoo.layers.rotary import are_interleaved_sections
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
 
 
@@ -120,33 +118,30 @@ def interleaved_rotary(config: Qwen3VisionLMConfig) -> InterleavedSectionedRotar
     return InterleavedSectionedRotaryEmbedding(c.mrope_section, *frequencies)
 
 
-def vision_tower(
-    config: Qwen3VisionConfig, deepstack_blocks: Sequence[int] = (), **factory_kwargs: Unpack[FactoryKwargs]
-) -> DeepStackVisionTower:
+def vision_tower(config: Qwen3VisionConfig, deepstack_blocks: Sequence[int] = ()) -> DeepStackVisionTower:
     """Builds the vision tower, from patches to embeddings and DeepStack features of `out_hidden_size` features.
 
     Args:
         config: config of the tower.
         deepstack_blocks: indices of the blocks with DeepStack features.
-        factory_kwargs: device and dtype of the weights.
     """
     c = config
 
     def norm(size: int = c.hidden_size) -> LayerNorm:
-        return LayerNorm(size, 1e-6, **factory_kwargs)
+        return LayerNorm(size, 1e-6)
 
     def mlp() -> MLP:
-        return MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
+        return MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
 
     def merger(*, norm_merged: bool = False) -> MergerMLP:
         merged = c.spatial_merge_size**2
         return MergerMLP(
             norm(merged * c.hidden_size if norm_merged else c.hidden_size), c.hidden_size, c.out_hidden_size,
-            merged=merged, norm_merged=norm_merged, **factory_kwargs,
+            merged=merged, norm_merged=norm_merged,
         )  # fmt: skip
 
-    patch_embed, blocks = tower_parts(c, norm, mlp, patch_bias=True, **factory_kwargs)
-    pos_embed = ResampledPositionEmbedding(math.isqrt(c.num_position_embeddings), c.hidden_size, **factory_kwargs)
+    patch_embed, blocks = tower_parts(c, norm, mlp, patch_bias=True)
+    pos_embed = ResampledPositionEmbedding(math.isqrt(c.num_position_embeddings), c.hidden_size)
     return DeepStackVisionTower(
         patch_embed, pos_embed, blocks, merger(), merge_size=c.spatial_merge_size,
         deepstack_blocks=deepstack_blocks,

@@ -13,10 +13,8 @@ image and video tokens. Text with a timestamp precedes each frame of a video, wh
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.layers import GatedMLP
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.qwen3 import qwen3_decoder
 from ligerzoo.models.qwen3_vision import (
     Qwen3VisionLM,
@@ -42,12 +40,12 @@ class Qwen3VL(Qwen3VisionLM):
 
     config: Qwen3VLConfig
 
-    def __init__(self, config: Qwen3VLConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen3VLConfig) -> None:
         c = config
 
         def mlp(layer: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size)
 
-        decoder = qwen3_decoder(c, interleaved_rotary(c), mlp, bias=c.attention_bias, **factory_kwargs)
+        decoder = qwen3_decoder(c, interleaved_rotary(c), mlp, bias=c.attention_bias)
         v = c.vision_config
-        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes, **factory_kwargs), **factory_kwargs)
+        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes))

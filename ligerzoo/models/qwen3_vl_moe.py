@@ -9,10 +9,8 @@ Distinctive: Qwen3-VL with the decoder of Qwen3-MoE, whose expert weights add up
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
 from ligerzoo.models.qwen3 import qwen3_decoder
 from ligerzoo.models.qwen3_moe import qwen3_moe_mlp
@@ -55,11 +53,8 @@ class Qwen3VLMoe(Qwen3VisionLM, MoECausalLM):
 
     config: Qwen3VLMoeConfig
 
-    def __init__(self, config: Qwen3VLMoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: Qwen3VLMoeConfig) -> None:
         c = config
-        decoder = qwen3_decoder(
-            c, interleaved_rotary(c), lambda layer: qwen3_moe_mlp(c, layer, **factory_kwargs), bias=c.attention_bias,
-            **factory_kwargs,
-        )  # fmt: skip
+        decoder = qwen3_decoder(c, interleaved_rotary(c), lambda layer: qwen3_moe_mlp(c, layer), bias=c.attention_bias)
         v = c.vision_config
-        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes, **factory_kwargs), **factory_kwargs)
+        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes))

@@ -8,10 +8,9 @@ Distinctive: Llama with QKV biases, and a `head_dim` independent of `hidden_size
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 from ligerzoo.layers import GatedMLP, LMHead
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.llama import LlamaConfig, llama_attention, llama_decoder
 
 
@@ -40,12 +39,12 @@ class SeedOss(CausalLM):
 
     config: SeedOssConfig
 
-    def __init__(self, config: SeedOssConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+    def __init__(self, config: SeedOssConfig) -> None:
         c = config
 
         def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        attention = llama_attention(c, c.attention_out_bias, **factory_kwargs)
-        decoder = llama_decoder(c, attention, mlp, **factory_kwargs)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        attention = llama_attention(c, c.attention_out_bias)
+        decoder = llama_decoder(c, attention, mlp)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from ligerzoo.layers import (
     scatter_embeddings,
 )
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_rotary_dim
-from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, check_fields
 
 
@@ -125,7 +125,6 @@ class VisionLM(CausalLM):
         config: config of the architecture.
         model: token ids to final hidden states, with a rotary embedding of three axes.
         visual: the vision tower.
-        factory_kwargs: device and dtype of the weights of the head.
 
     Attributes:
         separates_frames: in prompts, text separates the frames of a video, which have the positions of images.
@@ -138,10 +137,8 @@ class VisionLM(CausalLM):
     separates_frames = False
     frames_advance = False
 
-    def __init__(
-        self, config: VisionLMConfig, model: Decoder, visual: VisionTower, **factory_kwargs: Unpack[FactoryKwargs]
-    ) -> None:
-        head = LMHead(config.hidden_size, config.vocab_size, **factory_kwargs)
+    def __init__(self, config: VisionLMConfig, model: Decoder, visual: VisionTower) -> None:
+        head = LMHead(config.hidden_size, config.vocab_size)
         super().__init__(config, model, head, visual=visual)
 
     @property
@@ -263,7 +260,6 @@ def tower_parts(
     mlp: Callable[[], nn.Module],
     *,
     patch_bias: bool = False,
-    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> tuple[PatchEmbedding, list[PreNormBlock]]:
     """Builds the first parts of a vision tower.
 
@@ -272,24 +268,21 @@ def tower_parts(
         norm: builds a norm of `patch_features` features.
         mlp: builds the MLP of a block.
         patch_bias: add a bias to the patch embedding.
-        factory_kwargs: device and dtype of the weights.
     """
     c, features = config, config.patch_features
     rotary = AxialRotaryEmbedding(2, features // c.num_heads, in_fp32=True)
 
     def block() -> PreNormBlock:
-        attention = Attention(
-            features, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True, **factory_kwargs
-        )
+        attention = Attention(features, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True)
         return PreNormBlock(norm(), attention, norm(), mlp())
 
     patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
-    embedding = PatchEmbedding(patch, features, bias=patch_bias, **factory_kwargs)
+    embedding = PatchEmbedding(patch, features, bias=patch_bias)
     return embedding, [block() for _ in range(c.depth)]
 
 
-def patch_merger(config: VisionTowerConfig, norm: nn.Module, **factory_kwargs: Unpack[FactoryKwargs]) -> PatchMerger:
+def patch_merger(config: VisionTowerConfig, norm: nn.Module) -> PatchMerger:
     """Builds the merger from patches of a tower to tokens of the decoder; `norm` as in `PatchMerger`."""
     merged = config.spatial_merge_size**2
     features = merged * config.patch_features
-    return PatchMerger(norm, MLP(features, features, config.token_features, **factory_kwargs), merged=merged)
+    return PatchMerger(norm, MLP(features, features, config.token_features), merged=merged)

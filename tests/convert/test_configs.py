@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.hub import Origin, loading
+from ligerzoo.hub import LoadedFrom, loading
 from ligerzoo.hub.saving import config_entries
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
@@ -168,7 +168,7 @@ def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
     architecture = architecture_of(row.config["model_type"])
     config = architecture.config_from_hf(row.config)
     model = architecture.build_on_meta(config)
-    model.origin = Origin(row.config, config, architecture.layouts[0], frozenset())
+    model.origin = LoadedFrom(row.config, config, architecture.layouts[0], frozenset())
     others: dict[str, Any] = {
         "num_experts": 7,
         "rope_theta": 77.0,

@@ -1,0 +1,64 @@
+"""Builds models on one device and in one dtype, which constructors do not pass on to their layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.models.config import require_config
+
+
+class ModelMeta(type):
+    """Class of model classes: `Llama(config, device=..., dtype=...)` runs the constructor within `building`.
+
+    Args:
+        device: device of the weights; "meta" allocates no memory. Defaults to torch's default device.
+        dtype: floating dtype of the weights. Defaults to torch's default dtype.
+    """
+
+    def __call__(
+        cls, *args: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        if args or "config" in options:
+            require_config(cls, args[0] if args else options["config"])
+        if isinstance(dtype, str):
+            raise LigerzooError(
+                "not a dtype", where=f"dtype of {cls.__name__}", got=repr(dtype), expected="a torch.dtype",
+                remedy="Pass a dtype such as torch.bfloat16, or call AutoModel.from_config(config, dtype=...), which "
+                "accepts names.",
+            )  # fmt: skip
+        with building(device, dtype):
+            return super().__call__(*args, **options)
+
+
+@contextlib.contextmanager
+def building(device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Creates tensors on this device and in this floating dtype, unless they say otherwise. None changes nothing.
+
+    On the meta device, skips random initialization.
+    """
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, before)
+        if device is not None:
+            stack.enter_context(torch.device(device))
+        if torch.get_default_device().type == "meta":
+            stack.enter_context(_SkipInitialization())
+        yield
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skips random initialization: drawing into a meta tensor makes torch import its compiler, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_initialization = getattr(func, "__module__", None) == nn.init.__name__
+        return kwargs["tensor"] if is_initialization and kwargs["tensor"].is_meta else func(*args, **kwargs)
