@@ -29,6 +29,7 @@ _TOKENS = {
     re.compile(r".+\.embed_tokens\.lora_embedding_A"): 1,
 }
 """Names of tensors with a row or column for each token, and which dimension this is."""
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -112,6 +113,8 @@ class _Plan:
         self._module_names = ModuleNames(model)
         self.names = self._current_names()
         targets = targets_of(model)
+        if any(target.is_experts for target in targets):
+            self._refuse_single_experts()
         self._refuse_unmatched_names(targets)
         self.base_weights = BaseWeights(model, config, self._config_path, self._module_names, self.names)
         chosen = self._chosen(targets)
@@ -163,6 +166,18 @@ class _Plan:
                 expected="use_dora=false, lora_dropout=0",
             )  # fmt: skip
         return options
+
+    def _refuse_single_experts(self) -> None:
+        """Raises CheckpointError if gate and up projections of an expert have updates each, with two matrices A.
+
+        Ours, as transformers' since 5.0, are one weight, whose update has one A.
+        """
+        if found := [name for name in self._file.tensors if _SINGLE_EXPERT.search(name)]:
+            raise CheckpointError(
+                "updates of single experts, as of transformers before 5.0", where=self._file.path,
+                got=first_names(found), expected="updates of `experts.gate_up_proj` and `experts.down_proj`",
+                remedy="Merge them with PEFT and transformers 4: call merge_and_unload, and save the result.",
+            )  # fmt: skip
 
     def _refuse_unmatched_names(self, targets: list[Target]) -> None:
         """Raises CheckpointError if the config names a module that the model lacks."""

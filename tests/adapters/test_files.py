@@ -129,6 +129,19 @@ def test_tensors(change: Any, message: str, directory: Path) -> None:
     refused(directory, message)
 
 
+@pytest.mark.parametrize("name", ["block_sparse_moe.experts.3.w1", "mlp.experts.0.gate_proj"])
+@pytest.mark.parametrize("targets", [["q_proj", "w1"], ["gate_proj"], ".*"])
+def test_updates_of_single_experts(name: str, targets: Any, tmp_path: Path) -> None:
+    model = mixtral()
+    adapters.add_lora(model, rank=4, targets="q_proj")
+    adapters.save_adapter(model, tmp_path)
+    change_config(tmp_path, target_modules=targets)
+    stored = f"base_model.model.model.layers.0.{name}.lora_A.weight"
+    change_tensors(tmp_path, lambda t: t.update({stored: torch.ones(4, 32)}))
+    with pytest.raises(CheckpointError, match=f"updates of single experts.*got '{stored}'.*merge_and_unload"):
+        adapters.load_adapter(mixtral(), tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x08\0\0\0\0\0\0\0garbage!", b"version https://git-lfs\n"])
 def test_damaged_files(content: bytes, directory: Path) -> None:
     (directory / "adapter_model.safetensors").write_bytes(content)
