@@ -72,7 +72,7 @@ def refused(directory: Path, message: str) -> None:
         ({"r": 10**30}, "wrong shape"),
         ({"r": 5}, r"q_proj.lora_A.weight': wrong shape; got \(4, 32\); expected \(5, 32\)"),
         ({"lora_alpha": float("nan")}, "alpha=nan"),
-        ({"lora_dropout": 2}, r"dropout=2; expected a number in \[0, 1\)"),
+        ({"lora_dropout": 2}, r"dropout=2; expected a number from 0 to 1, not 1"),
         ({"use_dora": True}, "tensors are missing; got no '.*lora_magnitude_vector'"),
         ({"use_dora": "yes"}, "use_dora: invalid value; got 'yes'"),
         ({"target_modules": {"q_proj": 1}}, "target_modules: invalid value"),
