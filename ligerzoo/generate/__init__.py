@@ -14,6 +14,7 @@
     cache_memory   how many tokens fit into the memory of a GPU
     captured       decode steps that run as captured CUDA graphs
     transfer       copies from the host to the device
+    logps          log-probabilities of new tokens and of prompts
     many           `generate_many`: more prompts than fit into a batch
     scheduler      continuous batching: prompts take the rows of those that have finished
     request        a prompt with its options, for the scheduler

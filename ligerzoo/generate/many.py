@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from ligerzoo.generate.options import require, type_name
-from ligerzoo.generate.scheduler import Scheduler
+from ligerzoo.generate.scheduler import Scheduler, Update
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,19 @@ class Completion:
         tokens: the new tokens, with the end-of-sequence token, without padding.
         logps: their log-probabilities under the softmax of the logits, without temperature and filters.
         finish_reason: "stop" after an end-of-sequence token or stop string, "length" after `max_new_tokens` tokens.
+        top_logps: for each token, the `top_logps` most likely token ids at its position and their log-probabilities,
+            the most likely first; empty if none were asked for.
+        prompt_logps, prompt_top_logps: the same of the tokens of the prompt, without the first one; empty without the
+            option `prompt_logps`.
     """
 
     index: int
     tokens: list[int]
     logps: list[float]
     finish_reason: str
+    top_logps: list[dict[int, float]] = field(default_factory=list)
+    prompt_logps: list[float] = field(default_factory=list)
+    prompt_top_logps: list[dict[int, float]] = field(default_factory=list)
 
 
 def generate_many(
@@ -64,7 +72,7 @@ def generate_many(
 
 
 def _run(scheduler: Scheduler, prompts: Iterator[Tensor | Sequence[int]]) -> Iterator[Completion]:
-    partial: dict[int, tuple[list[int], list[float]]] = {}
+    received: defaultdict[int, list[Update]] = defaultdict(list)
     requests = (scheduler.request(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts))
     has_more = True
     with scheduler:
@@ -75,8 +83,20 @@ def _run(scheduler: Scheduler, prompts: Iterator[Tensor | Sequence[int]]) -> Ite
             for request in started:
                 scheduler.submit(request)
             for update in scheduler.step():
-                tokens, logps = partial.setdefault(update.index, ([], []))
-                tokens += update.tokens
-                logps += update.logps
+                received[update.index].append(update)
                 if update.finish_reason is not None:
-                    yield Completion(update.index, *partial.pop(update.index), update.finish_reason)
+                    yield _completion(received.pop(update.index))
+
+
+def _completion(updates: Sequence[Update]) -> Completion:
+    """Returns what the updates of a request say together."""
+    completion = Completion(updates[-1].index, [], [], updates[-1].finish_reason or "")
+    for update in updates:
+        if update.is_prompt:
+            completion.prompt_logps.extend(update.logps)
+            completion.prompt_top_logps.extend(update.top_logps)
+        else:
+            completion.tokens.extend(update.tokens)
+            completion.logps.extend(update.logps)
+            completion.top_logps.extend(update.top_logps)
+    return completion

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.generate.generation_config import CallOptions, take_options
+from ligerzoo.generate.logps import MAX_TOP_LOGPS
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import REMEDIES, count_new_tokens, is_integer, require, require_bool, type_name
 from ligerzoo.generate.sampling import check_generator
@@ -40,8 +41,10 @@ class RequestOptions:
 
     Args:
         model: the model, whose configs give the defaults.
-        max_new_tokens: largest number of new tokens, at least 1.
+        max_new_tokens: largest number of new tokens, at least 1, or 0 with `prompt_logps`.
         eos_token_id, stop_strings, tokenizer, generator, use_model_defaults: see `generate`.
+        top_logps: number of the most likely tokens to return with each token, from 0 to MAX_TOP_LOGPS.
+        prompt_logps: whether to return the log-probabilities of the prompt.
         sampling: see `SamplingOptions`.
 
     Attributes:
@@ -61,9 +64,15 @@ class RequestOptions:
         tokenizer: SupportsDecode | None = None,
         generator: torch.Generator | None = None,
         use_model_defaults: bool = True,
+        top_logps: int = 0,
+        prompt_logps: bool = False,
         **sampling: Any,
     ) -> None:
         require_bool("use_model_defaults", use_model_defaults)
+        require_bool("prompt_logps", prompt_logps)
+        is_count = is_integer(top_logps) and 0 <= top_logps <= MAX_TOP_LOGPS
+        require(is_count, "top_logps", repr(top_logps), f"an integer from 0 to {MAX_TOP_LOGPS}")
+        self.top_logps, self.prompt_logps = top_logps, prompt_logps
         given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
         given |= take_options(sampling, SAMPLING_OPTIONS)
         _refuse_unknown(sampling)
@@ -72,8 +81,9 @@ class RequestOptions:
         with call.naming_file():
             self.sampling = call.sampling
             self._max_new_tokens, self._max_length = call.get("max_new_tokens"), call.get("max_length")
-            is_count = self._max_new_tokens is None or (is_integer(self._max_new_tokens) and self._max_new_tokens > 0)
-            require(is_count, "max_new_tokens", repr(self._max_new_tokens), "an integer, 1 or more")
+            least, count = int(not prompt_logps), self._max_new_tokens
+            is_count = count is None or (is_integer(count) and count >= least)
+            require(is_count, "max_new_tokens", repr(count), f"an integer, {least} or more")
             strings = call.get("stop_strings")
             self.stop_strings = StopStrings(strings, tokenizer) if strings is not None else None
         self.eos_token_ids = frozenset(token_ids(model, "eos_token_id", eos_token_id))
@@ -112,6 +122,7 @@ class Request:
         self.prompt, self.options, self.max_new_tokens = prompt, options, options.count_new_tokens(len(prompt))
         self.started = 0
         self.tokens: list[int] = []
+        self._scored = 0  # tokens of the prompt whose log-probabilities the host knows
 
     @property
     def length(self) -> int:
@@ -128,13 +139,23 @@ class Request:
         """The prompt and the new tokens that the host knows, (T,) int64 on the CPU."""
         return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64)])
 
+    @property
+    def needs_prompt_logps(self) -> bool:
+        """Whether the prompt is to be scored, before the first new token."""
+        return self.options.prompt_logps and self.started == 0
+
     def append(self, token: int) -> str | None:
-        """Appends a token, and returns why the request is finished; None if it is not."""
+        """Appends a new token, and returns why the request is finished; None if it is not."""
         self.tokens.append(token)
         stop = self.options.stop_strings
         if token in self.options.eos_token_ids or (stop is not None and stop.found_in(self.tokens[-stop.window :])):
             return "stop"
         return "length" if len(self.tokens) == self.max_new_tokens else None
+
+    def count_scored(self, tokens: int) -> str | None:
+        """Counts tokens of the prompt that are scored, and returns why the request is finished; None if it is not."""
+        self._scored += tokens
+        return "length" if self.max_new_tokens == 0 and self._scored == len(self.prompt) - 1 else None
 
 
 def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
@@ -181,7 +202,8 @@ def _is_token_id(value: object) -> bool:
 
 def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
     """Raises LigerzooError if there is an option."""
-    options = ["max_new_tokens", "eos_token_id", "stop_strings", "tokenizer", "generator", *SAMPLING_OPTIONS]
+    options = ["max_new_tokens", "eos_token_id", "stop_strings", "tokenizer", "generator", "top_logps", "prompt_logps",
+               *SAMPLING_OPTIONS]  # fmt: skip
     for name in sampling:
         remedy = _REMEDIES.get(name) or did_you_mean(name, options)
         expected = None if remedy else ", ".join(options)

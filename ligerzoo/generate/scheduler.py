@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ligerzoo.generate.cache_options import CacheOptions
 from ligerzoo.generate.captured import CapturedCall
 from ligerzoo.generate.chunked_prefill import CHUNK_TOKENS, ChunkedPrefill
 from ligerzoo.generate.decode_loop import LAG
+from ligerzoo.generate.logps import packed_logps, unpack, with_top_logps
 from ligerzoo.generate.options import check_devices, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
@@ -28,7 +29,7 @@ _MIN_NEW_TOKENS = 256  # a request starts when there is room for these or its `m
 
 @dataclass(frozen=True)
 class Update:
-    """New tokens of one request.
+    """New tokens of one request, or a part of its prompt.
 
     Attributes:
         index: what `Scheduler.add` returned for the request.
@@ -36,12 +37,18 @@ class Update:
         logps: their log-probabilities under the softmax of the logits, without temperature and filters.
         finish_reason: "stop" after an end-of-sequence token or stop string, "length" after `max_new_tokens` tokens,
             None while the request runs.
+        top_logps: for each token, the `top_logps` most likely token ids at its position and their log-probabilities,
+            the most likely first; empty if the request asks for none.
+        is_prompt: whether these are tokens of the prompt, in order, without the first one, which nothing predicts.
+            The updates of a request with `prompt_logps` begin with them.
     """
 
     index: int
     tokens: list[int]
     logps: list[float]
     finish_reason: str | None
+    top_logps: list[dict[int, float]] = field(default_factory=list)
+    is_prompt: bool = False
 
 
 class BrokenLogitsError(LigerzooError):
@@ -74,8 +81,9 @@ class Scheduler:
 
     Each step decodes one token of each running request. On a CPU, prompts of more than CHUNK_TOKENS tokens are
     prefilled one after the other, a chunk in each step; shorter ones may start before a long one that waits for
-    another. On a GPU the host reads the tokens some steps late, so that the GPU always has work. Not thread-safe: one
-    thread drives it. While requests run, weights may change in place, but not be replaced by other tensors.
+    another. So are prompts with `prompt_logps`, on any device. On a GPU the host reads the tokens some steps late, so
+    that the GPU always has work. Not thread-safe: one thread drives it. While requests run, weights may change in
+    place, but not be replaced by other tensors.
 
     Args:
         model: a causal language model with self-attention only. Text inputs only.
@@ -88,7 +96,9 @@ class Scheduler:
         exact: see `generate`.
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
             `use_model_defaults`, and those of `SamplingOptions`. As in `generate`, generation_config.json has the
-            defaults of those that are None.
+            defaults of those that are None. Further, `top_logps` is the number of the most likely tokens to return with
+            each token, up to 20, and `prompt_logps` says whether to return the log-probabilities of the prompt; then
+            `max_new_tokens` may be 0.
 
     Attributes:
         device: device of the model.
@@ -134,7 +144,7 @@ class Scheduler:
         self._running: dict[int, int] = {}  # row -> request
         self._prefill: ChunkedPrefill | None = None
         self._in_chunks = self.device.type == "cpu"
-        self._results = _Results(batch_size, self.device, LAG if self.device.type == "cuda" else 0)
+        self._results = _Results(self.device, LAG if self.device.type == "cuda" else 0)
         self._updates: list[Update] = []
         self._added = 0
 
@@ -269,7 +279,9 @@ class Scheduler:
             return
         self._sampler.prepare()
         self._newest, result = self._call(self._choose, logits, self._sampler.graph_key, self._slots.pool)
-        self._results.push(self._running, result)
+        if any(self._requests[index].options.top_logps for index in self._running.values()):
+            result = with_top_logps(result, logits)
+        self._results.push({index: [row] for row, index in self._running.items()}, result)
         for row, index in list(self._running.items()):
             request = self._requests[index]
             request.started += 1
@@ -280,11 +292,11 @@ class Scheduler:
         """Chooses a token of each row.
 
         Returns:
-            (R, 1) tokens, and (2, R) fp64 tokens and their log-probabilities, NaN if the logits were broken.
+            (R, 1) tokens, and their `packed_logps`, NaN if the logits were broken.
         """
         tokens, logps, _ = self._sampler.draw(logits)
         logps = logps.masked_fill(self._sampler.broken, math.nan)
-        return tokens[:, None], torch.stack([tokens.double(), logps.double()])  # fp64 holds token ids exactly
+        return tokens[:, None], packed_logps(tokens, logps)
 
     def _started(self) -> Iterator[tuple[dict[int, int], Tensor]]:
         """Starts requests: yields row -> request, and the logits of their first new tokens, (n, V) fp32."""
@@ -294,8 +306,12 @@ class Scheduler:
             yield admitted, self._slots.admit(list(admitted), [request.context for request in requests], longest)
         if (prefill := self._prefill) is None:
             return
-        prefill.step()
         request = self._requests[prefill.request]
+        if prefill.logits is None and (scored := prefill.step()) is not None:
+            self._results.push({prefill.request: range(scored.shape[1])}, scored, is_prompt=True)
+        if request.max_new_tokens == 0 and prefill.logits is not None:
+            self._prefill = None
+            return
         longest = max([request.length + 1, *(self._requests[index].length + 1 for index in self._running.values())])
         if prefill.logits is not None and self._slots.fit(len(self._running) + 1, longest):
             self._prefill = None
@@ -307,7 +323,7 @@ class Scheduler:
         """Takes waiting requests for free rows, as far as they fit: row -> request.
 
         While others run, which wait for it, one step prefills about PREFILL_TOKENS tokens at most; on a CPU always
-        about CHUNK_TOKENS. There a long prompt becomes `_prefill` instead.
+        about CHUNK_TOKENS. A prompt that is prefilled in chunks becomes `_prefill` instead.
         """
         admitted: dict[int, int] = {}
         limit = CHUNK_TOKENS if self._in_chunks else PREFILL_TOKENS if self._running else math.inf
@@ -322,20 +338,25 @@ class Scheduler:
             if not self._slots.fit(len(self._running) + len(admitted) + 1 + (self._prefill is not None), longest):
                 break
             self._waiting.remove(index)
-            if self._is_long(index):
-                self._prefill = ChunkedPrefill(self._model, request.context, self._cache_options, index, row)
+            if self._is_chunked(index):
+                self._prefill = ChunkedPrefill(
+                    self._model, request.context, self._cache_options, index, row, scores=request.needs_prompt_logps,
+                    has_top=request.options.top_logps > 0,
+                )  # fmt: skip
             else:
                 admitted[row] = index
                 tokens += request.length
         return admitted
 
     def _next(self) -> int | None:
-        """Returns the request that starts next: the first one, but a long one only after another has started."""
-        candidates = (index for index in self._waiting if self._prefill is None or not self._is_long(index))
+        """Returns the request that starts next: the first one, but one in chunks only after another has started."""
+        candidates = (index for index in self._waiting if self._prefill is None or not self._is_chunked(index))
         return next(candidates, None)
 
-    def _is_long(self, index: int) -> bool:
-        return self._in_chunks and self._requests[index].length > CHUNK_TOKENS
+    def _is_chunked(self, index: int) -> bool:
+        """Whether a prompt is prefilled in chunks."""
+        request = self._requests[index]
+        return request.needs_prompt_logps or (self._in_chunks and request.length > CHUNK_TOKENS)
 
     def _evict(self) -> None:
         """Lets the longest requests wait again until the next step of the others fits."""
@@ -355,15 +376,19 @@ class Scheduler:
         """Reads the tokens of all steps but the last `lag` ones."""
         while len(self._results) > lag:
             broken = []
-            for index, token, logp in self._results.pop():
+            step = self._results.pop()
+            for index, columns in step.columns.items():
                 if (request := self._requests.get(index)) is None:  # finished or cancelled
                     continue
-                if math.isnan(logp):
+                read = unpack(step.rows, columns, request.options.top_logps)
+                if any(map(math.isnan, read.logps)):
                     broken.append(index)
                     self._finish(index)
                     continue
-                reason = request.append(token)
-                self._updates.append(Update(index, [token], [logp], reason))
+                reason = request.count_scored(len(read.tokens)) if step.is_prompt else request.append(*read.tokens)
+                self._updates.append(
+                    Update(index, read.tokens, read.logps, reason, read.top_logps, is_prompt=step.is_prompt)
+                )
                 if reason is not None:
                     self._finish(index)
             if broken:
@@ -383,11 +408,24 @@ class Scheduler:
         self._sampler.release([row])
 
 
+class _Read(NamedTuple):
+    """What the host reads of one step.
+
+    Attributes:
+        columns: the columns of each request.
+        rows: tokens, log-probabilities and, if a request asks for them, those of the most likely tokens; see `unpack`.
+        is_prompt: whether the tokens are those of a prompt.
+    """
+
+    columns: dict[int, Sequence[int]]
+    rows: list[list[float]]
+    is_prompt: bool
+
+
 class _Results:
     """Tokens and log-probabilities of the last steps, which the host reads later.
 
     Args:
-        rows: R.
         device: device of the tokens.
         lag: number of steps that the device may be ahead of the host.
 
@@ -395,34 +433,29 @@ class _Results:
         lag: as given.
     """
 
-    def __init__(self, rows: int, device: torch.device, lag: int) -> None:
+    def __init__(self, device: torch.device, lag: int) -> None:
         self._on_gpu = device.type == "cuda"
         self.lag = lag
-        self._steps: deque[tuple[dict[int, int], Tensor, torch.cuda.Event | None]] = deque()
-        self._buffers = torch.empty(self.lag + 1, 2, rows, dtype=torch.float64, pin_memory=self._on_gpu)
-        self._count = 0
+        self._steps: deque[tuple[dict[int, Sequence[int]], Tensor, bool, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def push(self, running: dict[int, int], result: Tensor) -> None:
-        """Copies the tokens and log-probabilities of a step, (2, R), to the host. The rows of `running` count."""
-        buffer = self._buffers[self._count % len(self._buffers)]
-        self._count += 1
-        buffer.copy_(result, non_blocking=True)
+    def push(self, columns: dict[int, Sequence[int]], result: Tensor, *, is_prompt: bool = False) -> None:
+        """Copies the tokens and log-probabilities of a step to the host; see `_Read`."""
+        copied = result.to("cpu", non_blocking=True, copy=True)  # pinned
         event = None
         if self._on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._steps.append((dict(running), buffer, event))
+        self._steps.append((columns, copied, is_prompt, event))
 
-    def pop(self) -> list[tuple[int, int, float]]:
-        """Returns request, token and log-probability of each row of the oldest step."""
-        running, buffer, event = self._steps.popleft()
+    def pop(self) -> _Read:
+        """Waits for the oldest step, and returns it."""
+        columns, copied, is_prompt, event = self._steps.popleft()
         if event is not None:
             event.synchronize()
-        tokens, logps = buffer.tolist()
-        return [(index, int(tokens[row]), logps[row]) for row, index in running.items()]
+        return _Read(columns, copied.tolist(), is_prompt)
 
     def clear(self) -> None:
         """Drops all steps."""

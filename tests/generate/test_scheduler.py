@@ -39,8 +39,8 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Lets the host read the tokens some steps late, as on a GPU."""
     if request.param > 0:
 
-        def results(rows: int, device: torch.device, lag: int) -> _Results:
-            return _Results(rows, device, request.param)
+        def results(device: torch.device, lag: int) -> _Results:
+            return _Results(device, request.param)
 
         monkeypatch.setattr(scheduler_module, "_Results", results)
 
