@@ -34,6 +34,7 @@ class IncrementalDecoder:
         id_to_token: returns the vocabulary's spelling of an id; None for an id without a token, which is skipped.
         decoder: decodes a list of tokens. None joins them with spaces.
         skipped_ids: ids to leave out.
+        continues_text: whether the ids continue a text. Then a leading space that `decode` strips from a text is kept.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class IncrementalDecoder:
         id_to_token: Callable[[SupportsIndex], str | None],
         decoder: Decoder | None,
         skipped_ids: Iterable[int] = (),
+        *,
+        continues_text: bool = False,
     ) -> None:
         self._id_to_token = id_to_token
         self._skipped_ids = frozenset(skipped_ids)
-        self._text = _text_decoder(decoder)
+        self._text = _text_decoder(decoder, continues_text=continues_text)
 
     def push(self, token_id: SupportsIndex) -> str:
         """Returns the text that this id completes; "" if it completes none."""
@@ -75,9 +78,10 @@ class _ByteLevelText:
 class _PiecewiseText:
     """Decodes tokens independently, except for runs of byte tokens and a leading space that is stripped."""
 
-    def __init__(self, join: Callable[[list[str]], str]) -> None:
+    def __init__(self, join: Callable[[list[str]], str], *, continues_text: bool) -> None:
         self._join = join
-        self._earlier: list[str] = []
+        # One letter replaces all earlier text, so that later spaces are not leading ones.
+        self._earlier = ["x"] if continues_text else []
         self._pending: list[str] = []
 
     def push(self, token: str) -> str:
@@ -94,7 +98,7 @@ class _PiecewiseText:
     def _take(self) -> str:
         text = self._join(self._earlier + self._pending)[len(self._earlier) :]
         if text:
-            self._earlier = ["x"]  # one letter replaces all earlier text, so that later spaces are not leading ones
+            self._earlier = ["x"]
         if self._earlier:
             self._pending = []
         return text
@@ -125,7 +129,9 @@ _SENTENCEPIECE_STAGES = [
 _STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def _text_decoder(decoder: Decoder | None) -> _ByteLevelText | _PiecewiseText | _WholeText:
+def _text_decoder(
+    decoder: Decoder | None, *, continues_text: bool = False
+) -> _ByteLevelText | _PiecewiseText | _WholeText:
     if decoder is None:
         return _WholeText(" ".join)
     stage = json.loads(decoder.__getstate__())
@@ -134,11 +140,11 @@ def _text_decoder(decoder: Decoder | None) -> _ByteLevelText | _PiecewiseText | 
     if types == ["ByteLevel"]:
         return _ByteLevelText()
     if types == ["Metaspace"] or stages in (_SENTENCEPIECE_STAGES, [*_SENTENCEPIECE_STAGES, _STRIP_FIRST_SPACE]):
-        return _PiecewiseText(decoder.decode)
+        return _PiecewiseText(decoder.decode, continues_text=continues_text)
     return _WholeText(decoder.decode)
 
 
-def token_length(decoder: Decoder | None) -> Callable[[str], int]:
+def token_bytes(decoder: Decoder | None) -> Callable[[str], bytes]:
     """Returns a function that gives the bytes of UTF-8 which a token adds to a text that has begun.
 
     Args:
@@ -146,15 +152,15 @@ def token_length(decoder: Decoder | None) -> Callable[[str], int]:
     """
     text = _text_decoder(decoder)
 
-    def of_byte_level(token: str) -> int:
+    def of_byte_level(token: str) -> bytes:
         is_added = any(character not in BYTE_OF_CHARACTER for character in token)  # contains its literal text
-        return len(token.encode()) if is_added else len(token)
+        return token.encode() if is_added else bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
 
-    def of_others(token: str) -> int:
+    def of_others(token: str) -> bytes:
         if _BYTE_TOKEN.fullmatch(token):
-            return 1
+            return bytes.fromhex(token[3:5])
         join = " ".join if decoder is None else decoder.decode
-        return len(join(["x", token]).encode()) - 1
+        return join(["x", token])[1:].encode()
 
     return of_byte_level if isinstance(text, _ByteLevelText) else of_others
 

@@ -17,7 +17,7 @@ token.
 import inspect
 import reprlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, get_args
 
@@ -28,7 +28,7 @@ from ligerzoo.files.atomic import reading_directory, replace_files
 from ligerzoo.files.transformers_options import text_options
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoding import TextEncoder, refuse_unknown
-from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_length
+from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_bytes
 from ligerzoo.text.messages import OpenMessage, checked_objects, normalized_messages
 from ligerzoo.text.padding import BatchEncoding
 from ligerzoo.text.rendered import Rendered
@@ -383,20 +383,34 @@ class Tokenizer(TextEncoder):
         """
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Returns a function of a token id: the bytes of UTF-8 that it adds to a text that has begun.
+
+        They may be a part of a character. Those of a special token are its name. An id without a token has none.
+        """
+        bytes_of, special = token_bytes(self._backend.decoder), frozenset(self.all_special_ids)
+
+        def of(token_id: int) -> bytes:
+            token = self.id_to_token(token_id)
+            if token is None:
+                return b""
+            return token.encode() if token_id in special else bytes_of(token)
+
+        return of
+
     def bytes_per_token(self) -> list[int]:
         """Returns how many bytes of UTF-8 text each token adds, by id; 0 for special tokens and ids without a token.
 
         The bytes of a text's tokens are those of the text. Only a leading space that the decoder strips, as those of
         SentencePiece do, counts too.
         """
-        length, special = token_length(self._backend.decoder), set(self.all_special_ids)
-        tokens = (None if token_id in special else self.id_to_token(token_id) for token_id in range(len(self)))
-        return [0 if token is None else length(token) for token in tokens]
+        bytes_of, special = self.token_bytes(), frozenset(self.all_special_ids)
+        return [0 if token_id in special else len(bytes_of(token_id)) for token_id in range(len(self))]
 
-    def stream(self, skip_special_tokens: bool = False) -> IncrementalDecoder:
-        """Returns a decoder for ids that arrive one at a time."""
+    def stream(self, skip_special_tokens: bool = False, *, continues_text: bool = False) -> IncrementalDecoder:
+        """Returns a decoder for ids that arrive one at a time; see `IncrementalDecoder`."""
         skipped_ids = self.all_special_ids if skip_special_tokens else ()
-        return IncrementalDecoder(self.id_to_token, self._backend.decoder, skipped_ids)
+        return IncrementalDecoder(self.id_to_token, self._backend.decoder, skipped_ids, continues_text=continues_text)
 
 
 def _is_integer(value: object) -> bool:

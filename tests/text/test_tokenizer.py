@@ -486,6 +486,30 @@ def test_only_the_first_space_is_dropped(tokenizers: dict[str, Tokenizer], kind:
     assert "".join(pieces) == "the dog, the dog"
 
 
+def test_text_that_continues_another_keeps_its_first_space(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind in KINDS:
+        tokenizer = tokenizers[kind]
+        text = "the dog's 你 é"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for cut in range(1, len(ids)):
+            before = tokenizer.decode(ids[:cut])
+            if before.encode().endswith(b"\xef\xbf\xbd"):
+                continue  # within a character
+            stream = tokenizer.stream(continues_text=True)
+            assert before + "".join(map(stream.push, ids[cut:])) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_bytes_of_tokens_are_those_of_the_text(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind in KINDS:
+        tokenizer = tokenizers[kind]
+        bytes_of = tokenizer.token_bytes()
+        ids = tokenizer.encode("the dog's 你🦁", add_special_tokens=False)
+        assert b"".join(map(bytes_of, ids)).decode().lstrip(" ") == tokenizer.decode(ids)
+        for token_id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True):
+            assert bytes_of(token_id) == token.encode()
+        assert bytes_of(10**6) == b""
+
+
 def test_a_new_text_begins_after_flush(tokenizers: dict[str, Tokenizer]) -> None:
     for kind in KINDS:
         tokenizer = tokenizers[kind]
