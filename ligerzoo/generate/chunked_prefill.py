@@ -59,8 +59,8 @@ class ChunkedPrefill:
         """Processes the next chunk.
 
         Returns:
-            If the prompt is scored, the packed log-probabilities of the tokens that follow those of the chunk within
-            the prompt, see `with_top_logps`. There is none of the first token.
+            If the prompt is scored, the packed log-probabilities of its tokens that follow those of the chunk, see
+            `with_top_logps`. The first token of the prompt has no log-probability.
         """
         start, self._done = self._done, min(self._done + self._chunk_tokens, len(self.prompt))
         ids = to_device(self.prompt[start : self._done + 1], self._device)  # with the token that follows

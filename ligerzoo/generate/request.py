@@ -141,7 +141,7 @@ class Request:
 
     @property
     def needs_prompt_logps(self) -> bool:
-        """Whether the prompt is to be scored, before the first new token."""
+        """Whether the prompt must be scored, before the first new token."""
         return self.options.prompt_logps and self.started == 0
 
     def append(self, token: int) -> str | None:

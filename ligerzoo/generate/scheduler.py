@@ -82,8 +82,8 @@ class Scheduler:
     Each step decodes one token of each running request. On a CPU, prompts of more than CHUNK_TOKENS tokens are
     prefilled one after the other, a chunk in each step; shorter ones may start before a long one that waits for
     another. So are prompts with `prompt_logps`, on any device. On a GPU the host reads the tokens some steps late, so
-    that the GPU always has work. Not thread-safe: one thread drives it. While requests run, weights may change in
-    place, but not be replaced by other tensors.
+    that the GPU always has work. Not thread-safe: one thread drives it. While requests run, weights may change
+    in place, but not be replaced by other tensors.
 
     Args:
         model: a causal language model with self-attention only. Text inputs only.

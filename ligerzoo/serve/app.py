@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from http import HTTPStatus
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +22,13 @@ from ligerzoo.serve.bodies import Bodies, check_values
 from ligerzoo.serve.continuation import Continuation, Piece
 from ligerzoo.serve.engine import SEE_LOG, Engine, GenerationError, Job, OverloadedError
 from ligerzoo.serve.engine import Request as EngineRequest
-from ligerzoo.serve.options import parse_json, show
+from ligerzoo.serve.json_text import encode_json, parse_json
+from ligerzoo.serve.options import show
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
 from ligerzoo.serve.threads import in_thread
+from ligerzoo.serve.token_texts import TokenTexts
+from ligerzoo.serve.tokenization import detokenize, tokenize
 
 MAX_BODY = 10 * 2**20
 _MAX_BODIES = 4  # of the largest size, that may be in memory
@@ -55,6 +58,7 @@ class Service:
         self, engine: Engine, encoder: PromptEncoder, *, name: str, device: torch.device | str, max_body: int = MAX_BODY
     ) -> None:
         self._engine, self._encoder, self._device = engine, encoder, device
+        self._texts = TokenTexts(encoder.tokenizer)
         self.bodies = Bodies(max_body, _MAX_BODIES * max_body)
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
 
@@ -67,6 +71,8 @@ class Service:
                 Route("/v1/models/{name:path}", self.show_model),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.complete, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
             ],
             exception_handlers={
                 HTTPException: _http_error,
@@ -96,24 +102,43 @@ class Service:
     async def complete(self, request: Request) -> Response | EventStream:
         return await self._respond(request, Completion)
 
+    async def tokenize(self, request: Request) -> Response:
+        return await self._convert(request, tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._convert(request, detokenize)
+
+    async def _convert(
+        self, request: Request, function: Callable[[dict[str, Any], PromptEncoder], dict[str, Any]]
+    ) -> Response:
+        """Responds to a request that needs the tokenizer only, whose `model` may be absent."""
+
+        def respond(body: bytes) -> Response:
+            fields = self._read(body, is_model_required=False)
+            return _json_response(function(fields, self._encoder))
+
+        async with self.bodies.receive(request) as body:
+            return await in_thread(respond, body)
+
     async def _respond(self, request: Request, endpoint: type[Endpoint]) -> Response | EventStream:
         async with self.bodies.receive(request) as body:
             call, requests, outputs = await in_thread(self._prepare, body, endpoint)
         job = await self._engine.submit(requests)
+        writer = endpoint(call, self._texts)
         if call.is_streamed:
-            return EventStream(job, outputs, endpoint(call))
+            return EventStream(job, outputs, writer)
         try:
             choices = await until_disconnected(request.receive, outputs.collect(job))
         finally:
             job.close()
-        return JSONResponse(endpoint(call).response(choices, outputs.num_tokens))
+        return await in_thread(lambda: _json_response(writer.response(choices, outputs.num_tokens)))
 
     def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[EngineRequest], Outputs]:
         """Returns what a body asks for; in a thread, since it may take seconds."""
         call = endpoint.read(self._read(body), self._encoder, self._engine.max_requests)
         return call, call.requests(self._encoder, self._device), Outputs(call, self._encoder)
 
-    def _read(self, body: bytes) -> dict[str, Any]:
+    def _read(self, body: bytes, *, is_model_required: bool = True) -> dict[str, Any]:
         """Returns the fields of a body for this model."""
         check_values(body)
         try:
@@ -122,11 +147,12 @@ class Service:
             raise LigerzooError("not valid JSON", where="body", got=error) from error
         if not isinstance(fields, dict):
             raise LigerzooError("invalid value", where="body", got=show(fields), expected="a JSON object")
-        if not isinstance(fields.get("model"), str):
-            raise LigerzooError(
-                "invalid value", where="model", got=show(fields.get("model")), expected=repr(self._model["id"])
-            )
-        self._check_model(fields["model"])
+        model = fields.get("model")
+        if model is None and not is_model_required:
+            return fields
+        if not isinstance(model, str):
+            raise LigerzooError("invalid value", where="model", got=show(model), expected=repr(self._model["id"]))
+        self._check_model(model)
         return fields
 
     def _check_model(self, name: str) -> None:
@@ -138,8 +164,11 @@ class Outputs:
     """The continuations of one call while their tokens arrive."""
 
     def __init__(self, call: Call, encoder: PromptEncoder) -> None:
-        number = len(call.prompts) * call.n
-        self._continuations = [Continuation(encoder.tokenizer, call.options.stop) for _ in range(number)]
+        self._continuations = [
+            Continuation(encoder.tokenizer, call.options.stop, echoed=echoed, continues_text=call.continues_text)
+            for echoed in call.echoed or repeat(None, len(call.prompts))
+            for _ in range(call.n)
+        ]
 
     @property
     def num_tokens(self) -> int:
@@ -193,15 +222,15 @@ class EventStream:
 
     async def _events(self) -> AsyncIterator[bytes]:
         for chunk in self._endpoint.opening():
-            yield _json(chunk)
+            yield encode_json(chunk)
         try:
             async for index, piece in self._outputs.pieces(self._job):
-                yield _json(self._endpoint.chunk(index, piece))
+                yield encode_json(self._endpoint.chunk(index, piece))
         except GenerationError as error:  # the status has been sent
-            yield _json(_error(str(error), "server_error"))
+            yield encode_json(_error(str(error), "server_error"))
             return
         for chunk in self._endpoint.closing(self._outputs.num_tokens):
-            yield _json(chunk)
+            yield encode_json(chunk)
         yield b"[DONE]"
 
 
@@ -228,13 +257,16 @@ async def _disconnection(receive: Receive) -> None:
         pass
 
 
-def _json(content: object) -> bytes:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+def _json_response(content: object) -> Response:
+    return Response(encode_json(content), media_type="application/json")
 
 
 # Errors
 
-_ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME or GET /health"
+_ENDPOINTS = (
+    "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, GET /v1/models, "
+    "GET /v1/models/NAME or GET /health"
+)
 
 
 def _error(message: str, kind: str, param: object = None, code: str | None = None) -> dict[str, Any]:

@@ -17,8 +17,10 @@ import torch
 
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
 from ligerzoo.generate import BrokenLogitsError, Scheduler
+from ligerzoo.serve.chat_prompt import ChatPrompt
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.options import RequestOptions, derived_seed, parse_json
+from ligerzoo.serve.json_text import parse_json
+from ligerzoo.serve.options import RequestOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
 
@@ -77,7 +79,8 @@ class Entry:
         options = RequestOptions.from_json(merged, {name: name for name in OPTIONS})
         if "seed" not in fields and options.seed is not None:
             options = replace(options, seed=derived_seed(options.seed, line))
-        prompt = encoder.encode_chat(fields["messages"]) if "messages" in fields else encoder.encode(fields["prompt"])
+        chat = ChatPrompt(fields.get("messages"))
+        prompt = encoder.encode_chat(chat) if "messages" in fields else encoder.encode(fields["prompt"])
         options = replace(options, max_new_tokens=encoder.room(prompt, options.max_new_tokens))
         entry = cls(line, fields.get("id"), torch.tensor(prompt), options)
         scheduler.request(entry.prompt, "prompt", **entry.options.for_scheduler(scheduler.device))

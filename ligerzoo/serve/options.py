@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 
@@ -19,7 +17,6 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 32
 MAX_NGRAM_SIZE = 64
 
-_SURROGATE = re.compile("[\ud800-\udfff]|\\\\u[dD][89a-fA-F]")
 _REPR = reprlib.Repr()
 _REPR.maxstring = 200
 
@@ -103,31 +100,9 @@ class RequestOptions:
         return options
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parses JSON.
-
-    Raises:
-        ValueError, RecursionError: it is malformed, or has NaN, Infinity or half of a surrogate pair in a text or name,
-            which Python's parser accepts.
-    """
-    if isinstance(text, bytes):
-        text = text.decode("utf-8-sig")
-    value = json.loads(text, parse_constant=_refuse_constant)
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("half of a surrogate pair, which is not a character") from error
-    return value
-
-
 def show(value: object) -> str:
     """Returns a JSON value, shortened, for a message."""
     return quote(_REPR.repr(value))
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def derived_seed(seed: int, index: int) -> int:

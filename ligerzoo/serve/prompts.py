@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ligerzoo.errors import LigerzooError, quote
+from ligerzoo.serve.chat_prompt import ChatPrompt
 from ligerzoo.text.messages import trying_text_arguments, with_parsed_arguments
-from ligerzoo.text.special_text import SpecialTokens
+from ligerzoo.text.rendered import Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 
 
@@ -41,51 +43,52 @@ class PromptEncoder:
         self._check_length(text)
         return self.check(self.tokenizer.encode(text))
 
-    def encode_chat(
-        self,
-        messages: object,
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        special_tokens: SpecialTokens = "text",
-    ) -> list[int]:
-        """Returns the ids of a conversation, followed by the beginning of the model's answer.
+    def texts(self, prompt: str | Sequence[int], ids: Sequence[int]) -> list[str]:
+        """Returns the text that each token of a prompt completes; together they are the prompt.
 
         Args:
-            messages: objects with "role" and "content". The content is a string or a list of parts of type "text",
-                which newlines join; messages of the assistant may have none. The role "developer" is "system" for the
-                template. Arguments of tool calls may be JSON text. Other fields are passed to the template.
-            variables: further variables of the chat template. They may also have the two options below.
-            add_generation_prompt: whether the prompt ends with the beginning of an answer. None means True unless
-                `continue_final_message`.
-            continue_final_message: whether the model continues the last message instead.
-            special_tokens: what a special token means that is written in a message or a variable, see
-                `Tokenizer.apply_chat_template`.
+            prompt: the text, or the token ids.
+            ids: its token ids.
+        """
+        if isinstance(prompt, str):
+            return _parts(prompt, self.tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"])
+        decoder = self.tokenizer.stream()
+        texts = [decoder.push(token_id) for token_id in ids]
+        return [*texts[:-1], texts[-1] + decoder.flush()]
+
+    def encode_chat(self, chat: ChatPrompt) -> list[int]:
+        """Returns the ids of a conversation; see `render`.
+
+        Raises:
+            LigerzooError: also if an id is outside the model's vocabulary.
+            ContextLengthError: the conversation is certainly longer than the context.
+        """
+        rendered = self.render(chat)
+        self._check_length(rendered.text)
+        return self.check(self.tokenizer.encode_rendered(rendered)[0])
+
+    def render(self, chat: ChatPrompt) -> Rendered:
+        """Returns the text of a conversation.
+
+        Its messages are objects with "role" and "content". The content is a string or a list of parts of type "text",
+        which newlines join; messages of the assistant may have none. The role "developer" is "system" for the template.
+        Arguments of tool calls may be JSON text. Other fields are passed to the template.
 
         Raises:
             LigerzooError: a message is malformed, the chat template refuses the conversation or does not read a
                 variable.
-            ContextLengthError: the conversation is certainly longer than the context.
         """
+        messages, variables = chat.messages, chat.variables
         if not isinstance(messages, list) or not messages:
             raise _invalid("messages", messages, "a list of messages")
-        conversation = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        variables = dict(variables or {})
-        for name in options:
-            options[name] = _given_once(name, options[name], variables.pop(name, None))
-        continues = bool(options["continue_final_message"])
-        begins = not continues if options["add_generation_prompt"] is None else options["add_generation_prompt"]
+        checked = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if taken := inspect.signature(Tokenizer.apply_chat_template).parameters.keys() & variables.keys():
             raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=quote(min(taken)))
         render = partial(
-            self.tokenizer.render_chat, add_generation_prompt=begins, continue_final_message=continues,
-            special_tokens=special_tokens, variables=variables,
+            self.tokenizer.render_chat, add_generation_prompt=chat.add_generation_prompt, variables=variables,
+            continue_final_message=chat.continue_final_message, special_tokens=chat.special_tokens,
         )  # fmt: skip
-        rendered = trying_text_arguments(render, conversation)
-        self._check_length(rendered.text)
-        return self.check(self.tokenizer.encode_rendered(rendered)[0])
+        return trying_text_arguments(render, checked)
 
     def _check_length(self, text: str) -> None:
         """Refuses a text that cannot fit, before the time to encode it is spent."""
@@ -123,6 +126,18 @@ class PromptEncoder:
         return requested
 
 
+def _parts(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
+    """Splits a text into those of its tokens, whose (first, last + 1) characters are `offsets`.
+
+    A character of several tokens belongs to the last of them. Spaces that no token has, since tokenizers may leave them
+    out of the offsets, belong to the next one. Added special tokens have no characters.
+    """
+    ends = [0]
+    for (_, last), (first_of_next, last_of_next) in pairwise([*offsets, (0, 0)]):
+        ends.append(max(ends[-1], min(last, first_of_next) if first_of_next < last_of_next else last))
+    return [text[start:end] for start, end in pairwise([*ends[:-1], len(text)])]
+
+
 def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _invalid(where, message, "an object")
@@ -143,15 +158,6 @@ def _text(part: object, where: str) -> str:
         return text
     expected = '{"type": "text", "text": "..."}'
     raise _invalid(where, part, expected, "Images are not supported: use `ligerzoo generate --image`.")
-
-
-def _given_once(name: str, field: bool | None, variable: object) -> bool | None:
-    """Returns an option that is a field of the request or in `chat_template_kwargs`."""
-    if not isinstance(variable, bool | None):
-        raise _invalid(f"chat_template_kwargs.{name}", variable, "true or false")
-    if field is not None and variable is not None and field != variable:
-        raise LigerzooError("given twice with different values", where=name, expected="one of them")
-    return variable if field is None else field
 
 
 def _too_long(got: str, max_context: int) -> ContextLengthError:

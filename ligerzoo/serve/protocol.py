@@ -16,11 +16,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.logps import MAX_TOP_LOGPS
+from ligerzoo.serve import chat_prompt
+from ligerzoo.serve.chat_prompt import ChatPrompt
 from ligerzoo.serve.continuation import Piece, TokenText
 from ligerzoo.serve.engine import Request
-from ligerzoo.serve.options import RequestOptions, is_integer, show
+from ligerzoo.serve.fields import Neutral, check_field, check_names, flag, is_ids, or_default
+from ligerzoo.serve.options import RequestOptions, is_integer
 from ligerzoo.serve.prompts import PromptEncoder
+from ligerzoo.serve.token_texts import TokenTexts
 
 MAX_CHOICES = 128
 MIN_LOGP = -9999.0
@@ -33,18 +38,17 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _COMMON = ("model", "n", "stream", "stream_options", "logprobs", "max_tokens", *_SAMPLING, *_WITHOUT_EFFECT)
 
-_TOP_LOGPROBS = "Only the log-probabilities of the chosen tokens are returned."
+_TOP_LOGPROBS = f"an integer from 0 to {MAX_TOP_LOGPS}"
 _PENALTY = "Use repetition_penalty."
 _TOOLS = "Describe the functions in a message, and parse the answer."
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str | None]] = {
+_NEUTRAL: Neutral = {
     "presence_penalty": ((0,), _PENALTY),
     "frequency_penalty": ((0,), _PENALTY),
     "logit_bias": (({},), None),
     "store": ((False,), None),
 }
-_NEUTRAL_CHAT: dict[str, tuple[tuple[Any, ...], str | None]] = {
+_NEUTRAL_CHAT: Neutral = {
     **_NEUTRAL,
-    "top_logprobs": ((0,), _TOP_LOGPROBS),
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
     "parallel_tool_calls": ((True, False), _TOOLS),
@@ -58,9 +62,8 @@ _NEUTRAL_CHAT: dict[str, tuple[tuple[Any, ...], str | None]] = {
     "verbosity": ((), None),
     "web_search_options": ((), None),
 }
-_NEUTRAL_COMPLETION: dict[str, tuple[tuple[Any, ...], str | None]] = {
+_NEUTRAL_COMPLETION: Neutral = {
     **_NEUTRAL,
-    "echo": ((False,), "Prepend the prompt to the text of the response."),
     "best_of": ((1,), "Use n and logprobs, and choose among the continuations."),
     "suffix": (("",), None),
 }
@@ -78,7 +81,10 @@ class Call:
         n: number of continuations of each prompt.
         is_streamed: whether the response is a stream of events.
         includes_usage: whether the stream ends with the numbers of tokens.
-        has_logprobs: whether the response has the log-probabilities of the tokens.
+        top_logprobs: number of the most likely tokens whose log-probabilities the response has with each token; None
+            for a response without log-probabilities.
+        echoed: the texts of the tokens of each prompt, which precede the continuations; None if they do not.
+        continues_text: whether a prompt is a text to continue, not one to answer.
     """
 
     model: str
@@ -87,7 +93,9 @@ class Call:
     n: int
     is_streamed: bool
     includes_usage: bool
-    has_logprobs: bool
+    top_logprobs: int | None
+    echoed: list[list[str]] | None = None
+    continues_text: bool = False
 
     def requests(self, encoder: PromptEncoder, device: torch.device | str) -> list[Request]:
         """Returns the requests for the scheduler: `n` for each prompt.
@@ -96,10 +104,11 @@ class Call:
             ContextLengthError: prompt and continuation are longer than the context.
         """
         requests = []
+        logps = {"top_logps": self.top_logprobs or 0, "prompt_logps": self.echoed is not None}
         for prompt in self.prompts:
             room = encoder.room(prompt, self.options.max_new_tokens)
             options = replace(self.options, max_new_tokens=room)
-            requests += [Request(prompt, options.for_scheduler(device, choice)) for choice in range(self.n)]
+            requests += [Request(prompt, options.for_scheduler(device, choice) | logps) for choice in range(self.n)]
         return requests
 
     def usage(self, completion_tokens: int) -> dict[str, int]:
@@ -113,14 +122,19 @@ class Call:
 
 
 class Endpoint(ABC):
-    """Reads the requests and writes the responses of one endpoint."""
+    """Reads the requests and writes the responses of one endpoint.
+
+    Args:
+        call: the request.
+        texts: the texts of single tokens.
+    """
 
     prefix: ClassVar[str]
     response_type: ClassVar[str]
     chunk_type: ClassVar[str]
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, call: Call, texts: TokenTexts) -> None:
+        self._call, self._texts = call, texts
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": call.model}
 
     @classmethod
@@ -164,7 +178,7 @@ class Endpoint(ABC):
         return {**chunk, "usage": usage} if self._call.includes_usage else chunk
 
     def _choice(self, index: int, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self._logprobs(piece.tokens) if self._call.has_logprobs else None
+        logprobs = None if self._call.top_logprobs is None else self._logprobs(piece.tokens)
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     @abstractmethod
@@ -179,27 +193,21 @@ class Chat(Endpoint):
     """/v1/chat/completions."""
 
     prefix, response_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    fields = (
-        "messages", "max_completion_tokens", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-        "special_tokens", *_COMMON,
-    )  # fmt: skip
+    fields = ("max_completion_tokens", "top_logprobs", *chat_prompt.FIELDS, *_COMMON)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
-        _check_names(fields, cls.fields, _NEUTRAL_CHAT)
-        has_logprobs = _flag(fields, "logprobs")
-        variables = _or_default(fields.get("chat_template_kwargs"), {})
-        _require(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")
+        check_names(fields, cls.fields, _NEUTRAL_CHAT)
+        has_logprobs, top = flag(fields, "logprobs"), or_default(fields.get("top_logprobs"), 0)
+        check_field(is_integer(top, 0, MAX_TOP_LOGPS), "top_logprobs", top, _TOP_LOGPROBS)
+        check_field(has_logprobs or top == 0, "top_logprobs", top, "0 or null without logprobs")
         limits = [name for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
         if len(limits) > 1:
             raise LigerzooError("given together with max_completion_tokens", where="max_tokens", expected="one of them")
-        flags = {name: _optional_flag(fields, name) for name in ("add_generation_prompt", "continue_final_message")}
-        special_tokens = _or_default(fields.get("special_tokens"), "text")
-        _require(special_tokens in ("text", "control"), "special_tokens", special_tokens, '"text" or "control"')
-        call = _call(fields, has_logprobs, dict.fromkeys(limits, "max_new_tokens"))
+        chat = ChatPrompt.read(fields)
+        call = _call(fields, top if has_logprobs else None, dict.fromkeys(limits, "max_new_tokens"))
         _check_count(call.n, max_requests)
-        prompt = encoder.encode_chat(fields.get("messages"), variables, special_tokens=special_tokens, **flags)
-        return replace(call, prompts=[prompt])
+        return replace(call, prompts=[encoder.encode_chat(chat)], continues_text=chat.continue_final_message)
 
     def opening(self) -> list[dict[str, Any]]:
         beginning = {"delta": {"role": "assistant", "content": ""}}
@@ -215,34 +223,44 @@ class Chat(Endpoint):
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         content = [
             {
-                "token": token.text,
-                "bytes": list(token.text.encode()),
-                "logprob": max(token.logp, MIN_LOGP),
-                "top_logprobs": [],
+                **_entry(token.text, token.text.encode(), token.logp),
+                "top_logprobs": [_entry(*self._texts[top], logp) for top, logp in token.top_logps.items()],
             }
             for token in tokens
         ]
         return {"content": content, "refusal": None}
 
 
+def _entry(text: str, content: bytes, logp: float | None) -> dict[str, Any]:
+    return {"token": text, "bytes": list(content), "logprob": _bounded(logp)}
+
+
+def _bounded(logp: float | None) -> float | None:
+    return None if logp is None else max(logp, MIN_LOGP)
+
+
 class Completion(Endpoint):
     """/v1/completions."""
 
     prefix, response_type, chunk_type = "cmpl", "text_completion", "text_completion"
-    fields = ("prompt", *_COMMON)
+    fields = ("prompt", "echo", *_COMMON)
     default_max_tokens = 16  # the API's
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
-        _check_names(fields, cls.fields, _NEUTRAL_COMPLETION)
-        top = fields.get("logprobs")
-        _require(top is None or is_integer(top, 0, 0), "logprobs", top, "0 or null", _TOP_LOGPROBS)
-        fields = {**fields, "max_tokens": _or_default(fields.get("max_tokens"), cls.default_max_tokens)}
-        call = _call(fields, top is not None, {"max_tokens": "max_new_tokens"})
+        check_names(fields, cls.fields, _NEUTRAL_COMPLETION)
+        top, echoes = fields.get("logprobs"), flag(fields, "echo")
+        check_field(top is None or is_integer(top, 0, MAX_TOP_LOGPS), "logprobs", top, f"null, or {_TOP_LOGPROBS}")
+        limit = or_default(fields.get("max_tokens"), cls.default_max_tokens)
+        is_echo_alone = echoes and is_integer(limit, 0, 0)
+        call = _call({**fields, "max_tokens": None if is_echo_alone else limit}, top, {"max_tokens": "max_new_tokens"})
+        if is_echo_alone:
+            call = replace(call, options=replace(call.options, max_new_tokens=0))
         prompts = _prompts(fields.get("prompt"))
         _check_count(len(prompts) * call.n, max_requests)
         encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
-        return replace(call, prompts=encoded)
+        echoed = [encoder.texts(*pair) for pair in zip(prompts, encoded, strict=True)] if echoes else None
+        return replace(call, prompts=encoded, echoed=echoed, continues_text=True)
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -252,44 +270,39 @@ class Completion(Endpoint):
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         return {
             "tokens": [token.text for token in tokens],
-            "token_logprobs": [max(token.logp, MIN_LOGP) for token in tokens],
-            "top_logprobs": None,
+            "token_logprobs": [_bounded(token.logp) for token in tokens],
+            "top_logprobs": [self._likely(token) for token in tokens] if self._call.top_logprobs else None,
             "text_offset": [token.offset for token in tokens],
         }
 
-
-def _check_names(
-    fields: Mapping[str, Any], supported: Sequence[str], neutral: Mapping[str, tuple[tuple[Any, ...], str | None]]
-) -> None:
-    for name, value in fields.items():
-        if name in supported or (name in neutral and value is None):
-            continue
-        if name not in neutral:
-            raise LigerzooError("unknown field", where=name[:100], remedy=did_you_mean(name[:100], supported))
-        values, remedy = neutral[name]
-        if value not in values:
-            expected = " or ".join(map(repr, values)) or "no such field"
-            raise LigerzooError("not supported", where=name, got=show(value), expected=expected, remedy=remedy)
+    def _likely(self, token: TokenText) -> dict[str, float | None] | None:
+        """Returns the log-probabilities of the most likely tokens and of the chosen one by their texts."""
+        if token.id is None:
+            return None
+        likely: dict[str, float | None] = {}
+        for token_id, logp in (*token.top_logps.items(), (token.id, token.logp)):
+            likely.setdefault(self._texts[token_id][0], _bounded(logp))
+        return likely
 
 
-def _call(fields: Mapping[str, Any], has_logprobs: bool, limits: Mapping[str, str]) -> Call:
+def _call(fields: Mapping[str, Any], top_logprobs: int | None, limits: Mapping[str, str]) -> Call:
     """Reads what both endpoints have, all but the prompts."""
     names = {**{name: name for name in _SAMPLING}, **limits}
-    n = _or_default(fields.get("n"), 1)
-    _require(is_integer(n, 1, MAX_CHOICES), "n", n, f"an integer from 1 to {MAX_CHOICES}")
-    is_streamed = _flag(fields, "stream")
+    n = or_default(fields.get("n"), 1)
+    check_field(is_integer(n, 1, MAX_CHOICES), "n", n, f"an integer from 1 to {MAX_CHOICES}")
+    is_streamed = flag(fields, "stream")
     stream_options = fields.get("stream_options")
-    _require(stream_options is None or is_streamed, "stream_options", stream_options, "no such field without stream")
-    _require(isinstance(stream_options, dict | None), "stream_options", stream_options, "an object")
-    _check_names(stream_options or {}, ["include_usage"], {"include_obfuscation": ((False,), None)})
+    check_field(stream_options is None or is_streamed, "stream_options", stream_options, "no such field without stream")
+    check_field(isinstance(stream_options, dict | None), "stream_options", stream_options, "an object")
+    check_names(stream_options or {}, ["include_usage"], {"include_obfuscation": ((False,), None)})
     return Call(
         model=fields["model"],
         prompts=[],
         options=replace(RequestOptions.from_json(fields, names), do_sample=True),  # the API samples by default
         n=n,
         is_streamed=is_streamed,
-        includes_usage=_flag(stream_options or {}, "include_usage"),
-        has_logprobs=has_logprobs,
+        includes_usage=flag(stream_options or {}, "include_usage"),
+        top_logprobs=top_logprobs,
     )
 
 
@@ -303,30 +316,11 @@ def _check_count(count: int, max_requests: int) -> None:
 
 def _prompts(prompt: object) -> list[str | list[int]]:
     """Returns the prompts: a text, several texts, a list of ids, or several lists of ids."""
-    several: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
-    _require(several != [] and all(isinstance(one, str) or _is_ids(one) for one in several), "prompt", prompt,
+    several: list[Any] = prompt if isinstance(prompt, list) and not _is_prompt(prompt) else [prompt]
+    check_field(several != [] and all(isinstance(one, str) or _is_prompt(one) for one in several), "prompt", prompt,
              "a text, a list of texts, a list of token ids, or a list of such lists")  # fmt: skip
     return several
 
 
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and value != [] and all(is_integer(item, 0, 2**31 - 1) for item in value)
-
-
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    return bool(_optional_flag(fields, name))
-
-
-def _optional_flag(fields: Mapping[str, Any], name: str) -> bool | None:
-    value: bool | None = fields.get(name)
-    _require(isinstance(value, bool | None), name, value, "true or false")
-    return value
-
-
-def _or_default(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _require(holds: bool, field: str, got: object, expected: str, remedy: str | None = None) -> None:
-    if not holds:
-        raise LigerzooError("invalid value", where=field, got=show(got), expected=expected, remedy=remedy)
+def _is_prompt(value: object) -> bool:
+    return value != [] and is_ids(value)

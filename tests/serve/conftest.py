@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ligerzoo.text.tokenizer import Tokenizer
     from tests.serve.serving import Served
 
-SERVER_TESTS = ["test_app.py", "test_limits.py"]
+SERVER_TESTS = ["test_app.py", "test_limits.py", "test_load.py", "test_logprobs.py", "test_tokenization.py"]
 
 collect_ignore = [] if all(map(find_spec, ("starlette", "uvicorn", "openai"))) else SERVER_TESTS
 

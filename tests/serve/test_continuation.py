@@ -1,12 +1,14 @@
 """The text of a continuation while its tokens arrive."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from ligerzoo.demo.text import CHECKPOINT
 from ligerzoo.generate import Update
 from ligerzoo.serve.continuation import Continuation, Piece
+from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
 
 TEXT = "def größe(löwe):\n    return '🦁' * 3  # \u200d👩\u200d🚀 stop here\n\nUser: next"
@@ -60,8 +62,10 @@ def test_the_end_of_sequence_is_counted_and_not_shown(tokenizer: Tokenizer) -> N
     for end in (tokenizer.eos_token_id, ids[0]):  # an end-of-sequence token need not be a special one
         continuation, parts = pieces(tokenizer, [*ids, end], "stop")
         assert "".join(part.text for part in parts) == "return x"
-        assert sum(len(part.tokens) for part in parts) == len(ids)
         assert continuation.num_tokens == len(ids) + 1
+        tokens = [token for part in parts for token in part.tokens]
+        assert [token.id for token in tokens] == [*ids, end]
+        assert (tokens[-1].text, tokens[-1].logp, tokens[-1].offset) == ("", -0.5 * end, len("return x"))
         assert parts[-1].finish_reason == "stop"
 
 
@@ -70,13 +74,14 @@ def test_the_end_of_sequence_is_counted_and_not_shown(tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize("stop", ["stop", "\n\nUser:", "🦁", "here\n\nUser", "d", "öw"])
 def test_a_stop_string_ends_the_text(tokenizer: Tokenizer, stop: str, keeps_stop: bool, sizes: int) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    _, parts = pieces(tokenizer, ids, "length", [stop, "not there"], sizes, keeps_stop=keeps_stop)
+    continuation, parts = pieces(tokenizer, ids, "length", [stop, "not there"], sizes, keeps_stop=keeps_stop)
     expected = TEXT[: TEXT.index(stop) + len(stop) * keeps_stop]
     assert "".join(part.text for part in parts) == expected
     assert parts[-1].finish_reason == "stop"
     tokens = [token for part in parts for token in part.tokens]
     assert "".join(token.text for token in tokens) == expected
-    assert all(token.offset < len(expected) for token in tokens)
+    assert all(expected[token.offset :].startswith(token.text) for token in tokens)
+    assert len(tokens) == continuation.num_tokens  # those of the stop string have no text
 
 
 def test_the_first_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
@@ -99,3 +104,33 @@ def test_a_special_token_may_be_a_stop_string(tokenizer: Tokenizer) -> None:
     assert ("".join(part.text for part in parts), parts[-1].finish_reason) == ("a", "stop")
     _, parts = pieces(tokenizer, ids, "length")
     assert "".join(part.text for part in parts) == "ab"  # otherwise it is skipped
+
+
+@pytest.mark.parametrize("prompt", [TEXT, "x", "🦁"])
+def test_an_echoed_prompt_precedes_the_text(tokenizer: Tokenizer, prompt: str) -> None:
+    """Its updates arrive in parts, without the first token. Stop strings count in the continuation only."""
+    ids, new = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, "def f"))
+    for limit in (0, len(new)):
+        encoder = PromptEncoder(tokenizer, 10_000, 500)
+        for given, tokens in ((prompt, tokenizer.encode(prompt)), (ids, ids)):
+            texts = encoder.texts(given, tokens)
+            continuation = Continuation(tokenizer, [prompt[-1] * 2], echoed=texts, continues_text=True)
+            logps = [-0.5 * token for token in tokens[1:]]
+            updates = [
+                Update(0, tokens[start:end], logps[start - 1 : end - 1], None, is_prompt=True)
+                for start, end in ((1, 4), (4, len(tokens)))
+            ]
+            if limit == 0:
+                updates[-1] = replace(updates[-1], finish_reason="length")
+            else:
+                updates.append(Update(0, new, [-0.5 * token for token in new], "length"))
+            parts = [continuation.push(update) for update in updates]
+            text = prompt + ("def f" if limit else "")
+            assert "".join(part.text for part in parts) == text
+            shown = [token for part in parts for token in part.tokens]
+            assert [token.id for token in shown] == [None, *tokens[1:], *new[:limit]]
+            assert [token.logp for token in shown[1:]] == [-0.5 * (token.id or 0) for token in shown[1:]]
+            assert "".join(token.text for token in shown) == text
+            assert all(text[token.offset :].startswith(token.text) for token in shown)
+            assert parts[-1].finish_reason == "length"
+            assert continuation.num_tokens == limit
