@@ -29,14 +29,16 @@ def mark_repeated_checkpoints(items: list[pytest.Item]) -> None:
     """Marks `thorough` the cases of tiny checkpoints that add no new kind of model to the earlier cases of their test.
 
     Tests marked `every_checkpoint` run for all of them. They show that each gives the right model, with every weight
-    where it belongs; what layers do with padding, caches, segments and other dtypes is tested once per kind.
+    where it belongs. Tests marked `every_layer`, of what layers do with padding, caches, segments and other dtypes, run
+    for those that add a kind of layer.
     """
     if "tests.models.tiny" not in sys.modules:  # which imports transformers
         return
-    from tests.models.kinds import repeated
+    from tests.models.kinds import of_layers, of_model, repeated
     from tests.models.tiny import Tiny
 
     cases: dict[str, dict[int, Tiny]] = {}
+    layers: set[str] = set()
     rows: dict[pytest.Item, Tiny] = {}
     for item in items:
         found = [
@@ -46,8 +48,14 @@ def mark_repeated_checkpoints(items: list[pytest.Item]) -> None:
         ]
         if len(found) == 1 and not item.get_closest_marker("every_checkpoint"):
             rows[item] = found[0]
-            cases.setdefault(item.nodeid.partition("[")[0], {})[id(found[0])] = found[0]
-    thorough = {test: {id(row) for row in repeated(list(of_test.values()))} for test, of_test in cases.items()}
+            test = item.nodeid.partition("[")[0]
+            cases.setdefault(test, {})[id(found[0])] = found[0]
+            if item.get_closest_marker("every_layer"):
+                layers.add(test)
+    thorough = {test: {id(row) for row in repeated([*of.values()], of_model)} for test, of in cases.items()}
+    for test in layers:
+        others = [row for row in cases[test].values() if id(row) not in thorough[test]]
+        thorough[test] |= {id(row) for row in repeated(others, of_layers)}
     for item, row in rows.items():
         if id(row) in thorough[item.nodeid.partition("[")[0]]:
             item.add_marker(pytest.mark.thorough)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.covering import covering, covering_rows, long_cases
-from tests.models.kinds import kinds, repeated
+from tests.models.kinds import kinds, of_layers, of_model, repeated
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 from tests.selection import mark_combinations, mark_repeated_checkpoints
@@ -111,7 +111,7 @@ def test_checkpoints_that_add_no_kind_are_thorough() -> None:
     cases: list[Any] = [Case({"row": row, "other": 1}) for row in CHECKPOINTS]
     mark_repeated_checkpoints(cases)
     thorough = [row for row, case in zip(CHECKPOINTS, cases, strict=True) if case.is_thorough]
-    assert list(map(id, thorough)) == list(map(id, repeated(CHECKPOINTS)))
+    assert list(map(id, thorough)) == list(map(id, repeated(CHECKPOINTS, of_model)))
     assert len(CHECKPOINTS) / 2 < len(thorough)
     types: set[str] = set()
     for row, case in zip(CHECKPOINTS, cases, strict=True):
@@ -124,12 +124,20 @@ def test_checkpoints_that_add_no_kind_are_thorough() -> None:
     assert not any(case.is_thorough for case in every)
 
 
+def test_tests_of_layers_run_for_every_kind_of_layer() -> None:
+    cases: list[Any] = [Case({"row": row}, pytest.mark.every_layer) for row in CHECKPOINTS]
+    mark_repeated_checkpoints(cases)
+    taken = [row for row, case in zip(CHECKPOINTS, cases, strict=True) if not case.is_thorough]
+    assert len(taken) < 40
+    assert set().union(*map(of_layers, taken)) == set().union(*map(of_layers, CHECKPOINTS))
+
+
 def test_a_new_kind_of_value_is_found() -> None:
     llama = next(row for row in CHECKPOINTS if row.config["model_type"] == "llama")
     one_head = {"num_key_value_heads": 1}
     changes = ({}, {"vocab_size": 300}, one_head, {"rope_theta": 3e4}, {**one_head, "tie_word_embeddings": True})
     rows = [Tiny(str(i), {**llama.config, **changed}) for i, changed in enumerate(changes)]
-    assert list(map(str, repeated(rows))) == ["1", "3"]
+    assert list(map(str, repeated(rows, of_model))) == ["1", "3"]
     assert list(kinds({"a": [1, 2, 50], "b": {"c": None}}, 40)) == [
         ("a", 1), ("a", "within the text"), ("a", "beyond the text"), ("c", None)
     ]  # fmt: skip

@@ -1,8 +1,10 @@
-"""Which tiny checkpoints add a kind of model to those before them."""
+"""Which tiny checkpoints add a kind of model, or of layer, to those before them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from tests.models.tiny import Tiny
 
@@ -23,27 +25,51 @@ def kinds(entry: object, tokens: int, name: str = "") -> Iterator[tuple[str, obj
         yield name, entry
 
 
-_KINDS: dict[int, tuple[Tiny, set[object]]] = {}
-"""What `_kinds_of` found, by the id of the checkpoint, which stays valid with the checkpoint: many tests share them."""
+def _once(kinds_of: Callable[[Tiny], set[object]]) -> Callable[[Tiny], set[object]]:
+    """Keeps the results by the id of the checkpoint, which stays valid with the checkpoint: many tests share them."""
+    found: dict[int, tuple[Tiny, set[object]]] = {}
+
+    def of(row: Tiny) -> set[object]:
+        if id(row) not in found:
+            found[id(row)] = row, kinds_of(row)
+        return found[id(row)][1]
+
+    return of
 
 
-def _kinds_of(row: Tiny) -> set[object]:
-    if id(row) not in _KINDS:
-        model_type = row.config["model_type"]
-        config = architecture_of(model_type).config_from_hf({**row.config, **row.corrected})
-        _KINDS[id(row)] = row, {model_type, *kinds(config, row.tokens)}
-    return _KINDS[id(row)][1]
+def _config_of(row: Tiny) -> Any:
+    return architecture_of(row.config["model_type"]).config_from_hf({**row.config, **row.corrected})
 
 
-def repeated(rows: Sequence[Tiny]) -> Iterator[Tiny]:
-    """Yields the checkpoints that add no new kind of model.
+@_once
+def of_model(row: Tiny) -> set[object]:
+    """Returns the kinds of a model: its architecture, and those of its config."""
+    return {row.config["model_type"], *kinds(_config_of(row), row.tokens)}
 
-    The first checkpoint of each architecture does, and one whose config has a kind of value that no earlier checkpoint
-    of any architecture has: another rope type, a window within the text, a single key-value head.
+
+ATTENTION = {"rope_type", "layer_types", "sliding_window", "attn_logit_softcapping", "use_bidirectional_attention"}
+"""Entries of a config with which layers of one class treat other tokens differently."""
+
+
+@_once
+def of_layers(row: Tiny) -> set[object]:
+    """Returns the kinds of a model's layers: their classes, and the kinds of attention."""
+    config = _config_of(row)
+    classes = set(map(type, AutoModel.from_config(config, device="meta").modules()))
+    attention = {(name, value) for name, value in kinds(config, row.tokens) if name in ATTENTION}
+    return attention | {one for one in classes if one.__module__.startswith("ligerzoo.layers")}
+
+
+def repeated(rows: Sequence[Tiny], kinds_of: Callable[[Tiny], set[object]]) -> Iterator[Tiny]:
+    """Yields the checkpoints that add no new kind.
+
+    `of_model` finds new kinds in the first checkpoint of each architecture, and in one whose config has a kind of value
+    that no earlier checkpoint of any architecture has: another rope type, a single key-value head. `of_layers` finds
+    them in fewer: with another router, with a window within the text.
     """
     found: set[object] = set()
     for row in rows:
-        new = _kinds_of(row)
+        new = kinds_of(row)
         if new <= found:
             yield row
         found |= new

@@ -147,7 +147,6 @@ def test_greedy_generation(models: tuple[Gemma3, PreTrainedModel], rows: list[Ro
     assert torch.equal(got, expected)
 
 
-@pytest.mark.every_checkpoint
 def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is Gemma3

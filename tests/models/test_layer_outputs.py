@@ -24,8 +24,11 @@ from tests.models.zoo import CHECKPOINTS, TEXT_CHECKPOINTS
 
 ALL = {"output_hidden_states": True, "output_attentions": True}
 
-# transformers 5.17 uses a deprecated name of a tower.
-pytestmark = pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.every_layer,
+    # transformers 5.17 uses a deprecated name of a tower.
+    pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning"),
+]
 
 
 def of_every_kind(rows: list[Tiny]) -> Iterator[Tiny]:

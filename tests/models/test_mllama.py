@@ -144,7 +144,6 @@ def test_greedy_generation(models: tuple[Mllama, PreTrainedModel], rows: list[Ro
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **options))
 
 
-@pytest.mark.every_checkpoint
 def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is Mllama

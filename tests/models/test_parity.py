@@ -87,6 +87,7 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.every_layer
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
     is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
@@ -110,6 +111,7 @@ def window_is_within(model: CausalLM, padding: int) -> bool:
     return any(window is not None and window <= padding for window in windows)
 
 
+@pytest.mark.every_layer
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str, side: str) -> None:
     """On a CPU, compares padding positions too. On a GPU, excludes those that attend to no text."""
@@ -132,6 +134,7 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.every_layer
 @torch.no_grad()
 def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Compares tokens generated beyond every sliding window, after left padding, and logits computed with a cache.
@@ -165,6 +168,7 @@ def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel],
         assert [results[i].tokens for i in range(len(tokens))] == got[:, tokens.shape[1] :].tolist()
 
 
+@pytest.mark.every_layer
 def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Segments A and B of [A | B | padding] have the logits, loss and gradients of separate sequences."""
     model, _ = models
@@ -193,7 +197,6 @@ def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: st
         assert_close(got[name], gradient, f"gradient of {name}", largest if gradient.numel() == 1 else None)
 
 
-@pytest.mark.every_checkpoint
 def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory)

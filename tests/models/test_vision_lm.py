@@ -113,10 +113,18 @@ def labels_for(p: Prompt) -> Tensor:
     return p.ids.masked_fill(~has_label, -100)
 
 
-@pytest.mark.every_checkpoint
+@pytest.mark.every_layer
 @every_prompt
 def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], rows: list[Row]) -> None:
-    ours, theirs = models
+    assert_same_training(*models, rows)
+
+
+@pytest.mark.every_checkpoint
+def test_logits_loss_and_gradients_of_every_checkpoint(models: tuple[VisionLM, PreTrainedModel]) -> None:
+    assert_same_training(*models, PROMPTS["a padded batch"])
+
+
+def assert_same_training(ours: VisionLM, theirs: PreTrainedModel, rows: list[Row]) -> None:
     p = prompt_for(ours, rows)
     labels = labels_for(p)
     expected = theirs_on(theirs, p, labels=labels)
@@ -124,7 +132,7 @@ def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], row
         logits = ours(p.ids, p.mask, **p.vision).logits
     assert_close(logits[p.mask == 1], expected.logits[p.mask == 1], "logits")
 
-    for model in models:
+    for model in (ours, theirs):
         model.zero_grad()
     loss = ours(p.ids, p.mask, labels=labels, **p.vision).loss
     assert_close(loss, expected.loss, "loss")
@@ -138,6 +146,7 @@ def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], row
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
+@pytest.mark.every_layer
 @torch.no_grad()
 def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
     ours, theirs = models
@@ -147,6 +156,7 @@ def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
     assert_close(ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits, "logits")
 
 
+@pytest.mark.every_layer
 @every_prompt
 @torch.no_grad()
 def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
@@ -166,6 +176,7 @@ def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str,
     assert_errors_as_small(draw, device)
 
 
+@pytest.mark.every_layer
 @pytest.mark.parametrize("name", ["a long video", "a padded batch"])
 @torch.no_grad()
 def test_greedy_generation(models: tuple[VisionLM, PreTrainedModel], name: str) -> None:
@@ -179,7 +190,6 @@ def test_greedy_generation(models: tuple[VisionLM, PreTrainedModel], name: str) 
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **types, **options))
 
 
-@pytest.mark.every_checkpoint
 def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is architecture_of(tiny.config["model_type"]).model_class
