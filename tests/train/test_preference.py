@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from ligerzoo.train.log import read_log
 from ligerzoo.train.preferences import mismatched
 from ligerzoo.train.recipes import preference
 from tests.train.preference_data import labelled, options, pairs, write
-from tests.train.test_resume import assert_equal, environment, stop_after, untimed_log
-from tests.train.tiny_run import arguments, write_checkpoint
+from tests.train.test_resume import assert_equal, stop_after, untimed_log
+from tests.train.tiny_run import arguments, run_script, write_checkpoint
 
 METHODS = ("dpo", "kto", "orpo", "simpo", "cpo")
 TRL_METRICS = {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"}
@@ -198,10 +196,7 @@ def test_the_printed_recipe_gives_the_same_weights(
     recipe = tmp_path / "recipe.py"
     recipe.write_text(capsys.readouterr().out)
     assert cli.main(arguments(given)) == 0
-    subprocess.run(
-        [sys.executable, str(recipe), "--output", str(tmp_path / "script")], cwd=tmp_path, env=environment(),
-        check=True, capture_output=True,
-    )  # fmt: skip
+    run_script(recipe, "--output", str(tmp_path / "script"))
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("command", "script")]
     assert weights[0] == weights[1]
 

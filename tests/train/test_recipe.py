@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from ligerzoo.train.options import fill_in, read_options
 from ligerzoo.train.recipes import RECIPES, preference, recipe_source, sft
 from ligerzoo.train.starting import open_model
 from tests.train.test_resume import environment
-from tests.train.tiny_run import SIZES, arguments, options, write_checkpoint, write_tokenizer
+from tests.train.tiny_run import SIZES, arguments, options, run_script, write_checkpoint, write_tokenizer
 
 
 def train(given: dict[str, Any]) -> Path:
@@ -117,11 +116,7 @@ def test_options_of_other_methods_are_named(
 
 
 def test_the_printed_recipe_gives_the_same_weights(
-    checkpoint: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = options(checkpoint, data, tmp_path / "command", max_steps=3, seed=3, weight_decay=0.1)
     assert cli.main([*arguments(given), "--print-recipe"]) == 0
@@ -133,9 +128,7 @@ def test_the_printed_recipe_gives_the_same_weights(
     script = [str(recipe), "--output", str(tmp_path / "script")]
     subprocess.run([sys.executable, *script], cwd=tmp_path, env=environment(), check=True, capture_output=True)
     assert weights(tmp_path / "script") == expected
-    monkeypatch.setattr(sys, "argv", [str(recipe), "--output", str(tmp_path / "other"), "--seed", "4"])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(str(recipe), run_name="__main__")
+    run_script(recipe, "--output", str(tmp_path / "other"), "--seed", "4")
     assert weights(tmp_path / "other") != expected
 
 

@@ -79,7 +79,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"dtype": "bfloat16", "activation_budget": "1", "max_grad_norm": 0.0, "weight_decay": 0.1}),
     ("grpo", {"dtype": "float32", "mixed_precision": True, "lora_rank": 4, "dora": True, "ema": 0.9, "lr": 1e-2}),
 ]
-EXTRA = [CASES[1], CASES[5], CASES[7]]
+EXTRA = [CASES[1], CASES[3], CASES[5], CASES[7]]
 """Cases whose methods and options other cases have, or other tests that stop runs."""
 
 
@@ -118,7 +118,7 @@ def test_only_the_chosen_parameters_change(method: str, given: Given, tmp_path: 
     assert changed == {name for name in trained if "layers.1.mlp" in name}
 
 
-@pytest.mark.parametrize("method", ["dpo", "distill"])
+@pytest.mark.parametrize("method", ["dpo", pytest.param("distill", marks=pytest.mark.thorough)])
 def test_an_optimizer_in_backward_gives_the_same_weights(method: str, given: Given, tmp_path: Path) -> None:
     weights = [
         (train(given(method, tmp_path / str(on), max_grad_norm=0.0, optimizer_in_backward=on)) / "model.safetensors")
@@ -128,7 +128,9 @@ def test_an_optimizer_in_backward_gives_the_same_weights(method: str, given: Giv
     assert "grad_norm" not in read_log(tmp_path / "True" / "log.jsonl")[0]
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "distill", "grpo"])
+@pytest.mark.parametrize(
+    "method", ["dpo", "grpo", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("kto", "distill"))]
+)
 def test_a_plan_is_printed_and_changes_no_bit(
     method: str, given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +172,7 @@ def test_weights_stay_gathered_only_if_the_plans_of_all_processes_say_so(
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 
 
-@pytest.mark.parametrize("method", ["sft", "distill"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("distill", marks=pytest.mark.thorough)])
 def test_a_chat_template_is_used_and_saved(method: str, given: Given, tmp_path: Path) -> None:
     """A base model has none."""
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8

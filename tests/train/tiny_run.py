@@ -2,9 +2,12 @@
 
 import json
 import random
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -72,3 +75,11 @@ def arguments(given: dict[str, Any]) -> list[str]:
             for one in value if isinstance(value, tuple) else (value,):
                 line += [flag, str(one)]
     return line
+
+
+def run_script(recipe: Path, *arguments: str) -> None:
+    """Runs a printed recipe within this process, as `python recipe.py` with these arguments would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(recipe), *arguments])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(str(recipe), run_name="__main__")
