@@ -60,7 +60,7 @@ def output(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("base", ["base", "../base", "absolute"])
+@pytest.mark.parametrize("base", [pytest.param("base", marks=pytest.mark.thorough), "../base", "absolute"])
 def test_generate_and_evaluate(workplace: Path, base: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The path of the base may be relative to the working directory or to the adapter."""
     write_adapter(Path("adapter"), workplace / "base" if base == "absolute" else base)

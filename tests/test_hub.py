@@ -544,8 +544,8 @@ print(json.dumps([seen, len(versions)]))
 """
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
-def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize("seconds, number", [(2, 1), pytest.param(60, 2, marks=pytest.mark.slow)])
+def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: float, number: int) -> None:
     directory = tmp_path / "model"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -556,7 +556,7 @@ def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: f
     with start(WRITER) as writer:
         assert writer.stdout
         assert writer.stdout.readline() == "started\n"
-        readers = [start(READER), start(READER)]
+        readers = [start(READER) for _ in range(number)]
         outputs = [reader.communicate()[0] for reader in readers]
         assert writer.poll() is None
         writer.kill()

@@ -426,11 +426,12 @@ def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, 
         model.zero_grad()
 
 
+@every_backend
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_compiled_model_matches_eager_and_compiles_at_most_twice(device: str, padded: bool) -> None:
+def test_compiled_model_matches_eager_and_compiles_at_most_twice(device: str, padded: bool, backend: str) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     model = llama(num_hidden_layers=1, rope_scaling=scaling, max_position_embeddings=30).to(device)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     assert_compiled_is_eager(model, counter, [(3, 24), (4, 17), (5, 40)], padded)
     assert counter.frame_count <= 2  # for the first sizes, then for dynamic ones
 

@@ -63,6 +63,11 @@ def train(options: dict[str, Any], code: int = 0) -> Path:
     return Path(options["output"])
 
 
+def repeated(*methods: str) -> list[Any]:
+    """Methods that share with another one what a test checks."""
+    return [pytest.param(method, marks=pytest.mark.thorough) for method in methods]
+
+
 def untimed(output: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in TIMED} for entry in read_log(output / "log.jsonl")]
 
@@ -118,7 +123,7 @@ def test_only_the_chosen_parameters_change(method: str, given: Given, tmp_path: 
     assert changed == {name for name in trained if "layers.1.mlp" in name}
 
 
-@pytest.mark.parametrize("method", ["dpo", pytest.param("distill", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", ["dpo", *repeated("distill")])
 def test_an_optimizer_in_backward_gives_the_same_weights(method: str, given: Given, tmp_path: Path) -> None:
     weights = [
         (train(given(method, tmp_path / str(on), max_grad_norm=0.0, optimizer_in_backward=on)) / "model.safetensors")
@@ -128,9 +133,7 @@ def test_an_optimizer_in_backward_gives_the_same_weights(method: str, given: Giv
     assert "grad_norm" not in read_log(tmp_path / "True" / "log.jsonl")[0]
 
 
-@pytest.mark.parametrize(
-    "method", ["dpo", "grpo", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("kto", "distill"))]
-)
+@pytest.mark.parametrize("method", ["dpo", "grpo", *repeated("kto", "distill")])
 def test_a_plan_is_printed_and_changes_no_bit(
     method: str, given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +175,7 @@ def test_weights_stay_gathered_only_if_the_plans_of_all_processes_say_so(
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 
 
-@pytest.mark.parametrize("method", ["sft", pytest.param("distill", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", ["sft", *repeated("distill")])
 def test_a_chat_template_is_used_and_saved(method: str, given: Given, tmp_path: Path) -> None:
     """A base model has none."""
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
