@@ -1,6 +1,7 @@
 """Training in two processes: the losses of one process, resuming bit for bit, and the same files."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -8,14 +9,18 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
-from ligerzoo.errors import ConfigError
-from ligerzoo.train.log import read_log
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.models import CausalLM
+from ligerzoo.train import run_model
+from ligerzoo.train.log import RunLog, read_log
+from ligerzoo.train.output_lock import LOCK_FILE
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_state import checkpoints
 from tests.parallel.spawning import on_all_processes
@@ -88,8 +93,16 @@ def processes_under(pid: int) -> list[int]:
     return [pid, *(below for child in listed for below in processes_under(int(child)))]
 
 
+def refused_part(rank: int, given: dict[str, Any], pid: int) -> None:
+    with pytest.raises(LigerzooError, match=rf"another run uses the output directory; got process {pid} on "):
+        train(given)
+
+
 def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """The command with random weights, which no process holds as a whole, killed after its second checkpoint."""
+    """The command with random weights, which no process holds as a whole, killed after its third checkpoint.
+
+    Before that, while it is stopped, another run of two processes into its directory is refused.
+    """
     text = tmp_path / "text.txt"
     text.write_text("The liger is a hybrid of a lion and a tiger. " * 60)
     given = options(
@@ -103,21 +116,74 @@ def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, t
     command = [*torchrun, "-m", "ligerzoo", *arguments(again)]
     local = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(command, env=local, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline, pids = time.monotonic() + 120, []
-    while len(checkpoints(killed)) < 2 and process.poll() is None and time.monotonic() < deadline:
-        if not pids and checkpoints(killed):  # listing them takes longer than a step
-            pids = processes_under(process.pid)
-        time.sleep(0.002)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-    assert len(checkpoints(killed)) >= 2
+    pids: list[int] = []
+
+    def wait_for(number: int) -> None:
+        deadline = time.monotonic() + 120
+        while len(checkpoints(killed)) < number and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert len(checkpoints(killed)) >= number
+
+    def send(number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    try:
+        wait_for(1)
+        pids += processes_under(process.pid)  # takes longer than a step
+        send(signal.SIGSTOP)
+        owner = json.loads((killed / LOCK_FILE).read_text())["pid"]
+        assert owner in pids
+        on_all_processes(partial(refused_part, given=again, pid=owner))
+        before = len(checkpoints(killed))
+        send(signal.SIGCONT)
+        wait_for(before + 1)
+    finally:
+        send(signal.SIGKILL)
+        process.wait()
     assert not (killed / "config.json").exists()
     train_in_two(again)
     for file in ("model.safetensors", "config.json"):
         assert (killed / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert untimed_log(killed) == untimed_log(tmp_path / "whole")
+
+
+def broken_part(rank: int, given: dict[str, Any], step: int) -> None:
+    """Trains in one of two processes; a weight of rank 1 becomes NaN after a step. Writes the error to a file."""
+    opened: list[CausalLM] = []
+    open_model, log_step = run_model.open_trained_model, RunLog.step
+
+    def open_and_keep(*args: Any, **arguments: Any) -> CausalLM:
+        opened.append(open_model(*args, **arguments))
+        return opened[-1]
+
+    def logged(self: RunLog, current: int, **values: Any) -> None:
+        log_step(self, current, **values)
+        if rank == 1 and current == step:
+            weight = [one for one in opened[-1].parameters() if one.requires_grad][-1]
+            cast(DTensor, weight.detach()).to_local().view(-1)[0] = torch.nan
+
+    run_model.open_trained_model = open_and_keep
+    RunLog.step = logged  # type: ignore[method-assign]
+    with pytest.raises(LigerzooError) as raised:
+        train(given)
+    Path(f"{given['output']}-{rank}.txt").write_text(str(raised.value))
+
+
+@pytest.mark.parametrize("step, what", [(3, "gradients of the last 3 steps"), (6, "weights are infinite or NaN")])
+def test_a_model_that_is_broken_in_one_process_is_never_saved(
+    checkpoint: Path, data: Path, tmp_path: Path, step: int, what: str
+) -> None:
+    """Within a run, and by its last update. All processes end with the same error, which names the last checkpoint."""
+    given = options(checkpoint, data, tmp_path / "run", max_steps=6, save_every=2, keep=1, batch_size=1)
+    on_all_processes(partial(broken_part, given=given, step=step))
+    first, second = (Path(f"{given['output']}-{rank}.txt").read_text() for rank in range(2))
+    last = tmp_path / "run" / f"checkpoint-{(step - 1) // 2 * 2}"
+    assert first[first.index(what) :] == second[second.index(what) :]  # each names its own samples
+    assert f"The weights of {last} are finite" in first
+    assert checkpoints(tmp_path / "run") == [last]
+    assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
 def test_two_processes_train_images_as_one(tmp_path: Path) -> None:
