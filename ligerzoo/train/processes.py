@@ -23,6 +23,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def world_size_of_host() -> int:
+    """Returns the number of processes on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def is_main() -> bool:
     """Returns whether this process prints and writes files."""
     return rank() == 0

@@ -19,7 +19,7 @@ from ligerzoo import AutoModel, Tokenizer
 from ligerzoo.errors import DataError, ImageError, LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.text.conversation import Conversation
-from ligerzoo.train.data import PackedBatches, PaddedBatches, Sample, check_data, format_sample, open_data
+from ligerzoo.train.data import PackedBatches, PaddedBatches, Sample, check_data, format_sample, images, open_data
 from ligerzoo.train.data.images import PixelBudget
 from ligerzoo.train.data.samples import as_state, from_state
 from ligerzoo.train.log import read_log
@@ -595,6 +595,39 @@ def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) ->
     data.write_text(json.dumps(record) + "\n")
     with pytest.raises(DataError, match=r"data.jsonl:1: .*images.*--method sft"):
         recipe.main(recipe.Options(**options(qwen, data, tmp_path / "run", **given)))
+
+
+@pytest.mark.parametrize("count, most", [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_processes_of_a_host_share_one_bound_of_pixels(
+    count: int, most: int, load_processor: Callable[[str], Processor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process decodes its share at a time; an image that is larger than the share is decoded alone."""
+    read, active, found, lock = images.read_image, [0], [], threading.Lock()
+
+    def counting(*args: Any) -> torch.Tensor:
+        with lock:
+            active[0] += 1
+            found.append(active[0])
+        time.sleep(0.02)
+        with lock:
+            active[0] -= 1
+        return read(*args)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+    monkeypatch.setattr(images, "MAX_PIXELS", 4 * 20 * 30)
+    monkeypatch.setattr(images, "read_image", counting)
+    images._budget_of_process.cache_clear()
+    try:
+        messages = conversation([*["a.png"] * 8, "What?"], "Cats")
+        for part in messages[0]["content"][:8]:
+            part["path"] = data_uri(20, 30)
+        stream = open_data([{"messages": messages}], "auto", load_processor("qwen2_vl"), seq_length=256, epochs=1)
+        [batch] = PaddedBatches(stream, batch_size=1, pad_token_id=0)
+    finally:
+        images._budget_of_process.cache_clear()
+    assert batch.images == len(found) == 8
+    assert max(found) <= most
+    assert (max(found) > 1) is (most > 1)
 
 
 def test_readers_share_one_bound_of_pixels() -> None:

@@ -6,6 +6,7 @@ memory does not grow with the data, and a saved position contains no images.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ligerzoo.errors import DataError, ImageError, TokenizerError, quote
 from ligerzoo.text.rendered import Edit, Rendered
+from ligerzoo.train import processes
 from ligerzoo.train.data.fields import Fields, Messages
 from ligerzoo.train.data.samples import Sample, Source
 from ligerzoo.vision import read_image
@@ -161,7 +163,10 @@ class PixelBudget:
                 self._changed.notify_all()
 
 
-_DECODING = PixelBudget(MAX_PIXELS)
+@functools.cache
+def _budget_of_process() -> PixelBudget:
+    """Returns this process's share of the pixels that the processes of a host decode at a time."""
+    return PixelBudget(MAX_PIXELS // processes.world_size_of_host())
 
 
 class SampleImages:
@@ -192,7 +197,7 @@ class SampleImages:
         def read_one(item: tuple[int, Any, Sample]) -> Tensor:
             index, image, sample = item
             height, width = sample.images[index].size
-            with _naming(sample.source), _DECODING.reserved(height * width):
+            with _naming(sample.source), _budget_of_process().reserved(height * width):
                 pixels = read_image(locate(image, sample.source), f"images[{index}]")
             if tuple(pixels.shape[1:]) != sample.images[index].size:
                 raise _changed(sample.source)
