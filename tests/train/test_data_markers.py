@@ -92,6 +92,26 @@ def test_a_conversation_without_trained_messages_is_refused() -> None:
             trained({"messages": conversation(1, 3, 5, fields={"loss": False})}, **options)
 
 
+@pytest.mark.parametrize("kind, field", [
+    ("completion", "completion"), ("labelled", "completion"), ("preference", "chosen"), ("preference", "rejected"),
+    ("whole conversations", "rejected"),
+])  # fmt: skip
+@pytest.mark.parametrize("marker", [{"loss": False}, {"masked": 1}])
+def test_the_error_names_the_field_without_trained_messages(kind: str, field: str, marker: dict[str, Any]) -> None:
+    prompt = [{"role": "user", "content": "Hello"}]
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("completion", "chosen", "rejected")}
+    answers[field][0] |= marker
+    pair = {name: answers[name] for name in ("chosen", "rejected")}
+    record: dict[str, Any] = {
+        "completion": {"prompt": prompt, "completion": answers["completion"]},
+        "labelled": {"prompt": prompt, "completion": answers["completion"], "label": True},
+        "preference": {"prompt": prompt, **pair},
+        "whole conversations": {name: prompt + messages for name, messages in pair.items()},
+    }[kind]
+    with pytest.raises(DataError, match=rf"^dataset\[0\]: {field}: no message of the assistant that is trained$"):
+        list(open_data([record], "auto", tokenizer(), seq_length=256, epochs=1))
+
+
 def test_other_fields_of_messages_are_allowed() -> None:
     fields = {"rating": 5, "id": "a", "height": 3, "constraints": ["x"], "tone": "dry"}
     assert trained({"messages": conversation(1, fields=fields)})[0].startswith("bad")

@@ -59,6 +59,7 @@ class ChatEncoder:
         self,
         messages: Messages,
         source: Source,
+        names: Sequence[str],
         *,
         prompt_length: int = 0,
         tools: list[dict[str, Any]] | None = None,
@@ -70,6 +71,7 @@ class ChatEncoder:
         Args:
             messages: the conversation.
             source: the record.
+            names: the name of each message in the record, such as "messages[0]", for errors.
             prompt_length: number of messages whose answers are not trained.
             tools: see `Tokenizer.apply_chat_template`.
             variables: further variables of the template for this conversation.
@@ -85,9 +87,12 @@ class ChatEncoder:
         ]
         trained = trained[-1:] if self._train_answers == "last" else trained
         trained = [index for index in trained if messages[index].get(TRAINED, True)]
+        if not trained:
+            field = names[-1].partition("[")[0]
+            raise DataError(f"{field}: no message of the assistant that is trained", where=source)
         try:
             whole = trying_text_arguments(
-                lambda messages: find_answers(template, messages, trained), _for_template(messages)
+                lambda messages: find_answers(template, messages, trained, names), _for_template(messages)
             )
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
@@ -192,52 +197,52 @@ Render = Callable[[Messages, bool], Rendered]
 """Renders messages, as the prompt of an answer or as a whole with its `{% generation %}` blocks."""
 
 
-def find_answers(render: Render, messages: Messages, trained: Sequence[int]) -> Rendered:
+def find_answers(render: Render, messages: Messages, trained: Sequence[int], names: Sequence[str]) -> Rendered:
     """Renders a conversation, with the assistant's answers that are trained as its spans.
 
     Args:
         render: renders messages.
         messages: the conversation.
         trained: indices of the messages that are trained, in order.
+        names: the name of each message, for errors.
 
     Raises:
-        TokenizerError: there is no answer, or the template does not reveal which text the answers are.
+        TokenizerError: the template does not reveal which text the answers are.
     """
-    if not trained:
-        raise TokenizerError("no message of the assistant that is trained", where="messages")
     whole = render(messages, False)
     if whole.spans is not None:
-        return whole._replace(spans=_blocks_of(render, messages, whole, whole.spans, trained))
+        return whole._replace(spans=_blocks_of(render, messages, whole, whole.spans, trained, names))
     text = whole.text
     answers = []
     for index in trained:
-        start = _prefix(render(messages[:index], True).text, text, f"the prompt of messages[{index}]")
+        start = _prefix(render(messages[:index], True).text, text, f"the prompt of {names[index]}")
         end = len(text)
         if index < len(messages) - 1:
-            end = _prefix(render(messages[: index + 1], False).text, text, f"messages[:{index + 1}]")
+            end = _prefix(render(messages[: index + 1], False).text, text, f"the messages up to {names[index]}")
         if end <= start:
-            raise TokenizerError(f"the template renders no text for messages[{index}]", where="messages")
+            raise TokenizerError("the template renders no text", where=names[index])
         answers.append((start, end))
     return whole._replace(spans=answers)
 
 
 def _blocks_of(
-    render: Render, messages: Messages, whole: Rendered, blocks: list[Span], trained: Sequence[int]
-) -> list[Span]:
+    render: Render, messages: Messages, whole: Rendered, blocks: list[Span], trained: Sequence[int],
+    names: Sequence[str],
+) -> list[Span]:  # fmt: skip
     """Returns the `{% generation %}` blocks of the messages that are trained.
 
     The blocks of an answer end after the messages before it, and before those of the next answer.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not blocks:
-        raise TokenizerError("the template renders no generation block", where="messages")
+        raise TokenizerError("the template renders no generation block", where=names[answers[0]])
     if len(answers) == len(trained):
         return blocks
 
     def beginning(index: int) -> int:
         if index == answers[0]:
             return 0
-        return _prefix(render(messages[:index], False).text, whole.text, f"messages[:{index}]")
+        return _prefix(render(messages[:index], False).text, whole.text, f"the messages before {names[index]}")
 
     found = []
     for index, following in zip(answers, [*answers[1:], None], strict=True):
@@ -246,9 +251,7 @@ def _blocks_of(
             last = len(whole.text) if following is None else beginning(following)
             own = [block for block in blocks if first < block[1] <= last]
             if not own:
-                raise TokenizerError(
-                    f"the template renders no generation block for messages[{index}]", where="messages"
-                )
+                raise TokenizerError("the template renders no generation block", where=names[index])
             found += own
     return found
 

@@ -93,7 +93,8 @@ class SampleEncoder:
             case "completion":
                 return self._completion(fields, "completion", source, self._train_on_prompt)
             case "chat":
-                return self._conversation(messages_field(fields, "messages", source), fields, source)
+                messages = messages_field(fields, "messages", source)
+                return self._conversation(messages, _names("messages", messages), fields, source)
             case "preference":
                 return self._preference(fields, source)
             case "labelled":
@@ -111,8 +112,9 @@ class SampleEncoder:
         """Encodes the prompt and a completion, both texts or both messages."""
         if is_messages(fields["prompt"]) or is_messages(fields[name]):
             prompt = messages_field(fields, "prompt", source)
-            messages = prompt + messages_field(fields, name, source)
-            return self._conversation(messages, fields, source, 0 if train_on_prompt else len(prompt))
+            completion = messages_field(fields, name, source)
+            names = _names("prompt", prompt) + _names(name, completion)
+            return self._conversation(prompt + completion, names, fields, source, 0 if train_on_prompt else len(prompt))
         if fields.get("images"):
             raise DataError(
                 "images need messages, not texts", where=source, got=quote(fields["prompt"]),
@@ -126,12 +128,14 @@ class SampleEncoder:
         rest = [*self._encoder.plain(rest, text, source), self._encoder.eos]
         return Sample(first + rest, (first if train_on_prompt else [UNTRAINED] * len(first)) + rest, source)
 
-    def _conversation(self, messages: Messages, fields: Fields, source: Source, prompt_length: int = 0) -> Sample:
+    def _conversation(
+        self, messages: Messages, names: list[str], fields: Fields, source: Source, prompt_length: int = 0
+    ) -> Sample:
         tools, variables = template_fields(fields, source)
         self._check_images(messages, fields, source)
         sizes = [] if self._images is None else self._images.sizes(images_of(messages, fields, source), source)
         return self._chat.encode(
-            messages, source, prompt_length=prompt_length, tools=tools, variables=variables, sizes=sizes
+            messages, source, names, prompt_length=prompt_length, tools=tools, variables=variables, sizes=sizes
         )
 
     def _check_images(self, messages: Messages, fields: Fields, source: Source) -> None:
@@ -178,7 +182,8 @@ class SampleEncoder:
                 expected="the messages of the prompt first, or in the field 'prompt'",
             )  # fmt: skip
         return PreferenceSample(
-            self._conversation(chosen, fields, source, shared), self._conversation(rejected, fields, source, shared)
+            self._conversation(chosen, _names("chosen", chosen), fields, source, shared),
+            self._conversation(rejected, _names("rejected", rejected), fields, source, shared),
         )
 
     def _prompt(self, fields: Fields, source: Source) -> list[int]:
@@ -234,6 +239,11 @@ class SampleEncoder:
         if not isinstance(sample, PromptSample) and not all(one.trained_tokens for one in sample.segments):
             raise DataError("nothing in the sample would be trained", where=sample.source)
         return sample
+
+
+def _names(field: str, messages: Messages) -> list[str]:
+    """Returns the names of messages, for errors."""
+    return [f"{field}[{index}]" for index in range(len(messages))]
 
 
 def encode_tokens(records: Sequence[Record]) -> list[Result]:
