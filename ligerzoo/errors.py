@@ -48,6 +48,15 @@ class WrongTypeError(LigerzooError, TypeError):
     """A value of a type that an argument does not accept."""
 
 
+EXPECTED_ERRORS = (LigerzooError, OSError)
+"""Errors that a command reports as one line; others are bugs."""
+
+
+def as_line(error: Exception) -> str:
+    """Returns the message of an error as one line."""
+    return " ".join(str(error).split())
+
+
 def _shorten(part: object) -> str:
     """Limits the length of parts of a message, which may come from files."""
     text = str(part)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ligerzoo.cli.arguments import parse
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import EXPECTED_ERRORS, LigerzooError, as_line
 
 __all__ = ["main", "parse"]
 
@@ -49,9 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        is_expected = isinstance(error, LigerzooError | OSError)
-        problem = str(error) if is_expected else f"{type(error).__name__}: {error} (use --debug for the traceback)"
-        print("ligerzoo: error:", " ".join(problem.split()), file=sys.stderr)
+        line = as_line(error)
+        if not isinstance(error, EXPECTED_ERRORS):
+            line = f"{type(error).__name__}: {line} (use --debug for the traceback)"
+        print("ligerzoo: error:", line, file=sys.stderr)
         return 1
 
 

@@ -22,7 +22,8 @@ import argparse
 import ast
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,7 +39,7 @@ from ligerzoo.checks import (
     integer,
     one_of,
 )
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import EXPECTED_ERRORS, ConfigError, as_line
 
 Count: TypeAlias = int
 Number: TypeAlias = int
@@ -168,17 +169,25 @@ class _Several(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
 
-def parse_options(options_class: Callable[..., T], file: str, arguments: Sequence[str] | None = None) -> T:
-    """Returns the options of a recipe that runs as a script: its defaults, and the arguments of the command line.
+def run_script(main: Callable[[T], int], options_class: Callable[..., T], file: str) -> int:
+    """Runs a recipe as a script, with its defaults and the arguments of the command line.
 
     Args:
+        main: the recipe. An error of the user that it raises is printed as one line.
         options_class: the dataclass `Options` of the script.
         file: path of the script.
-        arguments: the command line. None uses `sys.argv`.
+
+    Returns:
+        The exit code.
     """
     parser = argparse.ArgumentParser(description="Runs this recipe; each option replaces its default in the file.")
     add_arguments(parser, read_options(Path(file).read_text(encoding="utf-8")))
-    return options_class(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args())
+    try:
+        return main(options_class(**given))
+    except EXPECTED_ERRORS as error:
+        print(f"{parser.prog}: error: {as_line(error)}", file=sys.stderr)
+        return 1
 
 
 def fill_in(source: str, values: Mapping[str, Any]) -> str:

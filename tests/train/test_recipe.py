@@ -24,6 +24,7 @@ from ligerzoo.train.log import read_log
 from ligerzoo.train.options import fill_in, read_options
 from ligerzoo.train.recipes import RECIPES, preference, recipe_source, sft
 from ligerzoo.train.starting import open_model
+from tests.train.grpo_run import write_reward
 from tests.train.test_resume import environment
 from tests.train.tiny_run import SIZES, arguments, options, run_script, write_checkpoint, write_tokenizer
 
@@ -130,6 +131,29 @@ def test_the_printed_recipe_gives_the_same_weights(
     assert weights(tmp_path / "script") == expected
     run_script(recipe, "--output", str(tmp_path / "other"), "--seed", "4")
     assert weights(tmp_path / "other") != expected
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo"])
+def test_an_error_of_the_printed_recipe_is_one_line(
+    method: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"grpo": {"reward": str(write_reward(tmp_path / "reward.py"))}, "distill": {"teacher": str(checkpoint)}}.get(
+        method, {}
+    )
+    given = options(checkpoint, tmp_path / "none.jsonl", tmp_path / "run", method=method, seq_length=600, **more)
+    assert cli.main([*arguments(given), "--print-recipe"]) == 0
+    (tmp_path / "recipe.py").write_text(capsys.readouterr().out)
+    for wrong, problem in (
+        ([], "none.jsonl"),
+        (["--dora"], "option lora_rank: is needed"),
+        (["--model", "x/"], "x/"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["recipe.py", *wrong])
+        with pytest.raises(SystemExit, match=r"^1$"):
+            runpy.run_path(str(tmp_path / "recipe.py"), run_name="__main__")
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("recipe.py: error: ")
+        assert problem in line
 
 
 def test_filled_in_options_are_defaults() -> None:

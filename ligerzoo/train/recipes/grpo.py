@@ -34,7 +34,7 @@ from ligerzoo.train.due import Schedule
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
-from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, parse_options
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, run_script
 from ligerzoo.train.plot import plot_loss, plot_metric
 from ligerzoo.train.rewards import RewardFunction, summarize, with_advantages
 from ligerzoo.train.rollouts import Rollouts
@@ -275,4 +275,4 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options, __file__)))
+    sys.exit(run_script(main, Options, __file__))

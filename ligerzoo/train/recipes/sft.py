@@ -23,7 +23,7 @@ from ligerzoo.train.due import Schedule
 from ligerzoo.train.evaluation import evaluate
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
-from ligerzoo.train.options import parse_options
+from ligerzoo.train.options import run_script
 from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run import run_together
 from ligerzoo.train.run_data import RunData
@@ -121,4 +121,4 @@ def train(options: Options, run: RunState, device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options, __file__)))
+    sys.exit(run_script(main, Options, __file__))
