@@ -208,11 +208,6 @@ def require_bool(name: str, value: object) -> None:
     require(isinstance(value, bool), name, repr(value), "True or False")
 
 
-def is_positive(value: object) -> bool:
-    """Returns whether a value is a positive number that fp32 can hold."""
-    return is_number(value) and 0 < value <= torch.finfo(torch.float32).max  # type: ignore[operator]
-
-
 def is_number(value: object) -> bool:
     """Returns whether a value is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)

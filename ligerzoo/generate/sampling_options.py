@@ -8,7 +8,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ligerzoo.generate.options import is_integer, is_number, is_positive, require, require_bool, warn
+from ligerzoo.generate.options import is_integer, is_number, require, require_bool, warn
+
+SMALLEST_DIVISOR = 1e-30
+"""Logits divided by less may exceed fp32."""
+
+_EXPECTED = f"a number from {SMALLEST_DIVISOR}, finite in fp32"
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
@@ -68,8 +73,8 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         self._check_filters()
-        penalty, expected = self.repetition_penalty, "a positive number, finite in fp32; 1 has no effect"
-        require(is_positive(penalty), "repetition_penalty", repr(penalty), expected)
+        penalty, expected = self.repetition_penalty, f"{_EXPECTED}; 1 has no effect"
+        require(_is_divisor(penalty), "repetition_penalty", repr(penalty), expected)
         for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
             value = getattr(self, name)
             require(value is None or _is_count(value), name, repr(value), "an integer, 0 or more, or None")
@@ -108,8 +113,8 @@ class SamplingOptions:
         temperature, top_k, top_p, min_p = self.temperature, self.top_k, self.top_p, self.min_p
         is_greedy = is_number(temperature) and temperature == 0 and not self.do_sample
         greedy = "For the most likely token, leave out temperature and do_sample."
-        is_valid = is_positive(temperature) or is_greedy
-        require(is_valid, "temperature", repr(temperature), "a positive number, finite in fp32", greedy)
+        is_valid = _is_divisor(temperature) or is_greedy
+        require(is_valid, "temperature", repr(temperature), _EXPECTED, greedy)
         is_valid = top_k is None or _is_count(top_k)
         require(is_valid, "top_k", repr(top_k), "a positive integer, or None or 0 for all tokens")
         is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
@@ -144,6 +149,10 @@ class SamplingOptions:
 
 SAMPLING_OPTIONS = tuple(field.name for field in fields(SamplingOptions))
 """Names of the options of sampling."""
+
+
+def _is_divisor(value: object) -> bool:
+    return is_number(value) and SMALLEST_DIVISOR <= value <= torch.finfo(torch.float32).max  # type: ignore[operator]
 
 
 def _are_ids(value: object) -> bool:

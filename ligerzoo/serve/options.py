@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 from ligerzoo.errors import LigerzooError, quote
+from ligerzoo.generate.sampling_options import SMALLEST_DIVISOR
 
-MIN_TEMPERATURE = 1e-30  # logits divided by less may exceed fp32
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 32
 MAX_NGRAM_SIZE = 64
@@ -140,8 +140,8 @@ def _are_bad_words(value: object) -> bool:
 _CHECKS: dict[str, tuple[Any, str]] = {
     "max_new_tokens": (lambda value: is_integer(value, 1, 2**31 - 1), "an integer from 1 to 2**31 - 1"),
     "temperature": (
-        lambda value: value == 0 or _is_number(value, MIN_TEMPERATURE, 1000),
-        f"0, or a number from {MIN_TEMPERATURE} to 1000",
+        lambda value: value == 0 or _is_number(value, SMALLEST_DIVISOR, 1000),
+        f"0, or a number from {SMALLEST_DIVISOR} to 1000",
     ),
     "top_k": (lambda value: is_integer(value, 1, 2**31 - 1), "an integer from 1 to 2**31 - 1"),
     "top_p": (lambda value: _is_number(value, 0, 1) and value > 0, "a number greater than 0 and at most 1"),
