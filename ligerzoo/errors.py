@@ -48,13 +48,18 @@ class WrongTypeError(LigerzooError, TypeError):
     """A value of a type that an argument does not accept."""
 
 
-EXPECTED_ERRORS = (LigerzooError, OSError)
-"""Errors that a command reports as one line; others are bugs."""
-
-
-def as_line(error: Exception) -> str:
-    """Returns the message of an error as one line."""
-    return " ".join(str(error).split())
+def line_for_user(error: Exception) -> str | None:
+    """Returns the message of an error of input, of the system or of memory as one line; None for others: bugs."""
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if is_memory or "can't allocate memory" in str(error):  # torch's error for the memory of a CPU has no class
+        message = f"out of memory; got {error}. Use smaller batches, shorter sequences or a smaller dtype."
+    elif isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, LigerzooError | OSError):
+        message = str(error)
+    else:
+        return None
+    return " ".join(message.split())
 
 
 def _shorten(part: object) -> str:

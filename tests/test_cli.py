@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +428,33 @@ def test_an_unexpected_error_is_one_line_without_debug(
     assert error_output.count("\n") == 1
     with pytest.raises(type(error), match="two\nlines"):
         cli.main(["info", str(checkpoint), "--debug"])
+
+
+def exhaust_memory() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def exhaust_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def open_nothing() -> None:
+    Path("none.txt").read_bytes()
+
+
+@pytest.mark.parametrize("fail, problem", [
+    (exhaust_memory, "error: out of memory; got [enforce fail "), (exhaust_gpu, "error: out of memory; got CUDA out"),
+    (open_nothing, "error: none.txt: No such file or directory\n"),
+])  # fmt: skip
+def test_errors_of_the_system_have_no_traceback(
+    fail: Callable[[], None], problem: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(info, "describe", lambda *_, **__: fail())
+    assert cli.main(["info", str(checkpoint)]) == 1
+    error_output = capsys.readouterr().err
+    assert problem in error_output
+    assert "--debug" not in error_output
 
 
 def test_an_interruption_exits_with_130(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ligerzoo.cli.arguments import parse
-from ligerzoo.errors import EXPECTED_ERRORS, LigerzooError, as_line
+from ligerzoo.errors import LigerzooError, line_for_user
 
 __all__ = ["main", "parse"]
 
@@ -49,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        line = as_line(error)
-        if not isinstance(error, EXPECTED_ERRORS):
-            line = f"{type(error).__name__}: {line} (use --debug for the traceback)"
-        print("ligerzoo: error:", line, file=sys.stderr)
+        bug = f"{type(error).__name__}: {' '.join(str(error).split())} (use --debug for the traceback)"
+        print("ligerzoo: error:", line_for_user(error) or bug, file=sys.stderr)
         return 1
 
 

@@ -39,7 +39,7 @@ from ligerzoo.checks import (
     integer,
     one_of,
 )
-from ligerzoo.errors import EXPECTED_ERRORS, ConfigError, as_line
+from ligerzoo.errors import ConfigError, line_for_user
 
 Count: TypeAlias = int
 Number: TypeAlias = int
@@ -185,8 +185,10 @@ def run_script(main: Callable[[T], int], options_class: Callable[..., T], file: 
     given = vars(parser.parse_args())
     try:
         return main(options_class(**given))
-    except EXPECTED_ERRORS as error:
-        print(f"{parser.prog}: error: {as_line(error)}", file=sys.stderr)
+    except Exception as error:
+        if (line := line_for_user(error)) is None:
+            raise
+        print(f"{parser.prog}: error: {line}", file=sys.stderr)
         return 1
 
 

@@ -201,8 +201,8 @@ def _import(file: Path) -> ModuleType:
 
 def _line(file: Path, error: BaseException) -> str:
     """Returns FILE:LINE of the last line of the file that an exception passed."""
-    frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
-    line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.absolute()]
+    line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
     return str(file) if line is None else f"{file}:{line}"
 
 

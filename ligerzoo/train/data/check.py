@@ -48,7 +48,7 @@ class DataReport:
     def raise_if_bad(self) -> None:
         """Raises DataError with all reported problems if there is any."""
         if self.num_problems:
-            raise DataError(str(self))
+            raise DataError(self.problems[0] if self.num_problems == 1 else "\n".join(self._lines_of_problems()))
 
     def __str__(self) -> str:
         lines = [
@@ -56,14 +56,16 @@ class DataReport:
             f"trained; {f'{self.images:,} images; ' if self.images else ''}longest sequence {self.longest:,} tokens; "
             f"{self.dropped:,} records without a sample"
         ]
-        if self.num_problems:
-            lines += [
-                f"{self.num_problems:,} problem{'s' * (self.num_problems > 1)}:",
-                *(f"  {problem}" for problem in self.problems),
-            ]
-            if self.num_problems > len(self.problems):
-                lines.append(f"  and {self.num_problems - len(self.problems):,} more")
-        return "\n".join(lines)
+        return "\n".join(lines + (self._lines_of_problems() if self.num_problems else []))
+
+    def _lines_of_problems(self) -> list[str]:
+        lines = [
+            f"{self.num_problems:,} problem{'s' * (self.num_problems > 1)}:",
+            *(f"  {problem}" for problem in self.problems),
+        ]
+        if self.num_problems > len(self.problems):
+            lines.append(f"  and {self.num_problems - len(self.problems):,} more")
+        return lines
 
     def _count(self, sample: AnySample) -> None:
         self.samples += 1

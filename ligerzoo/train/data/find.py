@@ -33,6 +33,8 @@ def find_files(paths: Paths) -> list[Path]:
     """
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        if "://" in str(path):
+            raise DataError("data is not downloaded", where=path, expected="a file", remedy="Download it first.")
         files += _expand(Path(path))
     if not files:
         raise DataError("no data files", where="paths", got=repr(paths), expected="at least one file")
