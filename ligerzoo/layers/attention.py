@@ -184,8 +184,9 @@ def _attend_in_fp32(
     added = _additive(mask, wide)
     if isinstance(mask, Mask) and mask.padding_mask is not None and added is not None:
         order = mask.padding_mask.logical_not().byte().argsort(stable=True, dim=1)
-        k, v = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v))
-        added = added.take_along_dim(order[:, None, None], 3)
+        # Not take_along_dim, for which torch.compile compiles each size.
+        k, v = (x.gather(1, order[:, :, None, None].expand_as(x)) for x in (k, v))
+        added = added.gather(3, order[:, None, None].expand_as(added))
     out = reference(q.to(wide), k.to(wide), v.to(wide), added, scale, softcap, is_causal, sinks)
     return out.to(q.dtype)
 

@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ligerzoo import AutoModel
+from ligerzoo.layers.attention import attend
+from ligerzoo.layers.masks import Mask
 from ligerzoo.models import CausalLM, Gemma3Text, Gemma3TextConfig, GptOss, GptOssConfig, Llama, LlamaConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
@@ -71,6 +74,21 @@ def test_padding_on_the_left_has_no_effect(index: int) -> None:
     for row, got, text in zip(rows, logits, texts, strict=True):
         assert torch.equal(got[-len(row) :], model(row[None]).logits[0])
         assert torch.equal(text[-len(row) - 5 :], model.generate(row[None], max_new_tokens=5, eos_token_id=[])[0])
+
+
+def test_padding_compiles_for_all_sizes_at_once() -> None:
+    def attended(x: Tensor, padding_mask: Tensor) -> Tensor:
+        query = torch.arange(x.shape[1])[None]
+        return attend(x, x, x, Mask(query, torch.zeros_like(query), query, x.shape[1], padding_mask))
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(attended, backend=counter, fullgraph=True, dynamic=True)
+    for batch, tokens in ((3, 9), (2, 14), (5, 6)):
+        x = torch.randn(batch, tokens, 4, 16, dtype=torch.bfloat16)
+        _, padding_mask = padded_left([torch.zeros(n) for n in range(tokens, tokens - batch, -1)])
+        assert torch.equal(compiled(x, padding_mask == 1), attended(x, padding_mask == 1))
+    assert counter.frame_count == 1
 
 
 def padded_left(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
