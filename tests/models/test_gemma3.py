@@ -133,7 +133,7 @@ def test_bf16_logits(directory: Path, device: str, rows: list[Row]) -> None:
     if device == "cpu":
         with rounding_as_eager():
             assert_same_bf16(*draw()[:2])
-    assert_errors_as_small(draw, device)
+    assert_errors_as_small(draw, device, draws=4)
 
 
 @prompts("images, two of them side by side", "a padded batch")

@@ -55,8 +55,8 @@ def models(directory: Path, device: str) -> tuple[CausalLM, PreTrainedModel]:
     return load_both(directory, torch.float32, device, AutoModelForCausalLM)
 
 
-def random_tokens(tiny: Tiny, device: str) -> Tensor:
-    return torch.randint(tiny.config["vocab_size"], (2, tiny.tokens), device=device)
+def random_tokens(tiny: Tiny, device: str, rows: int = 2) -> Tensor:
+    return torch.randint(tiny.config["vocab_size"], (rows, tiny.tokens), device=device)
 
 
 def assert_same_gradients(ours: CausalLM, theirs: PreTrainedModel) -> None:
@@ -93,15 +93,16 @@ def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
     exact = copy.deepcopy(theirs).float()
 
-    def draw() -> tuple[Tensor, Tensor, Tensor]:
-        tokens = random_tokens(tiny, device)
+    @torch.no_grad()
+    def draw(rows: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = random_tokens(tiny, device, rows)
         got, expected = (model(tokens).logits for model in (ours, theirs))
         assert got.dtype == expected.dtype == torch.bfloat16
         return got, expected, exact(tokens).logits
 
     if device == "cpu" and not is_recurrent:  # whose convolution and gates transformers rounds more often
         with rounding_as_eager():
-            assert_same_bf16(*draw()[:2])
+            assert_same_bf16(*draw(rows=2)[:2])
     assert_errors_as_small(draw, device)
 
 
