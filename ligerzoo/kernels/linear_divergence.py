@@ -72,6 +72,11 @@ class Side(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
+    def detached(self) -> Side:
+        """Returns the same side with tensors outside autograd."""
+        weight, bias = (None if t is None else t.detach() for t in (self.weight, self.bias))
+        return self._replace(hidden=self.hidden.detach(), weight=weight, bias=bias)
+
 
 class TeacherInputs(NamedTuple):
     """The teacher's (T, G) hidden states, (V, G) weight and (V,) bias or None; or its (T, V) logits and two Nones."""

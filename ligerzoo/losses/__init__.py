@@ -25,7 +25,8 @@ from ligerzoo.losses.modules import (
     model_sequence_logps,
     model_token_logps,
 )
-from ligerzoo.losses.objective import HeadOptions, LogpOptions, LossOutput
+from ligerzoo.losses.objective import LossOutput
+from ligerzoo.losses.options import HeadOptions, LogpOptions
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from ligerzoo.losses.sampler_ratios import sampler_correction
 

@@ -7,47 +7,41 @@ The average divides it by the number |y| of these targets.
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.losses.checks import check_logits, check_tensors
-from ligerzoo.losses.objective import HeadOptions, LogpOptions, check_head_options, token_logps_and_entropy
+from ligerzoo.losses.checks import check_sequences
+from ligerzoo.losses.objective import token_logps_and_entropy
+from ligerzoo.losses.options import LogpOptions, LossInputs, NumItems, takes
 from ligerzoo.tensor_checks import check_tensor
 
 
-def sequence_logps(
-    hidden: Tensor, weight: Tensor | None, target: Tensor, *, average_log_prob: bool = False,
-    **head: Unpack[LogpOptions],
-) -> Tensor:  # fmt: skip
-    """Returns the log-probability of each sequence of targets, differentiable, without holding all logits.
+@dataclass(frozen=True, kw_only=True)
+class SequenceLogpOptions(LogpOptions):
+    """Options of `sequence_logps`.
 
-    Args:
-        hidden: (B, T, H) hidden states, or (B, T, V) logits.
-        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
-        target: (B, T) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
-            `ignore_index` marks ignored tokens.
+    Attributes:
         average_log_prob: divide by the number of non-ignored targets.
-        head: options of the LM head and `temperature`, see `LogpOptions`.
+    """
+
+    average_log_prob: bool = False
+
+
+@takes(SequenceLogpOptions)
+def sequence_logps(inputs: LossInputs, options: SequenceLogpOptions) -> Tensor:
+    """Returns the log-probability of each sequence of targets, differentiable, without holding all logits.
 
     Returns:
         (B,) fp32 (fp64 for fp64 input); 0 for a sequence without targets.
-
-    Raises:
-        TypeError: an option is unknown, or an argument has another type.
-        ValueError: shapes, dtypes or targets are invalid, or an option is out of range.
     """
-    name = "sequence_logps"
-    check_head_options(sequence_logps, head)
-    check_tensors(name, hidden, weight, target, head.get("bias"))
-    if weight is None:
-        check_logits(name, hidden, head.get("bias"))
-    logps, _ = token_logps_and_entropy(name, hidden, weight, target, head)
-    mask = target_mask(target, head)
-    return masked_mean(logps, mask) if average_log_prob else masked_sum(logps, mask)
+    check_sequences(inputs, options.bias)
+    logps, _ = token_logps_and_entropy(inputs, options)
+    return (masked_mean if options.average_log_prob else masked_sum)(logps, options.target_mask(inputs.target))
 
 
 def unpacked(name: str, hidden: Tensor, target: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,16 +63,11 @@ def unpacked(name: str, hidden: Tensor, target: Tensor, sequences: Tensor) -> tu
     """
     check_tensor(name, "sequences", sequences, "integer", device=hidden.device)
     if sequences.dim() != 2:
-        raise ValueError(f"{name}: got sequences {tuple(sequences.shape)}; expected (N, L)")
+        raise LigerzooError(f"got sequences {tuple(sequences.shape)}", where=name, expected="(N, L)")
     tokens = hidden.flatten(0, 1)
     index = sequences % len(tokens)  # the last token pads: it predicts nothing, so it needs no gradient
     rows = F.embedding(index, tokens, padding_idx=len(tokens) - 1)
     return rows, target.flatten()[index].masked_fill(sequences < 0, -100)
-
-
-def target_mask(target: Tensor, head: HeadOptions) -> Tensor:
-    """Returns (B, T) bool: True at non-ignored targets."""
-    return target != head.get("ignore_index", -100)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -105,28 +94,35 @@ def safe_exp(x: Tensor) -> Tensor:
     return torch.where(is_large, math.exp(_MAX_EXPONENT) * (1 + x - _MAX_EXPONENT), power)
 
 
+def log_ratios(logps: Tensor, mask: Tensor, ref_logps: Tensor, average: bool) -> Tensor:
+    """Computes log p(y | x) - log p_ref(y | x) of (B, T) log-probabilities: (B,); divided by |y| to `average`."""
+    difference = masked_sum(logps, mask) - ref_logps
+    return difference / mask.sum(-1).clamp(min=1) if average else difference
+
+
 @torch.no_grad()
-def summed_mean_logits(hidden: Tensor, weight: Tensor | None, mask: Tensor, head: HeadOptions) -> Tensor | None:
+def summed_mean_logits(inputs: LossInputs, mask: Tensor, options: LogpOptions) -> Tensor | None:
     """Averages each token's logits over the vocabulary, and sums over the tokens in the mask: (B,).
 
     The logits include `logit_scale`, but not the temperature. No logits are computed: the mean over the vocabulary of
     h @ weight.T is h @ weight.mean(0). Returns None with a softcap, which is not linear.
     """
-    if head.get("softcap") is not None:
+    if options.softcap is not None:
         return None
-    dtype, bias = accumulation_dtype(hidden.dtype), head.get("bias")
+    hidden, weight = inputs.hidden, inputs.weight
+    dtype = accumulation_dtype(hidden.dtype)
     if weight is None:
         sums = masked_sum(hidden.mean(-1, dtype=dtype), mask)
     else:
         # Sum first: all hidden states in fp32 would need twice the memory.
         hidden_sums = torch.where(mask[..., None], hidden, 0.0).sum(1, dtype=dtype)
         sums = (hidden_sums * weight.mean(0, dtype=dtype)).sum(-1)
-    if bias is not None:
-        sums = sums + mask.sum(-1) * bias.mean(dtype=dtype)
-    return head.get("logit_scale", 1.0) * sums
+    if options.bias is not None:
+        sums = sums + mask.sum(-1) * options.bias.mean(dtype=dtype)
+    return options.logit_scale * sums
 
 
-def divisor(num_items: int | Tensor | None, default: int | Tensor, hidden: Tensor) -> int | float | Tensor:
+def items_or(num_items: NumItems, default: int | Tensor, hidden: Tensor) -> int | Tensor:
     """Returns `num_items`, or by default `default` but at least 1; tensors in the dtype of the loss of `hidden`."""
     if num_items is None:
         num_items = default.clamp(min=1) if isinstance(default, Tensor) else max(1, default)

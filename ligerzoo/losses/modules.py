@@ -7,35 +7,35 @@ everything that reads a parameter, including the weight of the LM head.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.kernels import token_logps
-from ligerzoo.losses.checks import unknown_option
-from ligerzoo.losses.distillation import check_distillation_options, distillation_loss
-from ligerzoo.losses.dpo import check_dpo_options, dpo_loss
-from ligerzoo.losses.grpo import check_grpo_options, check_ppo_options, grpo_loss, ppo_clip_loss
-from ligerzoo.losses.kto import check_kto_options, kto_loss
+from ligerzoo.losses.distillation import DistillationOptions, distillation_loss
+from ligerzoo.losses.dpo import DPOOptions, dpo_loss
+from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
+from ligerzoo.losses.kto import KTOOptions, kto_loss
 from ligerzoo.losses.logps import sequence_logps, unpacked
-from ligerzoo.losses.objective import LossOutput, check_head_values, option_names
-from ligerzoo.losses.reference_free import (
-    check_cpo_options,
-    check_orpo_options,
-    check_simpo_options,
-    cpo_loss,
-    orpo_loss,
-    simpo_loss,
-)
+from ligerzoo.losses.objective import LossOutput
+from ligerzoo.losses.options import HeadOptions, unknown_option
+from ligerzoo.losses.policy import GRPOOptions, PPOOptions
+from ligerzoo.losses.reference_free import CPOOptions, ORPOOptions, SimPOOptions, cpo_loss, orpo_loss, simpo_loss
 from ligerzoo.tensor_checks import describe
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""
 
-_ANY_MODEL = "dpo_loss and the other functions take any model's hidden states and head weight, or its logits"
+_EXPECTED_MODEL = "a ligerzoo.models.CausalLM"
+_REMEDY = (
+    "AutoModel.from_pretrained returns one; a wrapper around one is fine too. dpo_loss and the other functions take "
+    "any model's hidden states and head weight, or its logits"
+)
 
 
 def _check_model(name: str, model: Any) -> None:
@@ -46,12 +46,12 @@ def _check_model(name: str, model: Any) -> None:
     if torch.compiler.is_compiling() or (callable(model) and not isinstance(model, nn.Module)):
         return
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{name}: got {describe(model)} for a model; expected a ligerzoo.models.CausalLM")
-    if not any(_accepts_objective(type(module)) for module in model.modules()):
-        raise TypeError(
-            f"{name}: got a {type(model).__name__} ({type(model).__module__}); expected a ligerzoo.models.CausalLM, as "
-            f"AutoModel.from_pretrained returns, or a wrapper around one. {_ANY_MODEL}"
-        )
+        what, remedy = f"got {describe(model)} for a model", None
+    elif any(_accepts_objective(type(module)) for module in model.modules()):
+        return
+    else:
+        what, remedy = f"got a {type(model).__name__} ({type(model).__module__})", _REMEDY
+    raise WrongTypeError(what, where=name, expected=_EXPECTED_MODEL, remedy=remedy)
 
 
 def _accepts_objective(module: type[nn.Module]) -> bool:
@@ -64,10 +64,8 @@ def _forward(name: str, model: Model, *args: Any, **inputs: Any) -> Any:
     _check_model(name, model)
     out = model(*args, **inputs)
     if not hasattr(out, "details"):
-        raise TypeError(
-            f"{name}: got a {type(model).__name__}, which returns a {type(out).__name__}; expected a "
-            f"ligerzoo.models.CausalLM or a wrapper around one. {_ANY_MODEL}"
-        )
+        what = f"got a {type(model).__name__}, which returns a {type(out).__name__}"
+        raise WrongTypeError(what, where=name, expected=_EXPECTED_MODEL, remedy=_REMEDY)
     return out
 
 
@@ -88,9 +86,15 @@ def _loss_output(out: Any, own_loss: Tensor | None, aux_loss_share: float) -> Lo
 
 
 def _model_logps(
-    name: str, logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor,
-    inputs: Mapping[str, Any], head_options: Mapping[str, Any] | None = None, sequences: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    name: str,
+    logps: Callable[..., Tensor],
+    model: Model,
+    input_ids: Tensor,
+    labels: Tensor,
+    inputs: Mapping[str, Any],
+    head_options: Mapping[str, Any] | None = None,
+    sequences: Tensor | None = None,
+) -> Tensor:
     """Computes `logps` of the model's hidden states, head and shifted labels, within its forward."""
 
     def objective(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[None, Tensor]:
@@ -125,9 +129,15 @@ def model_token_logps(
 
 
 def model_sequence_logps(
-    model: Model, input_ids: Tensor, labels: Tensor, *, average_log_prob: bool = False, temperature: float = 1.0,
-    sequences: Tensor | None = None, **inputs: Any,
-) -> Tensor:  # fmt: skip
+    model: Model,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    average_log_prob: bool = False,
+    temperature: float = 1.0,
+    sequences: Tensor | None = None,
+    **inputs: Any,
+) -> Tensor:
     """Returns the log-probability of each sequence of labels under a model, differentiable.
 
     Args:
@@ -166,52 +176,43 @@ class HeadLoss(nn.Module):
     function: ClassVar[Callable[..., LossOutput]]
     """The loss function."""
 
-    check_options: ClassVar[Callable[..., None]]
-    """Raises for invalid values of the function's options, as the function does."""
+    options_type: ClassVar[type[HeadOptions]]
+    """Its options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._check_options(options)
+        self._checked(options)
         self.options = options
 
-    def _check_options(self, options: Mapping[str, Any], other_names: Collection[str] = (), remedy: str = "") -> None:
-        """Raises for unknown options and invalid values. `other_names` are those of other arguments of the call."""
-        name, function = type(self).__name__, type(self).function
-        own_names = option_names(function)
-        for option, value in options.items():
-            if option not in own_names:
-                raise unknown_option(name, option, value, [*own_names, *other_names], remedy)
-        parameters = inspect.signature(function).parameters.values()
-        values = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
-        expected = inspect.signature(type(self).check_options).parameters.values()
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in expected)
-        names = values.keys() if takes_all else [p.name for p in expected if p.kind is p.KEYWORD_ONLY]
-        type(self).check_options(name, **{option: values[option] for option in names})
-        check_head_values(name, options)
+    def _checked(self, arguments: Mapping[str, Any]) -> Any:
+        """Returns the options of a loss; tensors that it requires may be missing. Raises as the function does."""
+        required = [one.name for one in fields(self.options_type) if one.default is MISSING]
+        return self.options_type.checked(type(self).__name__, **(dict.fromkeys(required) | dict(arguments)))
 
     def _check_call(self, method: Callable[..., Any], args: Sequence[Any], inputs: Mapping[str, Any]) -> None:
         """Raises for invalid arguments of a call of `of` or `of_teacher`, before any model runs."""
-        name, arguments = type(self).__name__, {**self.options, **inputs}
-        own = inspect.signature(method).parameters
-        remedy = ". Other inputs of the model go into model_inputs={...}"
-        self._check_options(arguments, own, remedy)
-        if "ignore_index" in arguments:
-            raise ValueError(
-                f"{name}: got ignore_index={arguments['ignore_index']!r}; expected none, models ignore labels of -100"
-            )
-        if "args" not in own:
-            return
-        parameters = list(inspect.signature(type(self).function).parameters.values())[3:]
-        positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        name, own = type(self).__name__, inspect.signature(method).parameters
+        positional = [one for one in fields(self.options_type) if not one.kw_only] if "args" in own else []
         if len(args) > len(positional):
-            names = ", ".join(["model", "input_ids", "labels", *(p.name for p in positional)])
-            raise TypeError(
-                f"{name}.of: got {3 + len(args)} positional arguments; expected {names}. "
-                "Pass the others by name, such as attention_mask=..."
+            raise WrongTypeError(
+                f"got {3 + len(args)} positional arguments",
+                where=f"{name}.of",
+                expected=", ".join(["model", "input_ids", "labels", *(one.name for one in positional)]),
+                remedy="Pass the others by name, such as attention_mask=...",
             )
-        for parameter in positional[len(args) :]:
-            if parameter.default is parameter.empty and parameter.name not in arguments:
-                raise TypeError(f"{name}.of: {parameter.name} is missing; expected a tensor, after labels or by name")
+        arguments = {**self.options, **inputs}
+        for option, value in arguments.items():
+            if option not in self.options_type.accepted:
+                remedy = "Other inputs of the model go into model_inputs={...}"
+                raise unknown_option(name, option, value, [*self.options_type.accepted, *own], remedy)
+        for one in positional[len(args) :]:
+            if one.default is MISSING and one.name not in arguments:
+                what, expected = f"{one.name} is missing", "a tensor, after labels or by name"
+                raise WrongTypeError(what, where=f"{name}.of", expected=expected)
+        self._checked(arguments)
+        if "ignore_index" in arguments:
+            what = f"got ignore_index={arguments['ignore_index']!r}"
+            raise LigerzooError(what, where=name, expected="none, models ignore labels of -100")
 
     def forward(self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
         """Computes the loss of hidden states, the weight of the LM head (None for logits) and shifted targets.
@@ -270,16 +271,16 @@ class HeadLoss(nn.Module):
             self._check_call(self.of, args, inputs)
         has_logps = arguments.get("ref_logps") is not None
         if reference is None and not has_logps and self.needs_reference(arguments):
-            raise ValueError(
-                f"{name}.of: got neither reference nor ref_logps; expected one of them. Pass reference=..., the model "
-                "before training. SimPO, CPO and ORPO need none"
-            )
+            remedy = "Pass reference=..., the model before training. SimPO, CPO and ORPO need none"
+            what = "got neither reference nor ref_logps"
+            raise LigerzooError(what, where=f"{name}.of", expected="one of them", remedy=remedy)
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         if reference is not None:
             if has_logps:
-                raise ValueError(f"{name}: got both reference and ref_logps; pass one of them")
-            if "ref_logps" not in option_names(type(self).function):
-                raise TypeError(f"{name} does not use a reference model; for a teacher use Distillation.of_teacher")
+                raise LigerzooError("got both reference and ref_logps; pass one of them", where=name)
+            if "ref_logps" not in self.options_type.accepted:
+                what = f"{name} does not use a reference model; for a teacher use Distillation.of_teacher"
+                raise WrongTypeError(what)
             _check_model(name, reference)
             shared = ("logits_budget", "backend")
             head_options: dict[str, Any] = {option: arguments[option] for option in shared if option in arguments}
@@ -317,7 +318,7 @@ class DPO(HeadLoss):
     """Direct preference optimization and its variants: `dpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(dpo_loss)
-    check_options = staticmethod(check_dpo_options)
+    options_type = DPOOptions
 
     def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
         return True
@@ -327,28 +328,28 @@ class CPO(HeadLoss):
     """Contrastive preference optimization: `cpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(cpo_loss)
-    check_options = staticmethod(check_cpo_options)
+    options_type = CPOOptions
 
 
 class SimPO(HeadLoss):
     """Simple preference optimization: `simpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(simpo_loss)
-    check_options = staticmethod(check_simpo_options)
+    options_type = SimPOOptions
 
 
 class ORPO(HeadLoss):
     """Odds ratio preference optimization: `orpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(orpo_loss)
-    check_options = staticmethod(check_orpo_options)
+    options_type = ORPOOptions
 
 
 class KTO(HeadLoss):
     """Kahneman-Tversky optimization: `kto_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(kto_loss)
-    check_options = staticmethod(check_kto_options)
+    options_type = KTOOptions
 
     def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
         return True
@@ -358,7 +359,7 @@ class GRPO(HeadLoss):
     """Group relative policy optimization and its variants: `grpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(grpo_loss)
-    check_options = staticmethod(check_grpo_options)
+    options_type = GRPOOptions
 
     def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
         return bool(arguments.get("beta", 0.0) != 0)
@@ -371,14 +372,14 @@ class PPOClip(HeadLoss):
     """The policy loss of proximal policy optimization: `ppo_clip_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(ppo_clip_loss)
-    check_options = staticmethod(check_ppo_options)
+    options_type = PPOOptions
 
 
 class Distillation(HeadLoss):
     """Distillation from a teacher: `distillation_loss`, whose keyword arguments are the options. See `of_teacher`."""
 
     function = staticmethod(distillation_loss)
-    check_options = staticmethod(check_distillation_options)
+    options_type = DistillationOptions
 
     def of_teacher(
         self,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-CHOICES = {
+OURS = {
     "sigmoid_norm": "dpo_loss(variant='sigmoid', average_log_prob=True)",
     "sft": "nll_weight=... with any variant",
     "kto_pair": "kto_loss(variant='kto')",
@@ -15,17 +13,6 @@ CHOICES = {
     "orpo": "orpo_loss",
     "ppo": "ppo_clip_loss",
     "cosine_similarity": "distillation_loss(divergence='cosine')",
-}
-"""Their variants -> ours."""
-
-UNSUPPORTED_CHOICES = {
-    "aot": "it sorts the margins of the whole batch",
-    "aot_unpaired": "it sorts the log-ratios of the whole batch",
-    "alphapo": "ligerzoo does not implement it",
-}
-"""Their variants that ligerzoo does not have -> the reason."""
-
-OPTIONS = {
     "loss_type": "variant",
     "alpha": "nll_weight",
     "cpo_alpha": "nll_weight",
@@ -53,20 +40,20 @@ OPTIONS = {
     "weight_soft_loss": "soft_weight",
     "weight_hard_loss": "hard_weight",
 }
-"""Their options -> ours."""
+"""Their variants, then their options -> ours."""
+
+UNSUPPORTED = {
+    "aot": "it sorts the margins of the whole batch",
+    "aot_unpaired": "it sorts the log-ratios of the whole batch",
+    "alphapo": "ligerzoo does not implement it",
+}
+"""Their variants that ligerzoo does not have -> the reason."""
 
 
-def choice_hint(choice: Any) -> str:
-    """Returns the end of an error message about an unknown variant; empty if TRL and liger-kernel lack it too."""
-    if isinstance(choice, str) and choice in CHOICES:
-        return f". Use {CHOICES[choice]} instead of {choice!r} from TRL or liger-kernel"
-    if isinstance(choice, str) and choice in UNSUPPORTED_CHOICES:
-        return f". {choice!r} from TRL is not supported: {UNSUPPORTED_CHOICES[choice]}"
-    return ""
-
-
-def option_hint(option: str, value: Any) -> str:
-    """Returns the end of an error message about an unknown option and its value; empty if no other library has it."""
-    if option not in OPTIONS:
-        return ""
-    return f". Use {OPTIONS[option]} instead of {option!r} from TRL or liger-kernel{choice_hint(value)}"
+def our_name(theirs: object) -> str | None:
+    """Returns a remedy with our name for a variant or an option; None if TRL and liger-kernel lack it too."""
+    if not isinstance(theirs, str):
+        return None
+    if theirs in OURS:
+        return f"Use {OURS[theirs]} instead of {theirs!r} from TRL or liger-kernel"
+    return f"{theirs!r} from TRL is not supported: {UNSUPPORTED[theirs]}" if theirs in UNSUPPORTED else None

@@ -21,61 +21,25 @@ Shapes: B sequences, T tokens per sequence, H features, V classes, M = B T.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import check, integer
 from ligerzoo.kernels import cross_entropy
 from ligerzoo.kernels.autograd import under_transform
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
+from ligerzoo.kernels.dispatch import accumulation_dtype, uses_triton
 from ligerzoo.kernels.linear_cross_entropy import prepare_inputs, token_results
-from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, check_budget, head_type, max_rows, rows_per_chunk
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, max_rows, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
-from ligerzoo.kernels.loss.reduction import as_targets, check_terms
+from ligerzoo.kernels.loss.reduction import as_targets
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
-from ligerzoo.kernels.loss.token_loss import Terms, Upstream, reference
-from ligerzoo.losses.checks import check_logits, unknown_option
+from ligerzoo.kernels.loss.token_loss import Upstream, reference
+from ligerzoo.losses.options import LogpOptions, LossInputs
 
 LossGroup = Literal["token", "sequence", "pair"]
 """What a loss sums over: tokens, sequences, or pairs of sequences b and B/2 + b of a batch."""
-
-
-class HeadOptions(TypedDict, total=False):
-    """Options of the LM head, keyword arguments of every loss; the same as those of `ligerzoo.kernels.token_logps`.
-
-    Attributes:
-        bias: (V,), added to the logits. Default: None.
-        ignore_index: the target of ignored tokens, such as prompts and padding. Default: -100.
-        softcap: c, for logits `c tanh(logits / c)`. Default: None.
-        logit_scale: multiplies the logits, before the softcap. Default: 1.0.
-        logits_budget: MiB of logits that exist at a time. Default: None, the budget of `set_logits_budget`. The loss is
-            fastest if the logits of a pair of T tokens fit (of a sequence, for losses over sequences): 4 T V bytes in
-            bf16 (2 T V). Otherwise backward computes the logits again, 8MHV operations instead of 6MHV. Ignored for
-            given logits.
-        backend: "auto" (Triton if it supports the device), "triton" or "torch" (the reference). Default: "auto".
-    """
-
-    bias: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    logits_budget: int | None
-    backend: Backend
-
-
-class LogpOptions(HeadOptions, total=False):
-    """Options of the LM head, and the temperature of the log-probabilities.
-
-    Attributes:
-        temperature: divides the logits, after the softcap. Default: 1.0. Compute the log-probabilities of a reference
-            model with the same temperature.
-    """
-
-    temperature: float
 
 
 class LossOutput(NamedTuple):
@@ -121,115 +85,83 @@ class ObjectiveResult(NamedTuple):
     entropy: Tensor | None
 
 
-def option_names(loss: Callable[..., Any]) -> list[str]:
-    """Returns the names of all arguments except hidden states, weight and target, including those of the LM head."""
-    names = dict.fromkeys([*inspect.signature(loss).parameters, *LogpOptions.__annotations__])
-    return [name for name in names if name not in ("hidden", "weight", "target", "head")]
-
-
-def check_head_options(loss: Callable[..., Any], head: HeadOptions) -> None:
-    """Raises for unknown options of a loss, which it collects in `head`, and for invalid options of the LM head."""
-    name: str = loss.__name__
-    for option, value in dict(head).items():
-        if option not in LogpOptions.__annotations__:
-            raise unknown_option(name, option, value, option_names(loss))
-    check_head_values(name, head)
-
-
-def check_head_values(name: str, head: Mapping[str, Any]) -> None:
-    """Raises for options of the LM head that have another type or are out of range; ignores other options."""
-    given: dict[str, Any] = dict(head)
-    check_terms(name, Terms(given.get("logit_scale", 1.0), given.get("softcap"), given.get("temperature", 1.0)))
-    check(name, integer(), ignore_index=given.get("ignore_index", -100))
-    check_budget(name, given.get("logits_budget"))
-    check_backend(given.get("backend", "auto"))
-
-
-def evaluate(
-    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, objective: GroupObjective, head: LogpOptions
-) -> ObjectiveResult:
+def evaluate(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:
     """Evaluates an objective, with gradients computed in the forward pass where possible.
 
     Args:
-        name: the loss that error messages name.
-        hidden: (B, T, H) hidden states, or (B, T, V) logits.
-        weight: (V, H); None if `hidden` holds logits.
-        target: (B, T) token ids or `ignore_index`.
+        inputs: hidden states or logits, weight and targets.
         objective: the loss; gets no gradients for its constants.
-        head: options of the LM head.
+        options: those of the LM head.
 
     Raises:
         ValueError: shapes, dtypes or targets are invalid, as in `ligerzoo.kernels.token_logps`.
     """
-    if weight is None:
-        check_logits(name, hidden, head.get("bias"))
+    hidden, weight = inputs.hidden, inputs.weight
     objective = objective._replace(constants=[None if c is None else c.detach() for c in objective.constants])
-    needs_gradient = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
+    needs_gradient = any(t is not None and t.requires_grad for t in (hidden, weight, options.bias))
     is_traced = torch.compiler.is_compiling() or hidden.is_meta or under_transform()
     if weight is None and not is_traced:
-        return _evaluate_given_logits(name, hidden, target, objective, **head)
+        return _evaluate_given_logits(inputs, objective, options)
     if weight is not None and needs_gradient and torch.is_grad_enabled() and not is_traced:
-        result = _evaluate_in_one_sweep(name, hidden, weight, target, objective, **head)
+        result = _evaluate_in_one_sweep(inputs, weight, objective, options)
         if result is not None:
             return result
-    return evaluate_by_autograd(name, hidden, weight, target, objective, head)
+    return evaluate_by_autograd(inputs, objective, options)
 
 
-def evaluate_by_autograd(
-    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, objective: GroupObjective, head: LogpOptions
-) -> ObjectiveResult:
+def evaluate_by_autograd(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:
     """Evaluates an objective through plain autograd: the specification of `evaluate`."""
-    logps, entropy = token_logps_and_entropy(name, hidden, weight, target, head, with_entropy=objective.uses_entropy)
+    logps, entropy = token_logps_and_entropy(inputs, options, objective.uses_entropy)
     loss = objective.function(logps, entropy, *objective.constants).to(logps.dtype)  # constants may be fp64
     return ObjectiveResult(loss, logps.detach(), None if entropy is None else entropy.detach())
 
 
 def token_logps_and_entropy(
-    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, head: LogpOptions, *, with_entropy: bool = False
+    inputs: LossInputs, options: LogpOptions, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the (B, T) log-probabilities of the targets, and entropies if requested; differentiable."""
-    if weight is None:
-        return _logps_and_entropy_of_logits(name, hidden, target, with_entropy=with_entropy, **head)
-    terms = Terms(head.get("logit_scale", 1.0), head.get("softcap"), head.get("temperature", 1.0))
-    results = token_results(
-        name, hidden, weight, target, head.get("bias"), terms, head.get("ignore_index", -100),
-        head.get("logits_budget"), head.get("backend", "auto"), statistics=with_entropy,
-    )  # fmt: skip
+    name, hidden, weight, target = inputs
+    if weight is not None:
+        results = token_results(
+            name,
+            hidden,
+            weight,
+            target,
+            options.bias,
+            options.terms,
+            options.ignore_index,
+            options.logits_budget,
+            options.backend,
+            statistics=with_entropy,
+        )
+    else:
+        target = as_targets(name, target, hidden.shape[-1], options.ignore_index)
+        if not with_entropy:
+            temperature = options.temperature
+            return -cross_entropy(hidden, target, temperature=temperature, reduction="none", **options.of_logits), None
+        logits = hidden.reshape(-1, hidden.shape[-1])
+        results = reference(logits, target.reshape(-1), options.terms, options.ignore_index)
     return results.logp.view(target.shape), results.entropy.view(target.shape) if with_entropy else None
 
 
-def _logps_and_entropy_of_logits(
-    name: str, logits: Tensor, target: Tensor, *, with_entropy: bool, bias: Tensor | None = None,
-    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
-    logits_budget: int | None = None, backend: Backend = "auto",
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    target = as_targets(name, target, logits.shape[-1], ignore_index)
-    if not with_entropy:
-        return -cross_entropy(
-            logits, target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-            temperature=temperature, reduction="none", backend=backend,
-        ), None  # fmt: skip
-    terms = Terms(logit_scale, softcap, temperature)
-    results = reference(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), terms, ignore_index)
-    return results.logp.view(target.shape), results.entropy.view(target.shape)
-
-
-def _evaluate_given_logits(
-    name: str, logits: Tensor, target: Tensor, objective: GroupObjective, *, bias: Tensor | None = None,
-    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
-    logits_budget: int | None = None, backend: Backend = "auto",
-) -> ObjectiveResult:  # fmt: skip
+def _evaluate_given_logits(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:
     """Evaluates an objective over given logits: one pass for log-probabilities, a second one for their gradient."""
-    terms, shape = Terms(logit_scale, softcap, temperature), target.shape
-    x = logits.reshape(-1, logits.shape[-1])
+    name, logits, _, target = inputs
+    shape, x = target.shape, logits.reshape(-1, logits.shape[-1])
     x = x if x.stride(-1) == 1 else x.contiguous()
-    targets = as_targets(name, target, x.shape[-1], ignore_index).reshape(-1)
+    targets = as_targets(name, target, x.shape[-1], options.ignore_index).reshape(-1)
     needs_gradient = logits.requires_grad and torch.is_grad_enabled()
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
         results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.uses_entropy)
-        normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=backend)
+        normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=options.backend)
         compute_rows = functools.partial(
-            compute_rows_, x, targets, terms=terms, ignore_index=ignore_index, normalizer=normalizer, triton=triton
+            compute_rows_,
+            x,
+            targets,
+            terms=options.terms,
+            ignore_index=options.ignore_index,
+            normalizer=normalizer,
+            triton=triton,
         )
         compute_rows(results)
         logps, entropy = results.logp.view(shape), results.entropy.view(shape) if objective.uses_entropy else None
@@ -281,7 +213,7 @@ def _plan_chunks(x: Tensor, n_classes: int, target: Tensor, group: LossGroup, bu
 
 def _loss_and_gradients(
     function: Callable[..., Tensor], logps: Tensor, entropy: Tensor | None, constants: Sequence[Tensor | None]
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the loss, and its gradients with respect to log-probabilities and entropies."""
     with torch.enable_grad():
         leaves = [t.clone().requires_grad_() for t in (logps, entropy) if t is not None]
@@ -290,20 +222,19 @@ def _loss_and_gradients(
 
 
 def _evaluate_in_one_sweep(
-    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: GroupObjective, *, bias: Tensor | None = None,
-    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
-    logits_budget: int | None = None, backend: Backend = "auto",
-) -> ObjectiveResult | None:  # fmt: skip
+    inputs: LossInputs, weight: Tensor, objective: GroupObjective, options: LogpOptions
+) -> ObjectiveResult | None:
     """Evaluates an objective with its gradients; returns None if the logits of one group exceed the budget.
 
     Also returns None for fp16: gradients of single tokens may underflow unless they include the loss scale, which only
     backward knows.
     """
-    terms, function, shape = Terms(logit_scale, softcap, temperature), objective.function, target.shape
-    (x, weight, bias), target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
+    name, hidden, _, target = inputs
+    terms, ignore_index, shape = options.terms, options.ignore_index, target.shape
+    (x, weight, bias), target = prepare_inputs(name, hidden, weight, target, options.bias, ignore_index, terms)
     if x.dtype == torch.float16 or target.numel() == 0:
         return None
-    plan = _plan_chunks(x, weight.shape[0], target, objective.group, logits_budget)
+    plan = _plan_chunks(x, weight.shape[0], target, objective.group, options.logits_budget)
     if plan is None:
         return None
     constants = objective.constants
@@ -313,7 +244,7 @@ def _evaluate_in_one_sweep(
     def by_sequence(x: Tensor) -> Tensor:
         return x.view(-1, plan.length)
 
-    targets, triton = target.reshape(-1), uses_triton(x, weight, backend=backend)
+    targets, triton = target.reshape(-1), uses_triton(x, weight, backend=options.backend)
     needs = Needs(x.requires_grad, weight.requires_grad)
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
         results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.uses_entropy)
@@ -333,14 +264,22 @@ def _evaluate_in_one_sweep(
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)
             compute_rows = functools.partial(
-                compute_rows_, logits, targets, terms=terms, ignore_index=ignore_index, order=head.order,
-                count=head.count(chunk), first_row=chunk.start, normalizer=normalizer, triton=triton,
-            )  # fmt: skip
+                compute_rows_,
+                logits,
+                targets,
+                terms=terms,
+                ignore_index=ignore_index,
+                order=head.order,
+                count=head.count(chunk),
+                first_row=chunk.start,
+                normalizer=normalizer,
+                triton=triton,
+            )
             compute_rows(results)
             # The sequences of this chunk, or its tokens for groups of single tokens.
             index: Any = plan.sequences[i] if plan.sequences else chunk if head.order is None else head.order[chunk]
             chunk_loss, gradients = _loss_and_gradients(
-                function,
+                objective.function,
                 by_sequence(results.logp)[index],
                 None if entropy is None else by_sequence(entropy)[index],
                 [None if c is None else c[index] for c in constants],

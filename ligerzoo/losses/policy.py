@@ -7,45 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import AT_LEAST_1, FINITE, FLAG, NOT_NEGATIVE, POSITIVE, Values, check, check_optional, number
-from ligerzoo.losses.checks import check_choice, check_unused
+from ligerzoo.checks import AT_LEAST_1, FINITE, POSITIVE, Values, check, number, one_of
+from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.losses.logps import masked_mean, masked_sum, safe_exp
+from ligerzoo.losses.options import Finite, LogpOptions, NotNegative, NumItems, Positive
 from ligerzoo.tensor_checks import check_num_items
 
 Level = Literal["token", "sequence"]
 LEVELS = get_args(Level)
-
-
-class PolicyOptions(NamedTuple):
-    """Options of `grpo_loss`, with its defaults."""
-
-    variant: str = "grpo"
-    level: Level | None = None
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-    is_kl_corrected: bool = False
-    entropy_coef: float = 0.0
-    with_entropy: bool = False
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
-    vespo_shapes: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0))
-    max_length: int | None = None
-
-    @property
-    def ratio_level(self) -> Level:
-        """`level`, by default that of the variant."""
-        return VARIANTS[self.variant].level if self.level is None else self.level
-
-    @property
-    def upper_epsilon(self) -> float:
-        """`epsilon_high`, by default `epsilon`."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 class Rollout(NamedTuple):
@@ -91,22 +66,22 @@ def _where(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Ten
     return torch.where(condition, first, second)
 
 
-def clipped(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+def _clipped(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
     ratio = inputs.ratio if options.delta is None else inputs.ratio.clamp(max=options.delta)
     in_range = inputs.ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
     return -torch.minimum(ratio * inputs.advantages, in_range * inputs.advantages)
 
 
-def cispo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+def _cispo(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
     return -inputs.ratio.detach().clamp(max=1 + options.upper_epsilon) * inputs.advantages * inputs.logps
 
 
-def sapo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+def _sapo(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
     temperature = _where(inputs.advantages > 0, options.sapo_temperatures, inputs.logps)
     return -4 / temperature * torch.sigmoid(temperature * (inputs.ratio - 1)) * inputs.advantages
 
 
-def vespo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+def _vespo(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
     lowest, highest = math.log(1e-8), 20.0
     log_w = masked_sum(inputs.log_ratio.detach().clamp(-highest, highest), inputs.mask)
     if inputs.correction is not None:
@@ -119,9 +94,6 @@ def vespo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     return -weight * inputs.advantages * inputs.logps
 
 
-PolicyFormula = Callable[[PolicyInputs, PolicyOptions], Tensor]
-
-
 def _uniform_weights(mask: Tensor) -> Tensor:
     return mask
 
@@ -129,6 +101,13 @@ def _uniform_weights(mask: Tensor) -> Tensor:
 def _mean_weights(mask: Tensor) -> Tensor:
     """1 / |y| for each token: the sum over a sequence is its mean."""
     return mask / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+class PolicyFormula(NamedTuple):
+    """The loss of a token, and the options that only some formulas use."""
+
+    token_losses: Callable[[PolicyInputs, GRPOOptions], Tensor]
+    options: tuple[str, ...]
 
 
 class PolicyVariant(NamedTuple):
@@ -139,90 +118,153 @@ class PolicyVariant(NamedTuple):
         token_weights: (B, T) mask -> weights of the tokens in the sum.
         divided_by: what divides the sum; "max_tokens" is the number of sequences times `max_length`.
         level: whether ratios are of tokens or of sequences.
-        uses_whole_sequence: whether a token's loss depends on other tokens of its sequence even at token level.
+        weighs_sequences: whether the formula weights tokens by the ratio of their sequence, with its `correction`.
     """
 
     formula: PolicyFormula
     token_weights: Callable[[Tensor], Tensor]
     divided_by: Literal["sequences", "tokens", "max_tokens"]
     level: Level = "token"
-    uses_whole_sequence: bool = False
+    weighs_sequences: bool = False
 
+
+_CLIPPED = PolicyFormula(_clipped, ("epsilon", "epsilon_high", "delta"))
+_CISPO = PolicyFormula(_cispo, ("epsilon_high",))
+_SAPO = PolicyFormula(_sapo, ("sapo_temperatures",))
+_VESPO = PolicyFormula(_vespo, ("vespo_shapes",))
 
 VARIANTS = {
-    "grpo": PolicyVariant(clipped, _mean_weights, "sequences"),
-    "bnpo": PolicyVariant(clipped, _uniform_weights, "tokens"),
-    "dapo": PolicyVariant(clipped, _uniform_weights, "tokens"),
-    "dr_grpo": PolicyVariant(clipped, _uniform_weights, "max_tokens"),
-    "gspo": PolicyVariant(clipped, _mean_weights, "sequences", "sequence"),
-    "luspo": PolicyVariant(clipped, _uniform_weights, "sequences", "sequence"),
-    "cispo": PolicyVariant(cispo, _uniform_weights, "tokens"),
-    "sapo": PolicyVariant(sapo, _mean_weights, "sequences"),
-    "vespo": PolicyVariant(vespo, _uniform_weights, "tokens", uses_whole_sequence=True),
+    "grpo": PolicyVariant(_CLIPPED, _mean_weights, "sequences"),
+    "bnpo": PolicyVariant(_CLIPPED, _uniform_weights, "tokens"),
+    "dapo": PolicyVariant(_CLIPPED, _uniform_weights, "tokens"),
+    "dr_grpo": PolicyVariant(_CLIPPED, _uniform_weights, "max_tokens"),
+    "gspo": PolicyVariant(_CLIPPED, _mean_weights, "sequences", "sequence"),
+    "luspo": PolicyVariant(_CLIPPED, _uniform_weights, "sequences", "sequence"),
+    "cispo": PolicyVariant(_CISPO, _uniform_weights, "tokens"),
+    "sapo": PolicyVariant(_SAPO, _mean_weights, "sequences"),
+    "vespo": PolicyVariant(_VESPO, _uniform_weights, "tokens", weighs_sequences=True),
 }
 
 
-def kl_estimate(logps: Tensor, ratio: Tensor, ref_logps: Tensor, options: PolicyOptions) -> Tensor:
+def kl_estimate(logps: Tensor, ratio: Tensor, ref_logps: Tensor, options: GRPOOptions) -> Tensor:
     """The k3 estimate of the KL divergence from the reference, times the ratio if `is_kl_corrected`."""
     k3 = safe_exp(ref_logps - logps) - (ref_logps - logps) - 1
     return k3 * ratio if options.is_kl_corrected else k3
 
 
-_FORMULA_OPTIONS: dict[PolicyFormula, tuple[str, ...]] = {
-    clipped: ("epsilon", "epsilon_high", "delta"),
-    cispo: ("epsilon_high",),
-    sapo: ("sapo_temperatures",),
-    vespo: ("vespo_shapes",),
-}
-"""Options that only some formulas use."""
+Clip = Annotated[float, number("0 <= epsilon < 1", lambda epsilon: 0 <= epsilon < 1)]
 
 
-def check_policy_options(
-    name: str, options: PolicyOptions, num_items: int | Tensor | None, num_tokens: int | Tensor | None
-) -> None:  # fmt: skip
-    """Raises for an unknown variant or level, and for options that are out of range, missing or unused."""
-    check_choice(name, VARIANTS, variant=options.variant)
-    check_choice(name, LEVELS, level=options.ratio_level)
-    check(name, _CLIP, epsilon=options.epsilon)
-    check_optional(name, NOT_NEGATIVE, epsilon_high=options.epsilon_high)
-    check_optional(name, POSITIVE, delta=options.delta)
-    check(name, NOT_NEGATIVE, beta=options.beta)
-    check(name, FINITE, entropy_coef=options.entropy_coef)
-    check(name, FLAG, is_kl_corrected=options.is_kl_corrected, with_entropy=options.with_entropy)
-    _check_pair(name, "sapo_temperatures", options.sapo_temperatures, POSITIVE)
-    if not isinstance(options.vespo_shapes, Sequence) or len(options.vespo_shapes) != 2:
-        raise TypeError(f"{name}: vespo_shapes={options.vespo_shapes!r}; expected two pairs of numbers")
-    for i, pair in enumerate(options.vespo_shapes):
-        _check_pair(name, f"vespo_shapes[{i}]", pair, FINITE)
-    if options.max_length is not None:
-        check(name, AT_LEAST_1, max_length=options.max_length)
-    check_num_items(name, num_items=num_items, num_tokens=num_tokens)
+@dataclass(frozen=True, kw_only=True)
+class PPOOptions(LogpOptions):
+    """Options of `ppo_clip_loss`.
 
-    variant, choice = VARIANTS[options.variant], f"variant={options.variant!r}"
-    used = _FORMULA_OPTIONS[variant.formula]
-    unused = {option for others in _FORMULA_OPTIONS.values() for option in others if option not in used}
-    if variant.divided_by != "max_tokens":
-        unused.add("max_length")
-    check_unused(
-        name, choice, PolicyOptions._field_defaults, **{option: getattr(options, option) for option in sorted(unused)}
-    )
-    if options.entropy_coef == 0:
-        check_unused(name, "entropy_coef=0 (no entropy term)", {"num_tokens": None}, num_tokens=num_tokens)
-    if variant.divided_by == "max_tokens" and options.max_length is None:
-        raise ValueError(f"{name}: max_length=None; {choice} requires it: the longest completion that sampling allows")
-    if variant.formula is cispo and options.epsilon_high is None:
-        raise ValueError(f"{name}: epsilon_high=None; {choice} requires it, such as 4")
-    most = 1 + options.upper_epsilon
-    if options.delta is not None and options.delta <= most:
-        raise ValueError(f"{name}: delta={options.delta}; expected more than 1 + epsilon_high = {most}")
+    Attributes:
+        advantages: (B, T) of tokens, such as generalized advantage estimates, or (B,); a constant.
+        old_logps: (B, T), `token_logps` of the model that sampled.
+        epsilon: clips ratios to the range from 1 - epsilon to 1 + epsilon.
+        entropy_coef: weight of the mean entropy of the tokens, which is subtracted from the loss.
+        num_items: divides the summed losses and entropies. Default: the number of tokens in the batch. For exact
+            gradient accumulation, pass the number in the step to every microbatch.
+    """
+
+    advantages: Tensor = field(kw_only=False)
+    old_logps: Tensor = field(kw_only=False)
+    epsilon: Clip = 0.2
+    entropy_coef: Finite = 0.0
+    num_items: NumItems = None
+
+    def check(self, name: str) -> None:
+        check_num_items(name, num_items=self.num_items)
 
 
-_CLIP = number("0 <= epsilon < 1", lambda epsilon: 0 <= epsilon < 1)
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions(LogpOptions):
+    """Options of `grpo_loss`. Tensors (B, T) are aligned with `target`: index t is about the token `target[:, t]`.
+
+    Attributes:
+        advantages: (B,) of completions, or (B, T) of tokens; a constant.
+        old_logps: (B, T), `token_logps` of the model that sampled. Default: those of the model itself.
+        ref_logps: (B, T), `token_logps` of the reference model; required if `beta` is not 0.
+        correction: (B, T), multiplies the losses of the tokens without the KL term, see `sampler_correction`.
+        variant: "grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "sapo" or "vespo".
+        level: "token" or "sequence": whether ratios are of tokens or of completions. Default: that of the variant.
+        epsilon: clips ratios below 1 - epsilon.
+        epsilon_high: clips ratios above 1 + epsilon_high. Default: `epsilon`. Required for "cispo", such as 4 (5 in
+            TRL).
+        delta: clips ratios above delta for negative advantages too (two-sided clipping); more than 1 + epsilon_high.
+        beta: weight of the KL term.
+        is_kl_corrected: multiply the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556). Requires `ref_logps`.
+        entropy_coef: weight of the mean entropy of the tokens, which is subtracted from the loss.
+        with_entropy: compute the metric "entropy" even if `entropy_coef` is 0.
+        sapo_temperatures: t of "sapo", for positive advantages and for the others.
+        vespo_shapes: (k, h) of "vespo", for advantages of at least 0 and for the others.
+        max_length: the longest completion that sampling allows; required for "dr_grpo".
+        num_items: divides the summed losses. Default: the number of sequences or tokens in the batch, depending on the
+            variant. For exact gradient accumulation, pass the number in the step to every microbatch.
+        num_tokens: divides the summed entropy. Default: the number of tokens in the batch. With an `entropy_coef`, pass
+            it together with `num_items`; without one, leave it out.
+    """
+
+    advantages: Tensor = field(kw_only=False)
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    correction: Tensor | None = None
+    variant: Annotated[str, one_of(VARIANTS)] = "grpo"
+    level: Level | None = None
+    epsilon: Clip = 0.2
+    epsilon_high: NotNegative | None = None
+    delta: Positive | None = None
+    beta: NotNegative = 0.0
+    is_kl_corrected: bool = False
+    entropy_coef: Finite = 0.0
+    with_entropy: bool = False
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    vespo_shapes: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0))
+    max_length: Annotated[int, AT_LEAST_1] | None = None
+    num_items: NumItems = None
+    num_tokens: NumItems = None
+
+    @property
+    def ratio_level(self) -> Level:
+        """`level`, by default that of the variant."""
+        return VARIANTS[self.variant].level if self.level is None else self.level
+
+    @property
+    def upper_epsilon(self) -> float:
+        """`epsilon_high`, by default `epsilon`."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def check(self, name: str) -> None:
+        _check_pair(name, "sapo_temperatures", self.sapo_temperatures, POSITIVE)
+        if not isinstance(self.vespo_shapes, Sequence) or len(self.vespo_shapes) != 2:
+            what = f"vespo_shapes={self.vespo_shapes!r}"
+            raise WrongTypeError(what, where=name, expected="two pairs of numbers")
+        for i, pair in enumerate(self.vespo_shapes):
+            _check_pair(name, f"vespo_shapes[{i}]", pair, FINITE)
+        check_num_items(name, num_items=self.num_items, num_tokens=self.num_tokens)
+
+        variant, choice = VARIANTS[self.variant], f"variant={self.variant!r}"
+        options = {option for each in VARIANTS.values() for option in each.formula.options}
+        unused = options.difference(variant.formula.options)
+        if variant.divided_by != "max_tokens":
+            unused.add("max_length")
+        self.check_unused(name, choice, *sorted(unused))
+        if self.entropy_coef == 0:
+            self.check_unused(name, "entropy_coef=0 (no entropy term)", "num_tokens")
+        if variant.divided_by == "max_tokens" and self.max_length is None:
+            what = f"max_length=None; {choice} requires it: the longest completion that sampling allows"
+            raise LigerzooError(what, where=name)
+        if variant.formula is _CISPO and self.epsilon_high is None:
+            raise LigerzooError(f"epsilon_high=None; {choice} requires it, such as 4", where=name)
+        most = 1 + self.upper_epsilon
+        if self.delta is not None and self.delta <= most:
+            raise LigerzooError(f"delta={self.delta}", where=name, expected=f"more than 1 + epsilon_high = {most}")
 
 
 def _check_pair(name: str, argument: str, pair: object, valid: Values) -> None:
     """Raises unless an argument is a pair of numbers in the range."""
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise TypeError(f"{name}: {argument}={pair!r}; expected a pair, each {valid.expected}")
+        raise WrongTypeError(f"{argument}={pair!r}", where=name, expected=f"a pair, each {valid.expected}")
     for i, value in enumerate(pair):
         check(name, valid, **{f"{argument}[{i}]": value})

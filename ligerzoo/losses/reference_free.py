@@ -12,216 +12,124 @@ pair is
 
 from __future__ import annotations
 
-from typing import Unpack
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, NOT_NEGATIVE, check
-from ligerzoo.losses.checks import check_choice
-from ligerzoo.losses.dpo import AVERAGED_VARIANTS, VARIANTS, DPOOptions, check_formula_options
-from ligerzoo.losses.objective import LogpOptions, LossOutput, check_head_options
-from ligerzoo.losses.preference import PairOptions, check_pair_options, pair_loss
+from ligerzoo.checks import one_of
+from ligerzoo.losses.dpo import MarginOptions
+from ligerzoo.losses.objective import LossOutput
+from ligerzoo.losses.options import Finite, LossInputs, NotNegative, Positive, takes
+from ligerzoo.losses.preference import PairOptions, pair_loss
 
 CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
 
 
-def check_cpo_options(
-    name: str, *, variant: str, beta: float, label_smoothing: float, nll_weight: float,
-    num_items: int | Tensor | None, num_nll_items: int | Tensor | None,
-) -> None:  # fmt: skip
-    """Raises for invalid options of `cpo_loss`. `name` is the loss that messages name."""
-    check_choice(name, CPO_VARIANTS, variant=variant)
-    check_formula_options(name, variant, DPOOptions(beta, label_smoothing))
-    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
+@dataclass(frozen=True, kw_only=True)
+class CPOOptions(MarginOptions):
+    """Options of `cpo_loss`.
+
+    Attributes:
+        variant: "sigmoid", "hinge" or "ipo".
+        beta: the scale of the log-probabilities.
+        nll_weight: weight of the NLL of the chosen completions.
+    """
+
+    variant: Annotated[str, one_of(CPO_VARIANTS)] = "sigmoid"
+    nll_weight: NotNegative = 1.0
 
 
-def check_simpo_options(
-    name: str, *, beta: float, gamma: float, label_smoothing: float, nll_weight: float,
-    num_items: int | Tensor | None, num_nll_items: int | Tensor | None,
-) -> None:  # fmt: skip
-    """Raises for invalid options of `simpo_loss`. `name` is the loss that messages name."""
-    check_formula_options(name, "sigmoid", DPOOptions(beta, label_smoothing))
-    check(name, FINITE, gamma=gamma)
-    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
-
-
-def check_orpo_options(
-    name: str, *, beta: float, nll_weight: float, num_items: int | Tensor | None, num_nll_items: int | Tensor | None
-) -> None:  # fmt: skip
-    """Raises for invalid options of `orpo_loss`. `name` is the loss that messages name."""
-    check(name, NOT_NEGATIVE, beta=beta)
-    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
-
-
-def log_odds(logps: Tensor) -> Tensor:
-    """Computes log(p / (1 - p)) from log p. Clamps log p to the largest negative number: rounding may leave p = 1."""
-    logps = logps.clamp(max=-torch.finfo(logps.dtype).tiny)
-    return logps - torch.log(-torch.expm1(logps))
-
-
-def cpo_loss(
-    hidden: Tensor,
-    weight: Tensor | None,
-    target: Tensor,
-    *,
-    variant: str = "sigmoid",
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    weights: Tensor | None = None,
-    nll_weight: float = 1.0,
-    num_items: int | Tensor | None = None,
-    num_nll_items: int | Tensor | None = None,
-    **head: Unpack[LogpOptions],
-) -> LossOutput:
+@takes(CPOOptions)
+def cpo_loss(inputs: LossInputs, options: CPOOptions) -> LossOutput:
     """Computes the loss of contrastive preference optimization (Xu et al. 2024): DPO with a uniform reference, and NLL.
 
     The formulas are in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
-
-    Args:
-        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
-        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
-        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
-        variant: "sigmoid", "hinge" or "ipo".
-        beta: the scale of the log-probabilities.
-        label_smoothing: the probability that the labels of a pair are swapped; for "sigmoid".
-        weights: (B/2,), multiplies the loss of each pair; a constant. Default: 1.
-        nll_weight: weight of the NLL of the chosen completions.
-        num_items: divides the summed losses, see `dpo_loss`. Default: B/2.
-        num_nll_items: divides the summed NLL, see `dpo_loss`. Default: the number of its targets.
-        head: options of the LM head and `temperature`, see `LogpOptions`.
+    The first B/2 sequences are the chosen completions, as for `dpo_loss`.
 
     Returns:
         `LossOutput`: the loss and the metrics of `dpo_loss`.
-
-    Raises:
-        TypeError: an option is unknown, or an argument has another type.
-        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range.
     """
-    check_head_options(cpo_loss, head)
-    check_cpo_options(
-        "cpo_loss", variant=variant, beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight,
-        num_items=num_items, num_nll_items=num_nll_items,
-    )  # fmt: skip
-    numbers = DPOOptions(beta, label_smoothing)
-    average = variant in AVERAGED_VARIANTS
-    options = PairOptions(
-        beta, average, average, weights=weights, nll_weight=nll_weight, num_items=num_items,
-        num_nll_items=num_nll_items,
-    )  # fmt: skip
-    formula = VARIANTS[variant]
-    return pair_loss(
-        "cpo_loss", lambda chosen, rejected: formula(chosen, rejected, numbers), hidden, weight, target, options, head
-    )
+    return pair_loss(inputs, options)
 
 
-def simpo_loss(
-    hidden: Tensor,
-    weight: Tensor | None,
-    target: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 1.0,
-    label_smoothing: float = 0.0,
-    weights: Tensor | None = None,
-    nll_weight: float = 0.0,
-    num_items: int | Tensor | None = None,
-    num_nll_items: int | Tensor | None = None,
-    **head: Unpack[LogpOptions],
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True)
+class SimPOOptions(MarginOptions):
+    """Options of `simpo_loss`.
+
+    Attributes:
+        beta: the scale of the rewards; 2.0 to 2.5 in the paper.
+        gamma: the target margin between the rewards (TRL's `simpo_gamma`). The paper's tables list gamma / beta.
+        nll_weight: weight of the NLL of the chosen completions; above 0 this is CPO-SimPO.
+    """
+
+    beta: Positive = 2.0
+    gamma: Finite = 1.0
+
+    @property
+    def averages_scores(self) -> bool:
+        return True
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return super().pair_losses(chosen, rejected + self.gamma / self.beta)
+
+
+@takes(SimPOOptions)
+def simpo_loss(inputs: LossInputs, options: SimPOOptions) -> LossOutput:
     """Computes the loss of simple preference optimization (Meng et al. 2024): average log-probabilities, and a margin.
 
     The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
-
-    Args:
-        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
-        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
-        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
-        beta: the scale of the rewards; 2.0 to 2.5 in the paper.
-        gamma: the target margin between the rewards (TRL's `simpo_gamma`). The paper's tables list gamma / beta.
-        label_smoothing: the probability that the labels of a pair are swapped.
-        weights: (B/2,), multiplies the loss of each pair; a constant. Default: 1.
-        nll_weight: weight of the NLL of the chosen completions; above 0 this is CPO-SimPO.
-        num_items: divides the summed losses, see `dpo_loss`. Default: B/2.
-        num_nll_items: divides the summed NLL, see `dpo_loss`. Default: the number of its targets.
-        head: options of the LM head and `temperature`, see `LogpOptions`.
+    The first B/2 sequences are the chosen completions, as for `dpo_loss`.
 
     Returns:
         `LossOutput`: the loss and the metrics of `dpo_loss`; rewards and log-probabilities are averages over tokens.
-
-    Raises:
-        TypeError: an option is unknown, or an argument has another type.
-        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range.
     """
-    check_head_options(simpo_loss, head)
-    check_simpo_options(
-        "simpo_loss", beta=beta, gamma=gamma, label_smoothing=label_smoothing, nll_weight=nll_weight,
-        num_items=num_items, num_nll_items=num_nll_items,
-    )  # fmt: skip
-    numbers = DPOOptions(beta, label_smoothing)
-    options = PairOptions(
-        beta, average_log_prob=True, average_rewards=True, weights=weights, nll_weight=nll_weight, num_items=num_items,
-        num_nll_items=num_nll_items,
-    )  # fmt: skip
-    return pair_loss(
-        "simpo_loss", lambda chosen, rejected: VARIANTS["sigmoid"](chosen, rejected + gamma / beta, numbers),
-        hidden, weight, target, options, head,
-    )  # fmt: skip
+    return pair_loss(inputs, options)
 
 
-def orpo_loss(
-    hidden: Tensor,
-    weight: Tensor | None,
-    target: Tensor,
-    *,
-    beta: float = 0.1,
-    weights: Tensor | None = None,
-    nll_weight: float = 1.0,
-    nll_target: Tensor | None = None,
-    num_items: int | Tensor | None = None,
-    num_nll_items: int | Tensor | None = None,
-    **head: Unpack[LogpOptions],
-) -> LossOutput:
-    """Computes the loss of odds ratio preference optimization (Hong et al. 2024): NLL, and the odds ratio of a pair.
+@dataclass(frozen=True, kw_only=True)
+class ORPOOptions(PairOptions):
+    """Options of `orpo_loss`.
 
-    The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
-
-    Args:
-        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
-        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
-        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
+    Attributes:
         beta: the weight of the odds ratio, lambda in the paper.
         weights: (B/2,), multiplies the odds ratio term of each pair; a constant. Default: 1.
         nll_weight: weight of the NLL of the chosen completions.
         nll_target: (B, T), the targets of the NLL, to include other tokens: TRL includes the prompts of the chosen
             sequences. Must equal `target` where neither is ignored. Default: `target`.
-        num_items: divides the summed losses, see `dpo_loss`. Default: B/2.
-        num_nll_items: divides the summed NLL, see `dpo_loss`. Default: the number of its targets.
-        head: options of the LM head and `temperature`, see `LogpOptions`.
+    """
+
+    beta: NotNegative = 0.1
+    nll_weight: NotNegative = 1.0
+    nll_target: Tensor | None = None
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -self.beta * F.logsigmoid(_log_odds_ratio(chosen, rejected))
+
+    def pair_metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+        difference = _log_odds_ratio(chosen, rejected)
+        return {"log_odds_chosen": difference, "log_odds_ratio": F.logsigmoid(difference)}
+
+
+@takes(ORPOOptions)
+def orpo_loss(inputs: LossInputs, options: ORPOOptions) -> LossOutput:
+    """Computes the loss of odds ratio preference optimization (Hong et al. 2024): NLL, and the odds ratio of a pair.
+
+    The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
+    The first B/2 sequences are the chosen completions, as for `dpo_loss`.
 
     Returns:
         `LossOutput`: the loss and the metrics of `dpo_loss`; rewards and log-probabilities are averages over tokens.
         Two more metrics are means over the pairs: "log_odds_chosen" of log odds(c) - log odds(r), and "log_odds_ratio"
         of log S of that difference.
-
-    Raises:
-        TypeError: an option is unknown, or an argument has another type.
-        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range.
     """
-    check_head_options(orpo_loss, head)
-    check_orpo_options("orpo_loss", beta=beta, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
-    options = PairOptions(
-        beta, average_log_prob=True, average_rewards=True, weights=weights, nll_weight=nll_weight,
-        nll_target=nll_target, num_items=num_items, num_nll_items=num_nll_items,
-    )  # fmt: skip
+    return pair_loss(inputs, options, nll_target=options.nll_target)
 
-    def odds_ratio(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-        chosen_log_odds, rejected_log_odds = log_odds(torch.stack((chosen, rejected)))
-        difference = chosen_log_odds - rejected_log_odds
-        return {"log_odds_chosen": difference, "log_odds_ratio": F.logsigmoid(difference)}
 
-    def formula(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -beta * odds_ratio(chosen, rejected)["log_odds_ratio"]
-
-    return pair_loss("orpo_loss", formula, hidden, weight, target, options, head, odds_ratio)
+def _log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Computes log odds(c) - log odds(r). Clamps log p to the largest negative number: rounding may leave p = 1."""
+    logps = torch.stack((chosen, rejected)).clamp(max=-torch.finfo(chosen.dtype).tiny)
+    log_odds = logps - torch.log(-torch.expm1(logps))
+    return log_odds[0] - log_odds[1]

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import NOT_NEGATIVE, check
-from ligerzoo.losses.checks import check_choice
+from ligerzoo.checks import NOT_NEGATIVE, check, one_of
+from ligerzoo.errors import LigerzooError
 from ligerzoo.losses.policy import LEVELS, Level
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
@@ -46,16 +46,15 @@ def sampler_correction(
         ValueError: `level` or `mode` is unknown, a number is negative, or shapes or dtypes are invalid.
     """
     name = "sampler_correction"
-    check_choice(name, LEVELS, level=level)
-    check_choice(name, ("truncate", "mask"), mode=mode)
+    check(name, one_of(LEVELS), level=level)
+    check(name, one_of(("truncate", "mask")), mode=mode)
     check(name, NOT_NEGATIVE, min_ratio=min_ratio, max_ratio=max_ratio)
     check_floats(name, old_logps=old_logps, sampler_logps=sampler_logps)
     check_tensor(name, "mask", mask, "bool")
     if mask.dim() != 2 or not old_logps.shape == sampler_logps.shape == mask.shape:
-        raise ValueError(
-            f"{name}: got old_logps {tuple(old_logps.shape)}, sampler_logps {tuple(sampler_logps.shape)} and mask "
-            f"{tuple(mask.shape)}; expected (B, T) for all"
-        )
+        shapes = (tuple(t.shape) for t in (old_logps, sampler_logps, mask))
+        what = "got old_logps {}, sampler_logps {} and mask {}".format(*shapes)
+        raise LigerzooError(what, where=name, expected="(B, T) for all")
     log_ratio = torch.where(mask, (old_logps - sampler_logps).nan_to_num(nan=0.0), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True).expand(mask.shape)
