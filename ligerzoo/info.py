@@ -184,7 +184,7 @@ def describe_training(
     architecture = architecture_of(raw.get("model_type"))
     read_quantization(raw, architecture.quantized_formats)  # raises if it cannot be loaded
     weights_dtype = stored_dtype(raw) or "bfloat16" if dtype == "auto" else dtype
-    model = architecture.build_on_meta(architecture.config_from_hf(raw))
+    model = architecture.build(architecture.config_from_hf(raw), device="meta")
     model = model.to(parse_dtype(weights_dtype, where="argument dtype"))
     return f"{name_or_path}\n{predict_training(model, TrainingSetting(**setting), gpu_memory)}"
 

@@ -185,13 +185,15 @@ def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) 
     for name in ("ligerzoo", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with the bytecode, or the process compiles everything again
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    files = {file[1]: block for block in blocks(ROOT / "docs" / "adding-an-architecture.md", "python")
-             if (file := FILE.match(block))}  # fmt: skip
+    guide = ROOT / "docs" / "adding-an-architecture.md"
+    files = {file[1]: block for block in blocks(guide, "python") if (file := FILE.match(block))}
     for name, content in files.items():
         path = tmp_path / (name if "/" in name else f"ligerzoo/models/{name}")
         assert not path.exists(), f"{name} exists: choose another architecture for the guide"
         path.write_text(content, encoding="utf-8")
     insert_after(tmp_path / "ligerzoo/models/registry.py", "ARCHITECTURES = {\n", '    "olmo": "Olmo",\n')
+    [converter] = re.findall(r"`(Architecture\(.+?\))`", guide.read_text(encoding="utf-8"))
+    insert_after(tmp_path / "ligerzoo/convert/families.py", "_FAMILIES = (\n", f"    {converter},\n")
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     parity = [*pytest_command, "tests/models/test_parity.py", "-k", "olmo-"]
     done = subprocess.run(

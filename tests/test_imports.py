@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import ligerzoo
+from ligerzoo.models.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent
 FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("ligerzoo/**/*.py"))}
@@ -217,19 +218,23 @@ SAVING = """
 import json, sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from ligerzoo.models import Gemma2, Gemma2Config
+from ligerzoo.models import Apertus, ApertusConfig
 
 sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 with TemporaryDirectory() as directory:
-    Gemma2(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=4)).save_pretrained(directory)
-print(json.dumps(sorted(name for name in sys.modules if name.startswith("ligerzoo.convert."))))
+    Apertus(ApertusConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=4)).save_pretrained(directory)
+print(json.dumps(sorted(name for name in sys.modules if name.startswith(("ligerzoo.convert.", "ligerzoo.models.")))))
 """
 
 
 def test_saving_a_model_imports_only_its_converter() -> None:
-    names = ("architecture", "fields", "layout", "sequence_classifier", "stored_tensors", "tensor_slices")
+    imported = set(fresh_interpreter(SAVING))
+    names = ("architecture", "families", "fields", "layout", "sequence_classifier", "stored_tensors", "tensor_slices")
     shared = {f"ligerzoo.convert.{name}" for name in names}
-    assert set(fresh_interpreter(SAVING)) == {*shared, "ligerzoo.convert.gemma2"}
+    assert {name for name in imported if "convert" in name} == {*shared, "ligerzoo.convert.apertus"}
+    assert imported & {f"ligerzoo.models.{name}" for name in ARCHITECTURES} == {
+        "ligerzoo.models.apertus", "ligerzoo.models.llama"
+    }  # fmt: skip
 
 
 def test_triton_is_imported_at_the_first_launch_only() -> None:

@@ -84,7 +84,7 @@ def test_experts_and_windows(tmp_path: Path) -> None:
 def test_dense_mlps_and_experts_only_where_a_layer_has_them(tmp_path: Path, tiny: Tiny) -> None:
     tiny.write(tmp_path)
     architecture = architecture_of(tiny.config["model_type"])
-    model = architecture.build_on_meta(architecture.config_from_hf({**tiny.config, **tiny.corrected}))
+    model = architecture.build(architecture.config_from_hf({**tiny.config, **tiny.corrected}), device="meta")
     names = [name for name, _ in model.named_parameters() if ".layers." in name]
     entries = {line.split()[0]: line for line in reversed(info.describe(tmp_path).splitlines())}
     is_dense = any("mlp.down_proj" in name for name in names)

@@ -42,8 +42,8 @@ class ToyConfig(Qwen3MoeConfig):
 
 
 TOY = dataclasses.replace(
-    qwen3_moe.ARCHITECTURE, model_type="toy", hf_class="Toy", model_class=Toy, config_class=ToyConfig,
-    layouts=(Layout(),), quantized_formats=frozenset({"mxfp4"}),
+    qwen3_moe.ARCHITECTURE, model_type="toy", hf_class="Toy", classes=(Toy, ToyConfig),
+    layouts=lambda config: (Layout(),), quantized_formats=frozenset({"mxfp4"}),
 )  # fmt: skip
 
 SIZES = {
@@ -187,7 +187,7 @@ def test_each_process_reads_its_part(
 
     with QuantizedCheckpoint(directory, read_quantization(raw, FORMATS)) as opened:
         shapes = shapes_of(expected)
-        slices = list(architecture.layout_of(shapes_of(opened.tensors), shapes).slices(shapes))
+        slices = list(architecture.layout_of(None, shapes_of(opened.tensors), shapes).slices(shapes))
         for rank in range(processes):
             monkeypatch.setattr(loading, "shard_of", lambda parameter, rank=rank: box(parameter, rank))
             parts = loading._read(opened, slices, expected, device)

@@ -60,7 +60,7 @@ class BaseWeights:
         self, model: LanguageModel, config: PeftConfig, config_path: Path, names: ModuleNames, stored: Collection[str]
     ) -> None:
         self._model, self._config, self._names = model, config, names
-        self._layout, self._shapes = architecture_of_model(model).module_layout, base_shapes(model)
+        self._layout, self._shapes = architecture_of_model(model).module_layout(model.config), base_shapes(model)
         self.tied = tied_modules(model)
         self.expected: dict[str, Shape] = {}
         self.redundant: set[str] = set()
@@ -182,7 +182,8 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
     Raises:
         CheckpointError: PEFT's format cannot express them.
     """
-    layout, state, shapes = architecture_of_model(model).module_layout, model.state_dict(), base_shapes(model)
+    layout = architecture_of_model(model).module_layout(model.config)
+    state, shapes = model.state_dict(), base_shapes(model)
     parts = {name: list(layout.slices_of(name, shapes)) for name in shapes}
     modules = _trained_modules(model, {name: own[0].stored_name.rpartition(".")[0] for name, own in parts.items()})
     names = [name for name, (part, *_) in parts.items() if _is_within(part.stored_name, modules)]

@@ -20,7 +20,7 @@ class ModuleNames:
         architecture, shapes = architecture_of_model(model), base_shapes(model)
         self._names: dict[str, list[str]] = {}
         for name in shapes:
-            current, *others = architecture.module_names(name, shapes)
+            current, *others = architecture.module_names(model.config, name, shapes)
             self._add(current, others)
             module, _, leaf = current.rpartition(".")
             self._add(module, [other.removesuffix(f".{leaf}") for other in others if other.endswith(f".{leaf}")])

@@ -170,7 +170,7 @@ def _plain(number: float) -> int | float:
 def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_parameter: bool) -> list[str]:
     """Returns short names where these name no other weight, else whole names."""
     names, targets = {update.name for update in updates}, targets_of(model)
-    layout, shapes = architecture_of_model(model).module_layout, base_shapes(model)
+    layout, shapes = architecture_of_model(model).module_layout(model.config), base_shapes(model)
     weights = {part.stored_name for name in shapes for part in layout.slices_of(name, shapes)}
     others = (weights if is_parameter else {name.rpartition(".")[0] for name in weights}) - names
     # Of models with experts, PEFT takes "gate_proj" for a part of each expert's `gate_up_proj`.

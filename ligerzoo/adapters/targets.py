@@ -82,7 +82,7 @@ def targets_of(model: LanguageModel) -> list[Target]:
     not describe their updates.
     """
     architecture = architecture_of_model(model)
-    layout = architecture.module_layout
+    layout = architecture.module_layout(model.config)
     shapes = base_shapes(model)
     found = []
     for module_name, module in model.named_modules():
@@ -92,7 +92,7 @@ def targets_of(model: LanguageModel) -> list[Target]:
             continue
         for parameter in parameters:
             name = f"{module_name}.{parameter}"
-            if architecture.interleaves(name):
+            if architecture.interleaves(model.config, name):
                 continue
             part, *others = layout.slices_of(name, shapes)
             first = part.stored_index[0].start if part.stored_index else 0

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.layout import Layout, Rule
+from ligerzoo.convert.families import FAMILIES
+from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.sequence_classifier import classifier_architecture
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
@@ -21,7 +23,7 @@ from ligerzoo.models.registry import ALIASES, ARCHITECTURES
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = tuple(ARCHITECTURES)
-"""Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""
+"""Every `model_type` of the zoo. Each is in `families`, or has a module of this name here, imported when needed."""
 
 _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""
@@ -33,10 +35,12 @@ def architecture_of(model_type: object) -> Architecture:
     Raises:
         ConfigError: No architecture has this name.
     """
-    if isinstance(model_type, str) and model_type in _REGISTERED:
-        return _REGISTERED[model_type]
     if isinstance(model_type, str):
+        if model_type in _REGISTERED:
+            return _REGISTERED[model_type]
         model_type = ALIASES.get(model_type, model_type)
+        if model_type in FAMILIES:
+            return FAMILIES[model_type]
     if model_type not in MODEL_TYPES:
         raise ConfigError(
             "no such architecture",
@@ -63,9 +67,8 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
             remedy="ligerzoo.from_transformers converts models of transformers.",
         )  # fmt: skip
     if isinstance(model, SequenceClassifier):
-        architecture = architecture_for_config(type(model.config)).with_layouts_for(model.config)
-        return classifier_architecture(architecture, model.labels)
-    return architecture_for(type(model)).with_layouts_for(model.config)
+        return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
+    return architecture_for(type(model))
 
 
 def architecture_for(model_class: type) -> Architecture:
@@ -101,40 +104,38 @@ def architecture_for_config(config_class: type) -> Architecture:
     )
 
 
+def _find(attribute: str, cls: type) -> Architecture | None:
+    """Returns the architecture whose `model_class` or `config_class` is this class, importing only its converter."""
+    package, _, module = cls.__module__.rpartition(".")
+    known = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_TYPES else []
+    return next((found for found in (*_REGISTERED.values(), *known) if getattr(found, attribute) is cls), None)
+
+
 def register(
     config_class: type, model_class: type[CausalLM], model_type: str, *, layout: tuple[Rule, ...] = ()
 ) -> None:
     """Adds an architecture for a user's own classes, see `ligerzoo.AutoModel.register`."""
     _check_order(config_class, model_class, model_type)
-    _check_model_class(model_class)
+    if not _is_model_class(model_class):
+        raise ConfigError("not a model class", where="model_class", got=model_class, expected="a subclass of CausalLM")
     _check_config_class(config_class)
-    _check_layout(layout)
+    if not isinstance(layout, tuple | list) or not all(_is_rule(rule) for rule in layout):
+        raise ConfigError(
+            "not a tuple of rules", where="layout", got=repr(layout),
+            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.layout",
+        )  # fmt: skip
     _check_unused(config_class, model_class, model_type)
     base = next((found for cls in model_class.__mro__[1:] if (found := _find("model_class", cls))), None)
     own: dict[str, Any] = {
-        "model_type": model_type,
-        "hf_class": model_class.__name__,
-        "model_class": model_class,
-        "config_class": config_class,
-    }
+        "model_type": model_type, "hf_class": model_class.__name__, "classes": (model_class, config_class)
+    }  # fmt: skip
+    if base is None or not issubclass(config_class, base.config_class):
+        base = Architecture(**own)
+    inherited = base.layouts
     if layout:
-        own |= {"layouts": (Layout(tuple(layout)),), "layouts_of_config": None, "has_own_layout": True}
-    if base and issubclass(config_class, base.config_class):
-        _REGISTERED[model_type] = dataclasses.replace(base, **own)
-    else:
-        _REGISTERED[model_type] = Architecture(**own, activations={})
-
-
-def _find(attribute: str, cls: type) -> Architecture | None:
-    """Returns the architecture whose `model_class` or `config_class` is this class, importing only its converter."""
-    for architecture in _REGISTERED.values():
-        if getattr(architecture, attribute) is cls:
-            return architecture
-    package, _, module = cls.__module__.rpartition(".")
-    if package == "ligerzoo.models" and module in MODEL_TYPES:
-        architecture = architecture_of(module)
-        return architecture if getattr(architecture, attribute) is cls else None
-    return None
+        replace = partial(dataclasses.replace, rules=tuple(layout), is_own=True)
+        own["layouts"] = lambda config: tuple(dict.fromkeys(map(replace, inherited(config))))
+    _REGISTERED[model_type] = dataclasses.replace(base, **own)
 
 
 def _check_order(*arguments: object) -> None:
@@ -164,9 +165,8 @@ def _is_model_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, CausalLM)
 
 
-def _check_model_class(model_class: object) -> None:
-    if not _is_model_class(model_class):
-        raise ConfigError("not a model class", where="model_class", got=model_class, expected="a subclass of CausalLM")
+def _is_rule(value: object) -> bool:
+    return isinstance(value, Rule) and not isinstance(value, type)
 
 
 def _check_config_class(config_class: object) -> None:
@@ -180,27 +180,14 @@ def _check_config_class(config_class: object) -> None:
             "not a config class", where="config_class", got=config_class, expected="a frozen dataclass", remedy=remedy
         )
     names = {field.name for field in dataclasses.fields(config_class)}
-    if forgotten := [name for name in inspect.get_annotations(config_class) if name not in names]:
-        raise ConfigError(
-            "attributes are not fields", where=f"config_class {config_class.__name__}", got=", ".join(forgotten),
-            remedy=remedy,
-        )  # fmt: skip
-    if missing := [name for name in REQUIRED_FIELDS if name not in names and not hasattr(config_class, name)]:
-        raise ConfigError(
-            "fields are missing", where=f"config_class {config_class.__name__}", got=f"no {', '.join(missing)}",
-            remedy="Extend ligerzoo.models.config.DecoderConfig, or add them.",
-        )  # fmt: skip
-
-
-def _check_layout(layout: object) -> None:
-    is_rules = isinstance(layout, tuple | list) and all(
-        isinstance(rule, Rule) and not isinstance(rule, type) for rule in layout
-    )
-    if not is_rules:
-        raise ConfigError(
-            "not a tuple of rules", where="layout", got=repr(layout),
-            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.layout",
-        )  # fmt: skip
+    forgotten = [name for name in inspect.get_annotations(config_class) if name not in names]
+    missing = [name for name in REQUIRED_FIELDS if name not in names and not hasattr(config_class, name)]
+    where = f"config_class {config_class.__name__}"
+    if forgotten:
+        raise ConfigError("attributes are not fields", where=where, got=", ".join(forgotten), remedy=remedy)
+    if missing:
+        remedy = "Extend ligerzoo.models.config.DecoderConfig, or add them."
+        raise ConfigError("fields are missing", where=where, got=f"no {', '.join(missing)}", remedy=remedy)
 
 
 def _check_unused(config_class: type, model_class: type, model_type: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_fields
 from ligerzoo.convert.layout import Layout, Rename
-from ligerzoo.models.apertus import Apertus, ApertusConfig
+from ligerzoo.models.apertus import ApertusConfig
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
@@ -31,21 +31,15 @@ def write_entries(config: ApertusConfig, entries: dict[str, Any]) -> dict[str, A
     return {**entries, "rope_scaling": {"rope_type": "default", **(config.rope_scaling or {})}}
 
 
+RULES = (
+    Rename("attention_layernorm", "input_layernorm"),
+    Rename("feedforward_layernorm", "post_attention_layernorm"),
+)
+
 ARCHITECTURE = Architecture(
     "apertus",
-    "ApertusForCausalLM",
-    Apertus,
-    ApertusConfig,
-    activations={"hidden_act": ("xielu",)},
-    accepted={"post_norm": (False,), "qk_norm": (True,), "mlp_bias": (False,)},
+    accepted={"hidden_act": ("xielu",), "post_norm": (False,), "qk_norm": (True,), "mlp_bias": (False,)},
     read_rope=read_rope,
     write_entries=write_entries,
-    layouts=(
-        Layout(
-            (
-                Rename("attention_layernorm", "input_layernorm"),
-                Rename("feedforward_layernorm", "post_attention_layernorm"),
-            )
-        ),
-    ),
+    layouts=lambda config: (Layout(RULES),),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 from ligerzoo.convert import glm4_moe
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.qwen2_moe import LAYOUTS
-from ligerzoo.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
+from ligerzoo.convert.qwen2_moe import layouts
+from ligerzoo.models.deepseek_v3 import DeepseekV3Config
 
 
 def write_entries(config: DeepseekV3Config, entries: dict[str, Any]) -> dict[str, Any]:
@@ -23,14 +23,10 @@ def write_entries(config: DeepseekV3Config, entries: dict[str, Any]) -> dict[str
 
 ARCHITECTURE = Architecture(
     "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    DeepseekV3,
-    DeepseekV3Config,
-    aliases=("kimi_k2",),
     accepted={**glm4_moe.ROUTER_ENTRIES, "partial_rotary_factor": (1.0,)},
     read_entries=glm4_moe.read_entries,
     write_entries=write_entries,
-    layouts=LAYOUTS,
+    layouts=layouts,
     keeps_extra_layers=True,
     quantized_formats=frozenset({"fp8"}),
 )

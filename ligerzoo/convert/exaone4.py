@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.models.exaone4 import Exaone4, Exaone4Config
+from ligerzoo.models.exaone4 import Exaone4Config
 
 
 def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -27,11 +27,4 @@ def write_entries(config: Exaone4Config, entries: dict[str, Any]) -> dict[str, A
     return entries
 
 
-ARCHITECTURE = Architecture(
-    "exaone4",
-    "Exaone4ForCausalLM",
-    Exaone4,
-    Exaone4Config,
-    read_entries=read_entries,
-    write_entries=write_entries,
-)
+ARCHITECTURE = Architecture("exaone4", read_entries=read_entries, write_entries=write_entries)

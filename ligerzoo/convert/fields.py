@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -193,7 +193,7 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     }
 
 
-def partial_rotary_factor(raw: Mapping[str, Any], default: float) -> float:
+def partial_rotary_factor(raw: Mapping[str, Any], default: float | None) -> float | None:
     """Returns the fraction of a head's features that is rotated.
 
     An entry inside the object of `rope_entry` takes precedence over the top-level one.
@@ -212,6 +212,53 @@ def rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def switched_window(raw: Mapping[str, Any], default: int = 4096) -> dict[str, Any]:
     """Reads `sliding_window` of configs in which it applies only if `use_sliding_window` is true, as in Qwen's."""
     return {"sliding_window": raw.get("sliding_window", default) if flag_entry(raw, "use_sliding_window") else None}
+
+
+def first_spelling(**spellings: tuple[str, ...]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Returns a function that reads fields under other names in config.json.
+
+    Args:
+        spellings: for each field, its names in config.json. The first that is given takes precedence.
+    """
+    return lambda raw: {**raw, **{name: first_given(raw, *names) for name, names in spellings.items()}}
+
+
+def written_as(**names: str) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+    """Returns a function that writes fields under other names to config.json, given by field."""
+    return lambda config, entries: {
+        **{other: entries[name] for name, other in names.items()},
+        **{name: value for name, value in entries.items() if name not in names},
+    }
+
+
+def rope_of_layer_types(
+    raw: Mapping[str, Any], default_theta: float, local_theta: Any, default_local_theta: float
+) -> dict[str, Any]:
+    """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq`, that of sliding-window layers, which never scale.
+
+    transformers 5 writes `rope_parameters`, an object per layer type, which takes precedence over `rope_theta` and
+    `local_theta`, but not over `rope_scaling`.
+
+    Args:
+        raw: config.json.
+        default_theta: theta of full attention without an entry.
+        local_theta: theta of sliding-window layers where `rope_parameters` has none.
+        default_local_theta: the same without an entry.
+
+    Raises:
+        ConfigError: A value is invalid, or the sliding-window layers scale.
+    """
+    both = object_entry(raw, "rope_parameters")
+    full = {**object_entry(both, "full_attention"), **object_entry(raw, "rope_scaling")}
+    sliding = {"rope_scaling": object_entry(both, "sliding_attention"), "rope_theta": local_theta}
+    local = rope_fields(sliding, default_local_theta)
+    if local["rope_scaling"] is not None:
+        raise ConfigError(
+            "not supported", where="rope_parameters, sliding_attention", got=local["rope_scaling"],
+            expected='rope_type "default"',
+        )  # fmt: skip
+    rope = rope_fields({"rope_scaling": full, "rope_theta": raw.get("rope_theta")}, default_theta)
+    return {**rope, "rope_local_base_freq": local["rope_theta"]}
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:

@@ -7,7 +7,6 @@ classification head (`vision_use_head`), which no forward uses; it is kept when 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.gemma3_text import read_rope
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
-from ligerzoo.models.gemma3 import Gemma3, Gemma3Config
+from ligerzoo.models.gemma3 import Gemma3Config
 
 _TOP_LEVEL = {
     "mm_tokens_per_image": "mm_tokens_per_image",
@@ -28,7 +27,6 @@ _TOP_LEVEL = {
 """Our fields that config.json holds at its top level, and their names there."""
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_HEAD = re.compile(r"(model\.)?vision_tower\.(vision_model\.)?head\..+")
 
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,45 +56,42 @@ def write_entries(config: Gemma3Config, entries: dict[str, Any]) -> dict[str, An
     return {**top_level, "text_config": {"model_type": "gemma3_text", **text}, "vision_config": vision}
 
 
+RULES = (
+    ModuleRules(
+        "vision_tower.",
+        (
+            Rename("layer_norm1", "input_layernorm"),
+            Rename("self_attn.out_proj", "self_attn.o_proj"),
+            Rename("layer_norm2", "post_attention_layernorm"),
+        ),
+    ),
+    ModuleRules(
+        "multi_modal_projector.",
+        (Rename("mm_soft_emb_norm", "norm"), Rename("mm_input_projection_weight", "projection")),
+    ),
+)
+FILES = (
+    ("model.", "language_model.model.", "model.language_model.", "language_model."),
+    ("lm_head.", "language_model.lm_head.", "lm_head."),
+    (
+        "vision_tower.", "vision_tower.vision_model.", "vision_tower.", "model.vision_tower.",
+        "model.vision_tower.vision_model.",
+    ),
+    ("multi_modal_projector.", "multi_modal_projector.", "model.multi_modal_projector."),
+)  # fmt: skip
+MODULES = (
+    ("model.", "model.language_model."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
 ARCHITECTURE = Architecture(
     "gemma3",
     "Gemma3ForConditionalGeneration",
-    Gemma3,
-    Gemma3Config,
-    activations={"hidden_activation": (GELU_TANH,)},
-    accepted={"use_bidirectional_attention": (False,)},
+    accepted={"hidden_activation": (GELU_TANH,), "use_bidirectional_attention": (False,)},
     read_entries=read_entries,
     read_rope=read_rope,
     write_entries=write_entries,
-    layouts=(
-        Layout(
-            (
-                ModuleRules(
-                    "vision_tower.",
-                    (
-                        Rename("layer_norm1", "input_layernorm"),
-                        Rename("self_attn.out_proj", "self_attn.o_proj"),
-                        Rename("layer_norm2", "post_attention_layernorm"),
-                    ),
-                ),
-                ModuleRules(
-                    "multi_modal_projector.",
-                    (Rename("mm_soft_emb_norm", "norm"), Rename("mm_input_projection_weight", "projection")),
-                ),
-            )
-        ),
-    ),
-    prefixes={
-        "model.": ("language_model.model.", "model.language_model.", "language_model."),
-        "lm_head.": ("language_model.lm_head.", "lm_head."),
-        "vision_tower.": (
-            "vision_tower.vision_model.", "vision_tower.", "model.vision_tower.", "model.vision_tower.vision_model.",
-        ),
-        "multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector."),
-    },
-    module_prefixes=(
-        ("model.", "model.language_model."), ("vision_tower.", "model.vision_tower."),
-        ("multi_modal_projector.", "model.multi_modal_projector."),
-    ),
-    is_extra_tensor=lambda name: _HEAD.fullmatch(name) is not None,
-)  # fmt: skip
+    layouts=lambda config: (Layout(RULES, FILES), Layout(RULES, MODULES)),
+    extra_tensors=r"(model\.)?vision_tower\.(vision_model\.)?head\..+",
+)

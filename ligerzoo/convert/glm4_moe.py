@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_given, refuse
-from ligerzoo.convert.glm import read_rope
-from ligerzoo.convert.qwen2_moe import LAYOUTS
-from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
-from ligerzoo.models.moe import DeepSeekMoEConfig
+from ligerzoo.convert.fields import first_given, refuse, written_as
+from ligerzoo.convert.qwen2_moe import layouts
 
 ROUTER_ENTRIES: dict[str, tuple[object, ...]] = {
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)
@@ -32,20 +29,13 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, "num_experts": first_given(raw, "n_routed_experts", "num_local_experts")}
 
 
-def write_entries(config: DeepSeekMoEConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
-    return {"n_routed_experts": entries.pop("num_experts"), **entries}
-
+write_entries = written_as(num_experts="n_routed_experts")
 
 ARCHITECTURE = Architecture(
     "glm4_moe",
-    "Glm4MoeForCausalLM",
-    Glm4Moe,
-    Glm4MoeConfig,
     accepted=ROUTER_ENTRIES,
     read_entries=read_entries,
-    read_rope=read_rope,
     write_entries=write_entries,
-    layouts=LAYOUTS,
+    layouts=layouts,
     keeps_extra_layers=True,
 )

@@ -6,13 +6,11 @@ other numbers are written as types.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ligerzoo.convert import deepseek_v3
-from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.glm4_moe import ROUTER_ENTRIES, read_entries
-from ligerzoo.convert.qwen2_moe import LAYOUTS
-from ligerzoo.models.glm4_moe_lite import MLP_TYPES, Glm4MoeLite, Glm4MoeLiteConfig
+from ligerzoo.models.glm4_moe_lite import MLP_TYPES, Glm4MoeLiteConfig
 
 
 def write_entries(config: Glm4MoeLiteConfig, entries: dict[str, Any]) -> dict[str, Any]:
@@ -23,14 +21,10 @@ def write_entries(config: Glm4MoeLiteConfig, entries: dict[str, Any]) -> dict[st
     return deepseek_v3.write_entries(config, entries)
 
 
-ARCHITECTURE = Architecture(
-    "glm4_moe_lite",
-    "Glm4MoeLiteForCausalLM",
-    Glm4MoeLite,
-    Glm4MoeLiteConfig,
-    accepted={**ROUTER_ENTRIES, "partial_rotary_factor": (1.0,)},
-    read_entries=read_entries,
+ARCHITECTURE = replace(
+    deepseek_v3.ARCHITECTURE,
+    model_type="glm4_moe_lite",
+    hf_class="Glm4MoeLiteForCausalLM",
     write_entries=write_entries,
-    layouts=LAYOUTS,
-    keeps_extra_layers=True,
+    quantized_formats=frozenset(),
 )

@@ -12,14 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_given, rope_entry, rope_fields
+from ligerzoo.convert.fields import first_spelling, rope_entry, rope_fields
 from ligerzoo.convert.layout import Interleaved, Layout, ModuleRules, Rename, Transposed
-from ligerzoo.models.gpt_oss import YARN, GptOss, GptOssConfig
-
-
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json; `num_experts` takes precedence over `num_local_experts`."""
-    return {**raw, "num_experts": first_given(raw, "num_experts", "num_local_experts")}
+from ligerzoo.models.gpt_oss import YARN, GptOssConfig
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
@@ -33,24 +28,19 @@ def write_entries(config: GptOssConfig, entries: dict[str, Any]) -> dict[str, An
     return {"num_local_experts": entries.pop("num_experts"), **entries, "rope_scaling": scaling}
 
 
+RULES = (
+    ModuleRules("model.layers.", (Rename("mlp.router", "mlp.gate"),)),
+    Interleaved("mlp.experts.gate_up_proj", transposed=True),
+    Interleaved("mlp.experts.gate_up_proj_bias"),
+    Transposed("mlp.experts.down_proj"),
+)
+
 ARCHITECTURE = Architecture(
     "gpt_oss",
-    "GptOssForCausalLM",
-    GptOss,
-    GptOssConfig,
     accepted={"partial_rotary_factor": (1.0,)},
-    read_entries=read_entries,
+    read_entries=first_spelling(num_experts=("num_experts", "num_local_experts")),
     read_rope=read_rope,
     write_entries=write_entries,
-    layouts=(
-        Layout(
-            (
-                ModuleRules("model.layers.", (Rename("mlp.router", "mlp.gate"),)),
-                Interleaved("mlp.experts.gate_up_proj", transposed=True),
-                Interleaved("mlp.experts.gate_up_proj_bias"),
-                Transposed("mlp.experts.down_proj"),
-            )
-        ),
-    ),
+    layouts=lambda config: (Layout(RULES),),
     quantized_formats=frozenset({"mxfp4"}),
 )

@@ -11,7 +11,6 @@ from typing import Any
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import refuse
 from ligerzoo.convert.layout import Layout, Rename
-from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1, HunYuanDenseV1Config
 
 
 def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -22,9 +21,6 @@ def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 ARCHITECTURE = Architecture(
     "hunyuan_v1_dense",
-    "HunYuanDenseV1ForCausalLM",
-    HunYuanDenseV1,
-    HunYuanDenseV1Config,
     accepted={
         "use_cla": (False,),
         "use_qk_norm": (True,),
@@ -34,5 +30,5 @@ ARCHITECTURE = Architecture(
         "num_experts": (1,),
     },
     read_entries=read_entries,
-    layouts=(Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
+    layouts=lambda config: (Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
 )

@@ -234,15 +234,24 @@ class Layout:
 
     Attributes:
         rules: the rules, in the order in which they apply.
-        prefixes: pairs (prefix in the model, prefix in the checkpoint). They are replaced after the rules.
+        prefixes: for parts of the model: the prefix of its parameters, and the possible prefixes in checkpoints, of
+            which the first applies. They are replaced after the rules. By default a checkpoint of the bare decoder
+            (`LlamaModel`) may lack "model.".
+        is_own: the layout of a user's own class, in which a rule without effect is an error.
     """
 
     rules: tuple[Rule, ...] = ()
-    prefixes: tuple[tuple[str, str], ...] = ()
+    prefixes: tuple[tuple[str, ...], ...] = (("model.", "model.", ""),)
+    is_own: bool = False
 
     def with_prefix(self, prefix: str, stored_prefix: str) -> Layout:
-        """Returns this layout with another stored prefix for one part of the model."""
-        return self if prefix == stored_prefix else replace(self, prefixes=(*self.prefixes, (prefix, stored_prefix)))
+        """Returns this layout with one possible stored prefix for one part of the model."""
+        chosen = tuple((prefix, stored_prefix) if entry[0] == prefix else entry for entry in self.prefixes)
+        return replace(self, prefixes=chosen)
+
+    def without_experts(self) -> Layout:
+        """Returns this layout with stacked experts."""
+        return replace(self, rules=tuple(rule for rule in self.rules if not isinstance(rule, PerExpert)))
 
     def slices(self, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """Yields the slices of all parameters."""
@@ -274,7 +283,7 @@ class Layout:
         return [rule for rule, other in zip(self.rules, others, strict=True) if firsts(other) == firsts(self)]
 
     def _with_stored_prefix(self, name: str) -> str:
-        names = (stored + name.removeprefix(prefix) for prefix, stored in self.prefixes if name.startswith(prefix))
+        names = (stored + name.removeprefix(prefix) for prefix, stored, *_ in self.prefixes if name.startswith(prefix))
         return next(names, name)
 
 

@@ -14,7 +14,7 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
 from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.errors import ConfigError
-from ligerzoo.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
+from ligerzoo.models.minimax_m2 import MiniMaxM2Config
 
 _BIAS = "mlp.gate.e_score_correction_bias"
 
@@ -36,14 +36,14 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads the fields of the rotary embedding; `partial_rotary_factor` takes precedence over `rotary_dim`."""
     rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
-    rotated = 1.0
-    if rotary_dim is not None:
-        if not (type(rotary_dim) is int and type(head_dim) is int and 0 < rotary_dim <= head_dim):
-            raise ConfigError(
-                "invalid value", where="rotary_dim", got=repr(rotary_dim)[:200], expected="an integer, 1 to head_dim"
-            )
-        rotated = rotary_dim / head_dim
-    return {**rope_fields(raw, default_theta), "partial_rotary_factor": partial_rotary_factor(raw, rotated)}
+    if rotary_dim is None:
+        return rope_fields(raw, default_theta)
+    if not (type(rotary_dim) is int and type(head_dim) is int and 0 < rotary_dim <= head_dim):
+        raise ConfigError(
+            "invalid value", where="rotary_dim", got=repr(rotary_dim)[:200], expected="an integer, 1 to head_dim"
+        )
+    rotated = partial_rotary_factor(raw, rotary_dim / head_dim)
+    return {**rope_fields(raw, default_theta), "partial_rotary_factor": rotated}
 
 
 def write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str, Any]:
@@ -58,9 +58,6 @@ def write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str,
 
 ARCHITECTURE = Architecture(
     "minimax_m2",
-    "MiniMaxM2ForCausalLM",
-    MiniMaxM2,
-    MiniMaxM2Config,
     accepted={
         "qk_norm_type": ("per_layer",),
         "scoring_func": ("sigmoid",),
@@ -71,7 +68,7 @@ ARCHITECTURE = Architecture(
     read_entries=read_entries,
     read_rope=read_rope,
     write_entries=write_entries,
-    layouts=(
+    layouts=lambda config: (
         Layout((Rename("block_sparse_moe.e_score_correction_bias", _BIAS), *mixtral.RULES)),
         Layout((Rename("mlp.e_score_correction_bias", _BIAS),)),
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_entry, rope_fields, shared_fields
-from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
+from ligerzoo.models.ministral3 import Ministral3Config
 
 _QUERY_SCALING = ("original_max_position_embeddings", "llama_4_scaling_beta")
 
@@ -43,11 +43,4 @@ def _complete(scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
     return {"rope_type": "default", **defaults, **scaling}
 
 
-ARCHITECTURE = Architecture(
-    "ministral3",
-    "Ministral3ForCausalLM",
-    Ministral3,
-    Ministral3Config,
-    read_rope=read_rope,
-    write_entries=write_entries,
-)
+ARCHITECTURE = Architecture("ministral3", read_rope=read_rope, write_entries=write_entries)

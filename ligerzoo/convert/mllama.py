@@ -12,7 +12,7 @@ from typing import Any
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
-from ligerzoo.models.mllama import Mllama, MllamaConfig
+from ligerzoo.models.mllama import MllamaConfig
 
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,8 @@ _RULES = (
     ModuleRules("vision_model.", (Rename("gate_attn", "attn_gate"), Rename("gate_ffn", "mlp_gate"))),
 )
 
-_MODULE_PREFIXES = (
+_FILES = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+_MODULES = (
     ("model.", "model.language_model."),
     ("vision_model.", "model.vision_model."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
@@ -56,14 +57,7 @@ _MODULE_PREFIXES = (
 ARCHITECTURE = Architecture(
     "mllama",
     "MllamaForConditionalGeneration",
-    Mllama,
-    MllamaConfig,
     read_entries=read_entries,
     write_entries=write_entries,
-    layouts=(
-        Layout(_RULES, prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))),
-        Layout(_RULES, prefixes=_MODULE_PREFIXES),
-    ),
-    prefixes={},
-    module_prefixes=_MODULE_PREFIXES,
+    layouts=lambda config: (Layout(_RULES, _FILES), Layout(_RULES, _MODULES)),
 )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, rope_fields
-from ligerzoo.errors import ConfigError
-from ligerzoo.models.olmo3 import Olmo3, Olmo3Config
+from ligerzoo.convert.fields import object_entry, rope_of_layer_types
+from ligerzoo.models.olmo3 import Olmo3Config
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
@@ -18,20 +17,11 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     writes `rope_parameters`, an object per layer type. It reads a `rope_theta` of version 4 for full-attention layers
     only; here, as in version 4, it applies to all.
     """
-    both = object_entry(raw, "rope_parameters")
-    full = {**object_entry(both, "full_attention"), **object_entry(raw, "rope_scaling")}
-    rope = rope_fields({"rope_scaling": full, "rope_theta": raw.get("rope_theta")}, default_theta)
-    if both.get("sliding_attention") is None:
-        return {**rope, "rope_local_base_freq": None}
-    local = rope_fields({"rope_scaling": object_entry(both, "sliding_attention"), "rope_theta": raw.get("rope_theta")},
-                        default_theta)  # fmt: skip
-    if local["rope_scaling"] is not None:
-        raise ConfigError(
-            "not supported", where="rope_parameters, sliding_attention", got=local["rope_scaling"],
-            expected='rope_type "default"',
-        )  # fmt: skip
-    is_same = local["rope_theta"] == rope["rope_theta"]
-    return {**rope, "rope_local_base_freq": None if is_same else local["rope_theta"]}
+    rope = rope_of_layer_types(raw, default_theta, raw.get("rope_theta"), default_theta)
+    has_local = object_entry(raw, "rope_parameters").get("sliding_attention") is not None
+    if not has_local or rope["rope_local_base_freq"] == rope["rope_theta"]:
+        rope["rope_local_base_freq"] = None
+    return rope
 
 
 def write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any]:
@@ -47,6 +37,4 @@ def write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any
     return {**entries, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-ARCHITECTURE = Architecture(
-    "olmo3", "Olmo3ForCausalLM", Olmo3, Olmo3Config, read_rope=read_rope, write_entries=write_entries
-)
+ARCHITECTURE = Architecture("olmo3", read_rope=read_rope, write_entries=write_entries)

@@ -9,22 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
+from ligerzoo.convert.families import GATE_UP
+from ligerzoo.convert.fields import rope_fields
 from ligerzoo.convert.layout import Fused, Layout
-from ligerzoo.models.phi3 import Phi3, Phi3Config
+from ligerzoo.models.phi3 import Phi3Config
 
 _LONGROPE = ("longrope", "su", "yarn")
 """Rope types that all mean LongRoPE: early checkpoints call it `su` or `yarn`."""
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    """Reads `rope_theta`, `rope_scaling` and `partial_rotary_factor` from either spelling."""
+    """Reads `rope_theta` and `rope_scaling` from either spelling."""
     rope = rope_fields(raw, default_theta)
     if rope["rope_scaling"] is not None:
         rope["rope_scaling"].pop("original_max_position_embeddings", None)  # the top-level entry applies
         if rope["rope_scaling"]["rope_type"] in _LONGROPE:
             rope["rope_scaling"]["rope_type"] = "longrope"
-    return {**rope, "partial_rotary_factor": partial_rotary_factor(raw, Phi3Config.partial_rotary_factor)}
+    return rope
 
 
 def write_entries(config: Phi3Config, entries: dict[str, Any]) -> dict[str, Any]:
@@ -35,19 +36,8 @@ def write_entries(config: Phi3Config, entries: dict[str, Any]) -> dict[str, Any]
     return entries
 
 
+QKV = Fused("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+
 ARCHITECTURE = Architecture(
-    "phi3",
-    "Phi3ForCausalLM",
-    Phi3,
-    Phi3Config,
-    read_rope=read_rope,
-    write_entries=write_entries,
-    layouts=(
-        Layout(
-            (
-                Fused("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-            )
-        ),
-    ),
+    "phi3", read_rope=read_rope, write_entries=write_entries, layouts=lambda config: (Layout((QKV, GATE_UP)),)
 )

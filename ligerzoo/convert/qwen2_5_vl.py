@@ -1,7 +1,6 @@
 """Converter for Qwen2.5-VL checkpoints, which have the format of Qwen2-VL."""
 
 from ligerzoo.convert.architecture import SILU
-from ligerzoo.convert.qwen2_vl import vision_lm
-from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig
+from ligerzoo.convert.qwen2_vl import qwen2_vision
 
-ARCHITECTURE = vision_lm("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", Qwen2_5VL, Qwen2_5VLConfig, SILU)
+ARCHITECTURE = qwen2_vision("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", SILU)

@@ -13,19 +13,18 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import switched_window
 from ligerzoo.convert.layout import Layout, PerExpert
 from ligerzoo.models.moe import SparseStepMoEConfig
-from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 
 _EXPERT = "mlp.experts.{expert}"
 
-LAYOUTS = (
-    Layout(
-        (
-            PerExpert((f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "mlp.experts.gate_up_proj"),
-            PerExpert((f"{_EXPERT}.down_proj.weight",), "mlp.experts.down_proj"),
-        )
-    ),
-    Layout(),
+PER_EXPERT = (
+    PerExpert((f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "mlp.experts.gate_up_proj"),
+    PerExpert((f"{_EXPERT}.down_proj.weight",), "mlp.experts.down_proj"),
 )
+
+
+def layouts(config: object) -> tuple[Layout, ...]:
+    """Returns the layouts of experts: stored one by one, or stacked under our names."""
+    return Layout(PER_EXPERT), Layout()
 
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,12 +37,4 @@ def write_entries(config: SparseStepMoEConfig, entries: dict[str, Any]) -> dict[
     return {**entries, "use_sliding_window": config.sliding_window is not None}
 
 
-ARCHITECTURE = Architecture(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    Qwen2Moe,
-    Qwen2MoeConfig,
-    read_entries=read_entries,
-    write_entries=write_entries,
-    layouts=LAYOUTS,
-)
+ARCHITECTURE = Architecture("qwen2_moe", read_entries=read_entries, write_entries=write_entries, layouts=layouts)

@@ -15,8 +15,6 @@ from typing import Any
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry, rope_fields
 from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
-from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligerzoo.models.vision_lm import VisionLMConfig
 
 VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -84,57 +82,37 @@ TOWER_RULES = (
 )
 """Rules for the vision tower that all models of the family share."""
 
-_LAYOUTS = (
-    Layout(
+RULES = (
+    ModuleRules(
+        "visual.",
         (
-            ModuleRules(
-                "visual.",
-                (
-                    *TOWER_RULES,
-                    Rename("merger.ln_q", "merger.norm"),
-                    Rename("merger.mlp.0", "merger.mlp.fc1"),
-                    Rename("merger.mlp.2", "merger.mlp.fc2"),
-                ),
-            ),
-        )
+            *TOWER_RULES,
+            Rename("merger.ln_q", "merger.norm"),
+            Rename("merger.mlp.0", "merger.mlp.fc1"),
+            Rename("merger.mlp.2", "merger.mlp.fc2"),
+        ),
     ),
 )
-_PREFIXES = {
-    "model.": ("model.", "model.language_model.", "language_model."),
-    "visual.": ("visual.", "model.visual."),
-}
+FILES = (("model.", "model.", "model.language_model.", "language_model."), ("visual.", "visual.", "model.visual."))
+MODULES = (("model.", "model.language_model."), ("visual.", "model.visual."))
 
 
-def vision_lm(
-    model_type: str,
-    hf_class: str,
-    model_class: type[CausalLM],
-    config_class: type[VisionLMConfig],
-    activations: tuple[str, ...],
-) -> Architecture:
+def qwen2_vision(model_type: str, hf_class: str, activations: tuple[str, ...]) -> Architecture:
     """Returns an architecture whose checkpoints have this format.
 
     Args:
         model_type: `model_type` in config.json.
         hf_class: class in transformers.
-        model_class: our model class.
-        config_class: its config class.
         activations: accepted `hidden_act` entries of the vision tower. The first is written.
     """
     return Architecture(
         model_type,
         hf_class,
-        model_class,
-        config_class,
         read_entries=partial(_read_entries, activations=activations),
         read_rope=read_sectioned_rope,
         write_entries=partial(_write_entries, activation=activations[0]),
-        layouts=_LAYOUTS,
-        prefixes=_PREFIXES,
-        module_prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
+        layouts=lambda config: (Layout(RULES, FILES), Layout(RULES, MODULES)),
     )
 
 
-ARCHITECTURE = vision_lm(
-    "qwen2_vl", "Qwen2VLForConditionalGeneration", Qwen2VL, Qwen2VLConfig, activations=("quick_gelu",)
-)
+ARCHITECTURE = qwen2_vision("qwen2_vl", "Qwen2VLForConditionalGeneration", activations=("quick_gelu",))

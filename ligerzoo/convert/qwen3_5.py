@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, partial_rotary_factor, refuse
-from ligerzoo.convert.qwen3_5_text import ACCEPTED, is_prediction_head, keeps_fp32
-from ligerzoo.convert.qwen3_vl import LAYOUT, read_interleaved_rope, vision_lm
-from ligerzoo.models.hybrid import GatedDeltaConfig
-from ligerzoo.models.qwen3_5 import Qwen3_5, Qwen3_5Config
+from ligerzoo.convert.fields import object_entry, refuse
+from ligerzoo.convert.layout import Layout
+from ligerzoo.convert.qwen3_5_text import ACCEPTED, KEPT_FP32, PREDICTION_HEAD
+from ligerzoo.convert.qwen3_vl import qwen3_vision
 
 
 def _read_entries(raw: Mapping[str, Any], *, architecture: Architecture) -> dict[str, Any]:
@@ -27,29 +26,25 @@ def _read_entries(raw: Mapping[str, Any], *, architecture: Architecture) -> dict
     return {**entries, "sliding_window": window}
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    """Reads `rope_theta`, `rope_scaling`, `mrope_section` and `partial_rotary_factor` from either spelling."""
-    factor = partial_rotary_factor(raw, GatedDeltaConfig.partial_rotary_factor)
-    return {**read_interleaved_rope(raw, default_theta), "partial_rotary_factor": factor}
-
-
-def hybrid_vision_lm(architecture: Architecture, accepted: Mapping[str, tuple[object, ...]]) -> Architecture:
+def hybrid_vision(
+    model_type: str, hf_class: str, accepted: Mapping[str, tuple[object, ...]], *others: Layout
+) -> Architecture:
     """Returns an architecture of Qwen3-VL's format with the decoder of Qwen3.5.
 
     Args:
-        architecture: the architecture, see `ligerzoo.convert.qwen3_vl.vision_lm`.
+        model_type: see `ligerzoo.convert.qwen3_vl.qwen3_vision`, as for `hf_class` and `others`.
+        hf_class: class in transformers.
         accepted: entries of the decoder that have no field, with their accepted values.
+        others: further layouts of checkpoints.
     """
+    architecture = qwen3_vision(model_type, hf_class, *others)
     return replace(
         architecture,
         accepted=accepted,
         read_entries=partial(_read_entries, architecture=architecture),
-        read_rope=_read_rope,
-        is_extra_tensor=is_prediction_head,
-        keeps_fp32=keeps_fp32,
+        extra_tensors=PREDICTION_HEAD,
+        kept_fp32=KEPT_FP32,
     )
 
 
-ARCHITECTURE = hybrid_vision_lm(
-    vision_lm("qwen3_5", "Qwen3_5ForConditionalGeneration", Qwen3_5, Qwen3_5Config, (LAYOUT,)), ACCEPTED
-)
+ARCHITECTURE = hybrid_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", ACCEPTED)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, switched_window
-from ligerzoo.convert.qwen2_moe import LAYOUTS, write_entries
-from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.convert.qwen2_moe import layouts, write_entries
 
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,11 +20,8 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 ARCHITECTURE = Architecture(
     "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    Qwen3Moe,
-    Qwen3MoeConfig,
     read_entries=read_entries,
     write_entries=write_entries,
-    layouts=LAYOUTS,
+    layouts=layouts,
     quantized_formats=frozenset({"fp8"}),
 )

@@ -8,14 +8,14 @@ names. The head for multi-token prediction (`mtp`) is not part of the model.
 from __future__ import annotations
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import first_spelling
 from ligerzoo.convert.layout import FusedByHead, Layout
-from ligerzoo.convert.qwen2_moe import LAYOUTS
-from ligerzoo.convert.qwen3_5_moe_text import read_entries
-from ligerzoo.convert.qwen3_5_text import ACCEPTED, is_extra_tensor, keeps_fp32, read_rope
-from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
+from ligerzoo.convert.qwen2_moe import PER_EXPERT
+from ligerzoo.convert.qwen3_5_text import ACCEPTED, EXTRA_TENSORS, KEPT_FP32, read_rope
+from ligerzoo.models.qwen3_next import Qwen3NextConfig
 
 
-def layouts_of_config(config: Qwen3NextConfig) -> tuple[Layout, ...]:
+def layouts(config: Qwen3NextConfig) -> tuple[Layout, ...]:
     """Returns the layouts of checkpoints, which depend on the number of heads."""
     heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
     group = config.linear_num_value_heads // heads
@@ -26,18 +26,15 @@ def layouts_of_config(config: Qwen3NextConfig) -> tuple[Layout, ...]:
         FusedByHead("linear_attn.in_proj_qkvz", qkvz_parts, heads),
         FusedByHead("linear_attn.in_proj_ba", ((b, group, 0), (a, group, 0)), heads),
     )
-    return tuple(Layout((*rules, *layout.rules)) for layout in LAYOUTS)
+    return Layout((*rules, *PER_EXPERT)), Layout(rules)
 
 
 ARCHITECTURE = Architecture(
     "qwen3_next",
-    "Qwen3NextForCausalLM",
-    Qwen3Next,
-    Qwen3NextConfig,
     accepted=ACCEPTED,
-    read_entries=read_entries,
+    read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
     read_rope=read_rope,
-    layouts_of_config=layouts_of_config,
-    is_extra_tensor=is_extra_tensor,
-    keeps_fp32=keeps_fp32,
+    layouts=layouts,
+    extra_tensors=EXTRA_TENSORS,
+    kept_fp32=KEPT_FP32,
 )

@@ -14,11 +14,18 @@ from typing import Any
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
-from ligerzoo.convert.qwen2_vl import TOWER_RULES, VISION_TOKENS, read_sectioned_rope, refuse_other_tower_rotation
-from ligerzoo.models.qwen3_vision import Qwen3VisionLM, Qwen3VisionLMConfig
-from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
+from ligerzoo.convert.qwen2_vl import (
+    MODULES,
+    TOWER_RULES,
+    VISION_TOKENS,
+    read_sectioned_rope,
+    refuse_other_tower_rotation,
+)
+from ligerzoo.models.qwen3_vision import Qwen3VisionLMConfig
 
-LAYOUT = Layout((ModuleRules("visual.", (*TOWER_RULES, Rename("linear_fc1", "fc1"), Rename("linear_fc2", "fc2"))),))
+LAYOUT = Layout(
+    (ModuleRules("visual.", (*TOWER_RULES, Rename("linear_fc1", "fc1"), Rename("linear_fc2", "fc2"))),), MODULES
+)
 
 
 def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
@@ -53,30 +60,22 @@ def _write_entries(config: Qwen3VisionLMConfig, entries: dict[str, Any], *, mode
     return {**top, "text_config": text, "vision_config": vision}
 
 
-def vision_lm(
-    model_type: str,
-    hf_class: str,
-    model_class: type[Qwen3VisionLM],
-    config_class: type[Qwen3VisionLMConfig],
-    layouts: tuple[Layout, ...],
-) -> Architecture:
+def qwen3_vision(model_type: str, hf_class: str, *others: Layout) -> Architecture:
     """Returns an architecture whose checkpoints have this format.
 
-    The arguments are fields of `Architecture`; transformers' modules have the first of the layouts.
+    Args:
+        model_type: `model_type` in config.json.
+        hf_class: class in transformers.
+        others: further layouts of checkpoints. New ones, and transformers' modules, have `LAYOUT`.
     """
     return Architecture(
         model_type,
         hf_class,
-        model_class,
-        config_class,
         read_entries=partial(_read_entries, model_type=model_type),
         read_rope=read_interleaved_rope,
         write_entries=partial(_write_entries, model_type=model_type),
-        layouts=layouts,
-        layout_of_modules=0,
-        prefixes={"model.": ("model.language_model.",), "visual.": ("model.visual.",)},
-        module_prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
+        layouts=lambda config: (LAYOUT, *others, LAYOUT) if others else (LAYOUT,),
     )
 
 
-ARCHITECTURE = vision_lm("qwen3_vl", "Qwen3VLForConditionalGeneration", Qwen3VL, Qwen3VLConfig, (LAYOUT,))
+ARCHITECTURE = qwen3_vision("qwen3_vl", "Qwen3VLForConditionalGeneration")

@@ -5,16 +5,15 @@ transformers 5 as in our parameters. The names are the same, but the shapes diff
 and if I = H, the gate and up projections' (I features of an expert, H hidden features).
 """
 
-from ligerzoo.convert.layout import Layout, Transposed
-from ligerzoo.convert.qwen3_vl import LAYOUT, vision_lm
-from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe, Qwen3VLMoeConfig
+from dataclasses import replace
+
+from ligerzoo.convert.layout import Transposed
+from ligerzoo.convert.qwen3_vl import LAYOUT, qwen3_vision
 
 _TRANSPOSED = (Transposed("mlp.experts.gate_up_proj"), Transposed("mlp.experts.down_proj"))
 
-ARCHITECTURE = vision_lm(
+ARCHITECTURE = qwen3_vision(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
-    Qwen3VLMoe,
-    Qwen3VLMoeConfig,
-    (LAYOUT, Layout((*_TRANSPOSED, *LAYOUT.rules))),
+    replace(LAYOUT, rules=(*_TRANSPOSED, *LAYOUT.rules)),
 )

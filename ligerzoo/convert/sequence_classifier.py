@@ -11,6 +11,7 @@ import torch
 from ligerzoo.convert.architecture import CLASSIFIER_SUFFIX, Architecture, is_classifier
 from ligerzoo.convert.fields import object_entry
 from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.models.building import building
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 
@@ -27,10 +28,24 @@ class ClassifierArchitecture(Architecture):
     Attributes:
         causal_lm: the architecture of the causal language model.
         labels: what the model predicts.
+        from_causal_lm: the checkpoint is that of a causal language model, whose head is left out.
     """
 
     causal_lm: Architecture
     labels: Labels = field(default_factory=Labels)
+    from_causal_lm: bool = False
+
+    @property
+    def model_class(self) -> type[SequenceClassifier]:
+        return SequenceClassifier
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset({"score.weight"} if self.from_causal_lm else ())
+
+    @property
+    def unused(self) -> frozenset[str]:
+        return frozenset({"lm_head.weight", "lm_head.bias"} if self.from_causal_lm else ())
 
     def describes(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == self.model_type and is_classifier(raw)
@@ -46,7 +61,8 @@ class ClassifierArchitecture(Architecture):
                 got=f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`",
                 remedy="Models that read images cannot be classifiers, nor classes of your own with further parts.",
             )  # fmt: skip
-        return SequenceClassifier(config, causal_lm.model, self.labels, device=device)  # type: ignore[call-arg]
+        with building(device):
+            return SequenceClassifier(config, causal_lm.model, self.labels)
 
     def config_to_hf(self, config: Any) -> dict[str, Any]:
         labels = {"id2label": self.labels.id2label, "label2id": self.labels.label2id}
@@ -59,7 +75,7 @@ def classifier_architecture(causal_lm: Architecture, labels: Labels) -> Classifi
     """Returns the architecture of sequence classifiers with these labels and the decoder of `causal_lm`."""
     inherited = {field.name: getattr(causal_lm, field.name) for field in fields(Architecture)}
     hf_class = causal_lm.classifier_class or causal_lm.hf_class.removesuffix("ForCausalLM") + CLASSIFIER_SUFFIX
-    own = {"hf_class": hf_class, "model_class": SequenceClassifier, "causal_lm": causal_lm, "labels": labels}
+    own = {"hf_class": hf_class, "causal_lm": causal_lm, "labels": labels}
     return ClassifierArchitecture(**inherited | own)
 
 
@@ -79,10 +95,7 @@ def read_classifier(
         ConfigError: the entries or options are invalid or contradict each other.
     """
     architecture = classifier_architecture(causal_lm, read_labels(raw, options))
-    if is_classifier(raw):
-        return architecture
-    head = frozenset({"lm_head.weight", "lm_head.bias"})
-    return replace(architecture, optional=frozenset({"score.weight"}), unused=head)
+    return replace(architecture, from_causal_lm=not is_classifier(raw))
 
 
 def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_classifier
+from ligerzoo.convert.architecture import Architecture, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
 from ligerzoo.convert.stored_tensors import assemble
@@ -124,10 +124,7 @@ def load(
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
             weights = _read(checkpoint, match.slices, model.state_dict(), device)
         extra_tensors = {
-            name: checkpoint.read(name)
-            for name in checkpoint.tensors
-            if architecture.is_extra_tensor(name)
-            or (architecture.keeps_extra_layers and num_layers is not None and is_beyond_last_layer(name, num_layers))
+            name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name, num_layers)
         }
 
     weights |= {name: weights[TIED[name]] for name in match.tied}
@@ -274,7 +271,7 @@ def _build_on_meta(architecture: Architecture, config: Any, model_class: type[Mo
     path = checkpoint.directory / CONFIG_FILE
     try:
         with _naming_source(path, {}):
-            model: Model = architecture.build_on_meta(config, model_class)
+            model: Model = architecture.build(config, model_class, "meta")
             return model
     except RuntimeError as error:  # the number of elements overflows
         raise ConfigError("no model can be built with these sizes", where=path, got=error) from error

@@ -74,9 +74,9 @@ def match_tensors(
             unexpected; or the index and the files disagree about a tensor that the model has, or, if `strict`, the
             index does not list a stored tensor.
     """
-    architecture.check_rules(shapes)
+    architecture.check_rules(config, shapes)
     stored = {name: tuple(info.shape) for name, info in source.tensors.items()}
-    layout = architecture.with_layouts_for(config).layout_of(stored, shapes)
+    layout = architecture.layout_of(config, stored, shapes)
 
     def is_stored(name: str) -> bool:  # checks one slice, because experts can be any number
         return next(layout.slices_of(name, shapes)).stored_name in source.tensors

@@ -53,10 +53,9 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     raw, architecture, config = _read_config(hf_model)
     tensors: dict[str, Tensor] = hf_model.state_dict(keep_vars=True)
     _refuse_other_tensors(tensors)
-    model = cast("CausalLM", architecture.build_on_meta(config))
+    model = cast("CausalLM", architecture.build(config, device="meta"))
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
-    architecture = architecture.with_layouts_for(config)
     shapes = shapes_of(model.state_dict())
     source = Source(
         tensors,
@@ -75,7 +74,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     model.load_state_dict(weights, assign=True)
     raw = tie_if_equal(model, raw)
     tied = frozenset({HEAD} if model.config.tie_word_embeddings else ())
-    model.origin = LoadedFrom(raw, None, architecture.layout_of_new, tied)
+    model.origin = LoadedFrom(raw, None, architecture.layouts(config)[0], tied)
     model.generation_config = _generation_config(hf_model)
     return model.train(hf_model.training)
 

@@ -107,8 +107,8 @@ def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where:
         where: directory or function, for the error message.
     """
     architecture = architecture_of_model(model)
-    expected = shapes_of(architecture.build_on_meta(model.config, type(model)).state_dict())
-    architecture.check_rules(expected)
+    expected = shapes_of(architecture.build(model.config, type(model), "meta").state_dict())
+    architecture.check_rules(model.config, expected)
     if state.keys() != expected.keys():
         raise CheckpointError(
             "tensors differ from those of the architecture", where=where,
@@ -146,7 +146,7 @@ def stored_tensors(
     architecture = architecture_of_model(model)
     if origin is not None and not architecture.describes(origin.raw_config):
         origin = None
-    layout = origin.layout if origin else architecture.layout_of_new
+    layout = origin.layout if origin else architecture.layouts(model.config)[0]
     tensors = dict(state)
     if _is_tied(model, state):
         for name in origin.tied if origin else (HEAD,):

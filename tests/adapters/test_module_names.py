@@ -21,7 +21,7 @@ def test_parameters_are_those_of_transformers(row: Tiny) -> None:
         parameter.data += 0.01 * index
     ours = from_transformers(theirs, copy=True)
     state = ours.state_dict()
-    slices = architecture_of_model(ours).module_layout.slices(shapes_of(state))
+    slices = architecture_of_model(ours).module_layout(ours.config).slices(shapes_of(state))
     modules, expected = StoredTensors(slices, state), theirs.state_dict()
     assert {name for name in expected if "rotary_emb" not in name} == set(modules)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in modules.items())

@@ -7,11 +7,11 @@ from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
 from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.errors import ConfigError
-from ligerzoo.models import CausalLM, Llama
+from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from ligerzoo.models.config import field_types
 
 ROUTER = (Rename("mlp.router", "mlp.gate"),)
-BARE = (("model.", ""),)
+TEXT, BARE = (("model.", "model."),), (("model.", ""),)
 
 
 def test_each_model_type_has_a_converter() -> None:
@@ -57,7 +57,7 @@ def test_nearest_registered_base_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tuned(Sibling):
         pass
 
-    sibling = dataclasses.replace(architecture_of("llama"), model_type="sibling", model_class=Sibling)
+    sibling = dataclasses.replace(architecture_of("llama"), model_type="sibling", classes=(Sibling, LlamaConfig))
     monkeypatch.setitem(convert._REGISTERED, "sibling", sibling)
     assert architecture_for(Tuned) is architecture_for(Sibling) is sibling
     assert architecture_for(Llama) is architecture_of("llama")
@@ -69,38 +69,37 @@ SHAPES = {"model.norm.weight": (8,), "model.mlp.gate.weight": (4, 8), "lm_head.w
 @pytest.mark.parametrize(
     "stored, prefixes",
     [
-        (["model.norm.weight", "lm_head.weight"], ()),
-        (["model.x", "lm_head.weight"], ()),
+        (["model.norm.weight", "lm_head.weight"], TEXT),
+        (["model.x", "lm_head.weight"], TEXT),
         (["norm.weight", "lm_head.weight"], BARE),
     ],
 )
 def test_names_with_and_without_prefix(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
-    assert architecture_of("llama").layout_of(dict.fromkeys(stored, ()), SHAPES) == Layout(prefixes=prefixes)
+    assert architecture_of("llama").layout_of(None, dict.fromkeys(stored, ()), SHAPES) == Layout(prefixes=prefixes)
 
 
 @pytest.mark.parametrize(
     "stored, prefixes",
     [
-        (["model.norm.weight", "lm_head.weight"], ()),
-        (["text.norm.weight", "lm_head.weight"], (("model.", "text."),)),
-        (["model.norm.weight", "head.weight"], (("lm_head.", "head."),)),
-        (["text.norm.weight", "head.weight"], (("model.", "text."), ("lm_head.", "head."))),
+        (["model.norm.weight", "lm_head.weight"], ("model.", "lm_head.")),
+        (["text.norm.weight", "lm_head.weight"], ("text.", "lm_head.")),
+        (["model.norm.weight", "head.weight"], ("model.", "head.")),
+        (["text.norm.weight", "head.weight"], ("text.", "head.")),
     ],
 )
-def test_each_part_has_its_prefix(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
-    spellings = {"model.": ("model.", "text."), "lm_head.": ("lm_head.", "head.")}
-    architecture = dataclasses.replace(architecture_of("llama"), prefixes=spellings)
-    layout = architecture.layout_of(dict.fromkeys(stored, ()), SHAPES)
-    assert layout == Layout(prefixes=prefixes)
+def test_each_part_has_its_prefix(stored: list[str], prefixes: tuple[str, str]) -> None:
+    layouts = (Layout(prefixes=(("model.", "model.", "text."), ("lm_head.", "lm_head.", "head."))),)
+    architecture = dataclasses.replace(architecture_of("llama"), layouts=lambda config: layouts)
+    layout = architecture.layout_of(None, dict.fromkeys(stored, ()), SHAPES)
+    assert layout == Layout(prefixes=tuple(zip(("model.", "lm_head."), prefixes, strict=True)))
     names = [part.stored_name for part in layout.slices(SHAPES)]
     assert [name for name in names if "mlp" not in name] == stored
 
 
-def test_new_model_gets_the_first_prefixes() -> None:
-    spellings = {"model.": ("text.", "model."), "lm_head.": ("lm_head.", "head.")}
-    architecture = dataclasses.replace(architecture_of("llama"), layouts=(Layout(ROUTER), Layout()), prefixes=spellings)
-    assert architecture.layout_of_new == Layout(ROUTER, (("model.", "text."),))
-    assert architecture_of("llama").layout_of_new == Layout()
+def test_the_first_prefix_applies() -> None:
+    layout = Layout(prefixes=(("model.", "text.", "model."), ("lm_head.", "lm_head.", "head.")))
+    names = [part.stored_name for part in layout.slices(SHAPES)]
+    assert names == ["text.norm.weight", "text.mlp.gate.weight", "lm_head.weight"]
 
 
 @pytest.mark.parametrize(
@@ -121,16 +120,16 @@ def test_extra_tensors_of_gemma3(name: str, is_extra: bool) -> None:
 @pytest.mark.parametrize(
     "stored, expected",
     [
-        (["model.norm.weight", "model.mlp.gate.weight"], Layout()),
-        (["model.norm.weight", "model.mlp.router.weight"], Layout(ROUTER)),
+        (["model.norm.weight", "model.mlp.gate.weight"], Layout((), TEXT)),
+        (["model.norm.weight", "model.mlp.router.weight"], Layout(ROUTER, TEXT)),
         (["norm.weight", "mlp.router.weight"], Layout(ROUTER, BARE)),
-        (["model.mlp.router.weight", "model.mlp.gate.weight"], Layout(ROUTER)),  # the first of equals
-        (["visual.patch"], Layout(ROUTER)),
+        (["model.mlp.router.weight", "model.mlp.gate.weight"], Layout(ROUTER, TEXT)),  # the first of equals
+        (["visual.patch"], Layout(ROUTER, TEXT)),
     ],
 )
 def test_layout_with_most_stored_parameters(stored: list[str], expected: Layout) -> None:
-    architecture = dataclasses.replace(architecture_of("llama"), layouts=(Layout(ROUTER), Layout()))
-    assert architecture.layout_of(dict.fromkeys(stored, ()), SHAPES) == expected
+    architecture = dataclasses.replace(architecture_of("llama"), layouts=lambda config: (Layout(ROUTER), Layout()))
+    assert architecture.layout_of(None, dict.fromkeys(stored, ()), SHAPES) == expected
 
 
 @pytest.mark.parametrize(

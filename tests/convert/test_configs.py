@@ -167,8 +167,8 @@ def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
     """Also if a change removes an entry, or the file uses another spelling."""
     architecture = architecture_of(row.config["model_type"])
     config = architecture.config_from_hf(row.config)
-    model = architecture.build_on_meta(config)
-    model.origin = LoadedFrom(row.config, config, architecture.layouts[0], frozenset())
+    model = architecture.build(config, device="meta")
+    model.origin = LoadedFrom(row.config, config, architecture.layouts(config)[0], frozenset())
     others: dict[str, Any] = {
         "num_experts": 7,
         "rope_theta": 77.0,
@@ -201,7 +201,7 @@ def test_invalid_values_of_entries(model_type: str) -> None:
                 read = architecture.config_from_hf(with_entries(config, **{name: value}))
                 if name not in ("vocab_size", "hidden_size", "intermediate_size") and repr(read) not in built:
                     built.add(repr(read))
-                    architecture.build_on_meta(read)
+                    architecture.build(read, device="meta")
     for value in NONSENSE:
         with contextlib.suppress(ConfigError):
             architecture.config_from_hf(with_entries(config, num_hidden_layers=value))

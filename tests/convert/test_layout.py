@@ -281,9 +281,8 @@ class Toy(CausalLM):
 TOY = Architecture(
     model_type="toy",
     hf_class="ToyForCausalLM",
-    model_class=Toy,
-    config_class=ToyConfig,
-    layouts=(Layout((QKV, *SANDWICH, *EXPERTS)), Layout()),
+    classes=(Toy, ToyConfig),
+    layouts=lambda config: (Layout((QKV, *SANDWICH, *EXPERTS)), Layout()),
 )
 
 CONFIG = {**LLAMA, "model_type": "toy", "num_experts": 5, "attention_bias": True}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ligerzoo.convert.llama import ARCHITECTURE
+from ligerzoo.convert import architecture_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Llama, LlamaConfig
 from tests.models.tiny_llama import LLAMA, LLAMA3_SCALING, LONGROPE, YARN
@@ -19,7 +19,7 @@ NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], 
 def try_out(raw: dict[str, Any]) -> None:
     """Checks that config.json gives a model that runs, or a ConfigError."""
     with contextlib.suppress(ConfigError), torch.device("meta"):
-        model = Llama(ARCHITECTURE.config_from_hf({**raw, "num_hidden_layers": 1}))
+        model = Llama(architecture_of("llama").config_from_hf({**raw, "num_hidden_layers": 1}))
         assert model(torch.empty(1, 40, dtype=torch.int64)).logits.shape == (1, 40, model.config.vocab_size)
         with torch.device("cpu"):
             model.model.layers[0].self_attn.rotary(torch.arange(40)[None], torch.float32)
@@ -69,7 +69,7 @@ def test_invalid_rope_scaling(scaling: dict[str, Any]) -> None:
 )
 def test_refusals(entry: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        ARCHITECTURE.config_from_hf({**LLAMA, **entry})
+        architecture_of("llama").config_from_hf({**LLAMA, **entry})
 
 
 def test_config_is_frozen_and_keyword_only() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ligerzoo.convert.qwen2 import ARCHITECTURE
+from ligerzoo.convert import architecture_of
 from ligerzoo.errors import ConfigError
 from tests.models.tiny_qwen2 import QWEN2
 
@@ -25,7 +25,7 @@ TYPES = ["sliding_attention", "full_attention", "full_attention"]
     ],
 )
 def test_windows(entries: dict[str, Any], windows: list[int | None]) -> None:
-    config = ARCHITECTURE.config_from_hf({**QWEN2, **entries})
+    config = architecture_of("qwen2").config_from_hf({**QWEN2, **entries})
     assert [config.window(layer) for layer in range(3)] == windows
 
 
@@ -44,4 +44,4 @@ def test_windows(entries: dict[str, Any], windows: list[int | None]) -> None:
 )
 def test_refusals(entry: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        ARCHITECTURE.config_from_hf({**QWEN2, **entry})
+        architecture_of("qwen2").config_from_hf({**QWEN2, **entry})

@@ -196,9 +196,8 @@ def test_fused_by_head_is_one_to_one() -> None:
         dtypes=dict.fromkeys(tensors, torch.float32), device=torch.device("cpu"),
     )  # fmt: skip
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
-    assert architecture_of_model(Qwen3Next(Qwen3NextConfig(**SIZES))).interleaves(
-        "model.layers.0.linear_attn.in_proj_b"
-    )
+    model = Qwen3Next(Qwen3NextConfig(**SIZES))
+    assert architecture_of_model(model).interleaves(model.config, "model.layers.0.linear_attn.in_proj_b")
 
 
 @pytest.mark.parametrize("first, rows", [(0, 9), (0, 4), (4, 4), (8, 1), (3, 5)])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ligerzoo.convert.smollm3 import ARCHITECTURE
+from ligerzoo.convert import architecture_of
 from ligerzoo.errors import ConfigError
 from tests.models.tiny_smollm3 import SMOLLM3
 
@@ -21,10 +21,10 @@ from tests.models.tiny_smollm3 import SMOLLM3
     ],
 )
 def test_layers_with_and_without_rotary_embedding(entries: dict[str, Any], rotates: list[bool]) -> None:
-    config = ARCHITECTURE.config_from_hf({**SMOLLM3, **entries, "layer_types": None, "sliding_window": 7})
+    config = architecture_of("smollm3").config_from_hf({**SMOLLM3, **entries, "layer_types": None, "sliding_window": 7})
     assert [config.rotates(layer) for layer in range(4)] == rotates
     assert [config.window(layer) for layer in range(4)] == [None] * 4
-    config = ARCHITECTURE.config_from_hf(
+    config = architecture_of("smollm3").config_from_hf(
         {**SMOLLM3, **entries, "layer_types": None, "sliding_window": 7, "use_sliding_window": True}
     )
     assert [config.window(layer) for layer in range(4)] == [None if with_rope else 7 for with_rope in rotates]
@@ -35,9 +35,9 @@ def test_layers_with_and_without_rotary_embedding(entries: dict[str, Any], rotat
 )
 def test_invalid_flags(flags: object) -> None:
     with pytest.raises(ConfigError, match=r"no_rope_layers: invalid per-layer flags; .* a list of at least 4 flags"):
-        ARCHITECTURE.config_from_hf({**SMOLLM3, "no_rope_layers": flags})
+        architecture_of("smollm3").config_from_hf({**SMOLLM3, "no_rope_layers": flags})
 
 
 def test_invalid_interval() -> None:
     with pytest.raises(ConfigError, match="no_rope_layer_interval"):
-        ARCHITECTURE.config_from_hf({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0})
+        architecture_of("smollm3").config_from_hf({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0})

@@ -64,7 +64,7 @@ def load_both(
 def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames tensors from our parameter names to those of transformers, through the weight table."""
     shapes = shapes_of(tensors)
-    layout = architecture_of_model(ours).layout_of(shapes_of(theirs), shapes)
+    layout = architecture_of_model(ours).layout_of(ours.config, shapes_of(theirs), shapes)
     return dict(StoredTensors(layout.slices(shapes), tensors))
 
 

@@ -65,7 +65,7 @@ class Backbone(nn.Module, Generic[Model]):
         self.__dict__["zoo_model"] = headless = _sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
             del headless._modules[name]
-        rules = architecture_of_model(model).wrapper_layout.rules
+        rules = architecture_of_model(model).wrapper_layout(model.config).rules
         apply_names(headless, rules)
         _order_as_transformers(headless.model)
         self.config = config

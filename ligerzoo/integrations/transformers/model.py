@@ -126,7 +126,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         """
         source = self.model.zoo_model
         config = with_changes(source.config, self.config, self._config_before)
-        model: Model = self.architecture.build_on_meta(config, type(source))
+        model: Model = self.architecture.build(config, type(source), "meta")
         given = self._with_tied_names(self.state_dict() if state is None else state)
         slices = list(self.model.names.slices(shapes_of(model.state_dict())))
         names, expected = given.keys(), {part.stored_name for part in slices}
