@@ -164,7 +164,8 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     assert packed == {path.relative_to(ROOT).as_posix() for path in files}
 
 
-@pytest.mark.parametrize("demo", [pytest.param("demo", marks=pytest.mark.thorough), "demo --vision"])
+@pytest.mark.thorough  # the wheel has the same files, with which tests/demo runs both
+@pytest.mark.parametrize("demo", ["demo", "demo --vision"])
 def test_the_wheel_runs_the_demos_from_an_empty_directory(demo: str, wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     pip_install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]

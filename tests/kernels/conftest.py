@@ -192,7 +192,7 @@ def _unless_same_type(check_types: Callable[..., tuple[Any, Any]]) -> Callable[.
 
     def check(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
         order, tensor, other = (_in_order, left, right) if isinstance(left, core.tensor) else (_swapped, right, left)
-        if not named and isinstance(tensor, core.tensor) and type(tensor.dtype) is core.dtype:  # it is no pointer
+        if not named and isinstance(tensor, core.tensor) and type(tensor.dtype) is core.dtype:  # not a pointer
             if type(other) in (bool, int, float):
                 return converted(self, tensor, other, order, *options)  # type: ignore[no-any-return]
             if other.dtype is tensor.dtype and other.shape is tensor.shape and not any(options[3:]):  # no division

@@ -480,10 +480,22 @@ def test_generate_with_the_result_of_torch_compile(device: str, backend: str) ->
     assert 0 < counter.frame_count <= 3
 
 
+SIZES = [
+    ((3, 6, False), (2, 12, True)), ((2, 40, False), (4, 41, True)), ((2, 30, True), (1, 5, False)),
+    ((3, 6, True), (3, 8, True)), ((5, 7, True), (2, 70, False)),
+]  # fmt: skip
+"""Batches to train on and to generate from: their numbers of texts and of tokens, and whether they are padded."""
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral", "gemma2"))]
+    "name, sizes",
+    [
+        ("llama", SIZES[:2]),
+        *(pytest.param(name, SIZES, marks=pytest.mark.thorough) for name in ("llama", "mistral", "gemma2")),
+    ],
+    ids=["llama", "llama-more", "mistral", "gemma2"],
 )
-def test_training_and_generation_after_compile(device: str, tmp_path: Path, name: str) -> None:
+def test_training_and_generation_after_compile(device: str, tmp_path: Path, name: str, sizes: Any) -> None:
     """Generation of any lengths neither fails nor takes graphs from training, of which torch allows 8 per function."""
     row = next(row for row in CHECKPOINTS if row.config["model_type"] == name)
     row.write(tmp_path)
@@ -496,10 +508,7 @@ def test_training_and_generation_after_compile(device: str, tmp_path: Path, name
         tokens, _ = tokens_and_labels(batch, length, device)
         return tokens, torch.ones_like(tokens).index_fill_(1, torch.arange(3, device=device), 0) if padded else None
 
-    for train, generated in (
-        ((3, 6, False), (2, 12, True)), ((2, 30, True), (1, 5, False)), ((3, 6, True), (3, 8, True)),
-        ((2, 40, False), (4, 41, True)), ((5, 7, True), (2, 70, False)),
-    ):  # fmt: skip
+    for train, generated in sizes:
         tokens, mask = tokens_and_mask(*train)
         losses = []
         for model in (eager, compiled):
