@@ -72,6 +72,8 @@ class Entry:
             raise LigerzooError(
                 "invalid line", got=quote(text.strip()), expected='an object with "prompt" or with "messages"'
             )
+        if not isinstance(fields.get("prompt", ""), str):
+            raise LigerzooError("not a text", where="prompt", got=quote(fields["prompt"]))
         for name in fields:
             if name not in FIELDS:
                 raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, FIELDS))

@@ -78,11 +78,11 @@ class TextEncoder(Vocabulary):
     def min_tokens(self, text: str) -> int:
         """Returns a number of tokens that a text has at least, in a hundredth of the time of `encode`.
 
-        0 if the tokenizer has rules that drop characters. The first call takes up to a quarter of a second.
+        0 if the tokenizer has rules that drop characters. The first call takes up to a quarter of a second. A text that
+        `encode` would refuse is not refused here.
         """
         if self._bound is None:
             self._bound = TokenBound(self._backend)
-        self._check_text(text)
         return self._bound(text)
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
