@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -137,9 +138,8 @@ def test_the_printed_recipe_gives_the_same_weights(
 def test_an_error_of_the_printed_recipe_is_one_line(
     method: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = {"grpo": {"reward": str(write_reward(tmp_path / "reward.py"))}, "distill": {"teacher": str(checkpoint)}}.get(
-        method, {}
-    )
+    reward = {"reward": str(write_reward(tmp_path / "reward.py"))}
+    more = {"grpo": reward, "distill": {"teacher": str(checkpoint)}}.get(method, {})
     given = options(checkpoint, tmp_path / "none.jsonl", tmp_path / "run", method=method, seq_length=600, **more)
     assert cli.main([*arguments(given), "--print-recipe"]) == 0
     (tmp_path / "recipe.py").write_text(capsys.readouterr().out)

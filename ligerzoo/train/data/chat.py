@@ -187,7 +187,7 @@ class ChatEncoder:
                     "the chat template does not end the answer with a special token, so the model would not learn to "
                     "stop",
                     where=source, got=quote(text[start:end][-40:]),
-                    remedy="Pass end_of_answer, such as the tokenizer's eos_token.",
+                    remedy="Let the template write eos_token there, or pass end_of_answer to open_data.",
                 )  # fmt: skip
             answers.append((start, end))
         return rendered._replace(text=text, spans=answers)
