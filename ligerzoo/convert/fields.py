@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 import torch
 
@@ -66,7 +66,7 @@ def convert_value(value: Any, hint: Any, name: str) -> Any:
 
 def convert_overrides(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
     """Converts values that a user gives for config fields to the types of the fields. All names must be fields."""
-    hints = get_type_hints(config_class)
+    hints = field_types(config_class)
     return {name: convert_value(value, hints[name], name) for name, value in overrides.items()}
 
 
