@@ -70,7 +70,7 @@ def test_generate_and_evaluate(workplace: Path, base: str, capsys: pytest.Captur
     options = ["--dtype", "float32", "--max-new-tokens", 8, "--prompt", "def "]
     texts = [output(["generate", model, *options], capsys) for model in ("adapter", "fused", "base")]
     assert texts[0] == texts[1] != texts[2]
-    options = ["--dtype", "float32", "--json", "--data", "data.txt"]
+    options = ["--dtype", "float32", "--json", "--data", "data.txt", "--seq-length", 64]
     models = (["adapter"], ["base", "--adapter", "adapter"], ["base"])
     losses = [json.loads(output(["evaluate", *model, *options], capsys))["loss"] for model in models]
     assert losses[0] == losses[1] != losses[2]
@@ -103,7 +103,7 @@ def test_adapters_on_the_hub(
     (workplace / "hub/org/base/tokenizer.json").unlink()
     Path("data.txt").write_text("def add(a, b):\n    return a + b\n" * 20)
     for command in (
-        ["generate", "--max-new-tokens", 8, "--prompt", "def "], ["evaluate", "--json", "--data", "data.txt"]
+        ["generate", "--max-new-tokens", 8, "--prompt", "def "], ["evaluate", "--json", "--data", "data.txt", "--seq-length", 64]
     ):  # fmt: skip
         options = [*command[1:], "--dtype", "float32"]
         expected = output([command[0], "hub/org/adapter", *options], capsys) if base == "base" else None

@@ -150,6 +150,8 @@ def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) 
             arguments += ["--batch-size", "2"]
         if arguments[0] in ("train", "evaluate") and "--dtype" not in arguments:
             arguments += ["--dtype", "float32"]  # many CPUs compute slowly in bfloat16
+        if arguments[0] == "evaluate" and "--seq-length" not in arguments:
+            arguments += ["--seq-length", "128"]
         if "--max-steps" in arguments:
             steps = arguments.index("--max-steps") + 1
             arguments[steps] = str(2 + int(arguments[steps]) // 6)  # a resumed run keeps more steps than the first
