@@ -103,8 +103,9 @@ def test_adapters_on_the_hub(
     (workplace / "hub/org/base/tokenizer.json").unlink()
     Path("data.txt").write_text("def add(a, b):\n    return a + b\n" * 20)
     for command in (
-        ["generate", "--max-new-tokens", 8, "--prompt", "def "], ["evaluate", "--json", "--data", "data.txt", "--seq-length", 64]
-    ):  # fmt: skip
+        ["generate", "--max-new-tokens", 8, "--prompt", "def "],
+        ["evaluate", "--json", "--data", "data.txt", "--seq-length", 64],
+    ):
         options = [*command[1:], "--dtype", "float32"]
         expected = output([command[0], "hub/org/adapter", *options], capsys) if base == "base" else None
         got = output([command[0], "org/adapter", "--revision", "v2", *options], capsys)

@@ -26,7 +26,7 @@ from ligerzoo.models import (
 
 pytestmark = pytest.mark.skipif(not (INTERPRETING or torch.cuda.is_available()), reason="needs the kernels")
 
-T = 128
+T = 40
 SEED_BYTES = 16
 """Size of the seed and offset of dropout, which the fused attention kernels of GPUs keep without dropout, too."""
 SIZES: dict[str, Any] = {
