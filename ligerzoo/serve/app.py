@@ -26,7 +26,7 @@ from ligerzoo.serve.json_text import encode_json, parse_json
 from ligerzoo.serve.options import show
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
-from ligerzoo.serve.threads import in_thread
+from ligerzoo.serve.threads import Threads
 from ligerzoo.serve.token_texts import TokenTexts
 from ligerzoo.serve.tokenization import detokenize, tokenize
 
@@ -59,6 +59,8 @@ class Service:
     ) -> None:
         self._engine, self._encoder, self._device = engine, encoder, device
         self._texts = TokenTexts(encoder.tokenizer)
+        # Only texts to tokenize may be longer than the context, and take long: they do not keep prompts waiting.
+        self._preparing, self._writing, self._tokenizing = Threads(8), Threads(8), Threads(2)
         self.bodies = Bodies(max_body, _MAX_BODIES * max_body)
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
 
@@ -118,11 +120,11 @@ class Service:
             return _json_response(function(fields, self._encoder))
 
         async with self.bodies.receive(request) as body:
-            return await in_thread(respond, body)
+            return await self._tokenizing.run(respond, body)
 
     async def _respond(self, request: Request, endpoint: type[Endpoint]) -> Response | EventStream:
         async with self.bodies.receive(request) as body:
-            call, requests, outputs = await in_thread(self._prepare, body, endpoint)
+            call, requests, outputs = await self._preparing.run(self._prepare, body, endpoint)
         job = await self._engine.submit(requests)
         writer = endpoint(call, self._texts)
         if call.is_streamed:
@@ -131,7 +133,7 @@ class Service:
             choices = await until_disconnected(request.receive, outputs.collect(job))
         finally:
             job.close()
-        return await in_thread(lambda: _json_response(writer.response(choices, outputs.num_tokens)))
+        return await self._writing.run(lambda: _json_response(writer.response(choices, outputs.num_tokens)))
 
     def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[EngineRequest], Outputs]:
         """Returns what a body asks for; in a thread, since it may take seconds."""

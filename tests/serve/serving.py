@@ -39,7 +39,7 @@ class Served:
     def __init__(self, model: Llama, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.scheduler: Scheduler
-        self.steps = 0
+        self.steps, self.longest_step = 0, 0.0
         self.url = ""
         self.pause = threading.Event()  # while it is set, no step is made
 
@@ -51,7 +51,10 @@ class Served:
                 while served.pause.is_set():
                     time.sleep(0.01)
                 served.steps += 1
-                return super().step()
+                start = time.monotonic()
+                updates = super().step()
+                served.longest_step = max(served.longest_step, time.monotonic() - start)
+                return updates
 
         self.scheduler = Pausing(self.model, batch_size=4)
         return self.scheduler

@@ -14,8 +14,9 @@ import pytest
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import Llama
-from ligerzoo.serve import bodies, connection, server
+from ligerzoo.serve import bodies, connection, json_text, server
 from ligerzoo.serve.access import Access, names_of
+from ligerzoo.serve.json_text import encode_json
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.serve.serving import Served, post, serving
 
@@ -78,6 +79,24 @@ def test_continuations_are_counted_before_they_are_made(served: Served, prompts:
     assert f"too many continuations; got {prompts * 128}" in content["error"]["message"]
     assert time.monotonic() - start < 5
     assert max(waits) < 0.5
+
+
+def test_responses_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """json.dumps stops all threads until it has finished."""
+    tops = [{f"té{i}{j}": -0.5 * j for j in range(20)} for i in range(600)]
+    response = {"a": [None, *tops], "b": list(range(1000)), "c": {"d": ["x\n"] * 700, "e": {}}, "f": [], "g": [[]]}
+    sizes: list[int] = []
+    dumps = json.dumps
+
+    def spy(value: Any, **options: Any) -> str:
+        sizes.append(len(value) if isinstance(value, list | dict) else 1)
+        return dumps(value, **options)
+
+    monkeypatch.setattr(json_text.json, "dumps", spy)
+    assert encode_json(response) == dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
+    assert max(sizes) <= 256
+    with pytest.raises(ValueError, match="Out of range float"):
+        encode_json({"a": [float("nan")]})
 
 
 @pytest.mark.parametrize("value", ["[]", "{}", "1e1", '{"a":1}'])
