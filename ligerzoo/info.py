@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_classifier, is_rotary_buffer
-from ligerzoo.convert.fields import parse_dtype, stored_dtype
+from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
+from ligerzoo.convert.fields import is_classifier, parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, quote
-from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, read_weight_map
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
-from ligerzoo.files.untrusted import read_json
+from ligerzoo.files.untrusted import read_json, reading_directory
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig

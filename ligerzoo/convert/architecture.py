@@ -13,6 +13,7 @@ import torch
 from ligerzoo import models
 from ligerzoo.convert.fields import (
     build_config,
+    is_classifier,
     partial_rotary_factor,
     refuse,
     rope_entry,
@@ -31,7 +32,6 @@ GELU_TANH = "gelu_pytorch_tanh"
 ACTIVATIONS = ("hidden_act", "hidden_activation")
 """Entries of config.json that name the activation."""
 
-CLASSIFIER_SUFFIX = "ForSequenceClassification"
 ROTARY_BUFFERS = r"(.+\.)?rotary_emb\.inv_freq"
 """Names of rotary frequencies. Old Llama 2 checkpoints contain them; the model computes them in fp32."""
 
@@ -41,12 +41,6 @@ _LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d{1,9})\..+")
 def is_rotary_buffer(name: str) -> bool:
     """Returns whether a stored tensor holds rotary frequencies."""
     return re.fullmatch(ROTARY_BUFFERS, name) is not None
-
-
-def is_classifier(raw: Mapping[str, Any]) -> bool:
-    """Returns whether config.json names a class of transformers that classifies sequences."""
-    names = raw.get("architectures")
-    return isinstance(names, list) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
 
 
 def is_beyond_last_layer(name: str, num_hidden_layers: int) -> bool:

@@ -20,6 +20,8 @@ _OTHER_DTYPE_NAMES = {
 }  # fmt: skip
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
+
 ALTERNATIVE_ENTRIES = frozenset(
     {
         "rope_parameters", "num_experts", "num_local_experts", "n_routed_experts", "rotary_dim",
@@ -29,6 +31,12 @@ ALTERNATIVE_ENTRIES = frozenset(
 )  # fmt: skip
 """Entries of config.json that, in some version of transformers, hold the value of a config field or of the labels
 under another name, or only where it is not None."""
+
+
+def is_classifier(raw: Mapping[str, Any]) -> bool:
+    """Returns whether config.json names a class of transformers that classifies sequences."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
 
 
 def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ligerzoo.convert.architecture import CLASSIFIER_SUFFIX, Architecture, is_classifier
-from ligerzoo.convert.fields import object_entry
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import CLASSIFIER_SUFFIX, is_classifier, object_entry
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.building import building
 from ligerzoo.models.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""Replaces and reads directories atomically.
+"""Replaces directories atomically.
 
 A process killed at any time leaves the old files or the new ones, never a mixture. `replace_files` replaces single
 files instead of a directory: each file is the old one or the new one. Both work in hidden directories, see `slots`.
@@ -17,40 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files.slots import NEW, OLD, delete_leftovers, is_at, is_slot, locked_slot
-
-
-@contextlib.contextmanager
-def reading_directory(directory: str | Path) -> Iterator[None]:
-    """Ensures that all files opened in the block belong to one version of the directory.
-
-    Keeps the directory open until the block ends. Its inode number cannot be reused until then, so an equal number
-    means that no process replaced the directory. Files opened in the block may be read later.
-
-    Raises:
-        CheckpointError: The directory does not exist, or was replaced during the block. The latter takes precedence
-            over other errors in the block.
-    """
-    try:
-        descriptor = os.open(directory, os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY))
-    except OSError as error:
-        problems = {errno.ENOENT: "no such directory", errno.ENOTDIR: "is not a directory"}
-        problem = problems.get(error.errno or 0, f"cannot be opened: {error.strerror}")
-        raise CheckpointError(problem, where=directory, expected="a directory with a checkpoint's files") from error
-    failure: Exception | None = None
-    try:
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if not is_at(descriptor, directory):
-            raise CheckpointError(
-                "was replaced while it was read", where=directory, remedy="Load it again."
-            ) from failure
-        if failure is not None:
-            raise failure
-    finally:
-        os.close(descriptor)
+from ligerzoo.files.slots import NEW, OLD, delete_leftovers, is_slot, locked_slot
 
 
 @contextlib.contextmanager

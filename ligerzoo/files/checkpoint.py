@@ -17,10 +17,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ligerzoo.errors import CheckpointError, first_names, quote
-from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.layout import DTYPES, INDEX_FILE, SINGLE_FILE, SUPPORTED, is_plain_name
-from ligerzoo.files.other_formats import remedy_for
-from ligerzoo.files.untrusted import files_in, malformed, open_regular, read_json, reporting_errors
+from ligerzoo.files.untrusted import (
+    files_in,
+    malformed,
+    open_regular,
+    read_json,
+    reading_directory,
+    remedy_for,
+    reporting_errors,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint import read_weight_map
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
-from ligerzoo.files.other_formats import remedy_for
+from ligerzoo.files.transformers_options import HubOptions
+from ligerzoo.files.untrusted import remedy_for
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -25,14 +26,14 @@ CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
+def find_checkpoint(name_or_path: str | Path, **hub_options: Unpack[HubOptions]) -> Path:
     """Returns the directory that holds a checkpoint's configs and weights.
 
     Of a repository on the hub, downloads the configs and the safetensors files of the model, all of the same commit.
 
     Args:
         name_or_path: directory, or id of a repository on the hub ("org/name").
-        hub_options: keyword arguments of `locate_files`.
+        hub_options: see `HubOptions`.
 
     Raises:
         CheckpointError: The directory or repository doesn't exist or cannot be reached, or its index is malformed.
@@ -42,27 +43,17 @@ def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
         return directory
     index = directory / INDEX_FILE
     files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
-    return locate_files(name_or_path, sorted(map(glob.escape, files)), **{**hub_options, "revision": directory.name})
+    hub_options["revision"] = directory.name
+    return locate_files(name_or_path, sorted(map(glob.escape, files)), **hub_options)
 
 
-def locate_files(
-    name_or_path: str | Path,
-    patterns: Sequence[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-) -> Path:
+def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_options: Unpack[HubOptions]) -> Path:
     """Returns a given directory, or the hub's snapshot after downloading the files that match the patterns.
 
     Args:
         name_or_path: directory, or id of a repository on the hub.
         patterns: file names, or glob patterns such as "*.jinja"; only *.json, *.safetensors and *.jinja.
-        revision: branch, tag or commit.
-        token: access token for private and gated repositories. Defaults to the token stored by `hf auth login`.
-        cache_dir: directory of the downloaded files. Defaults to the hub library's cache.
-        local_files_only: use cached files only, without network access.
+        hub_options: see `HubOptions`.
 
     Raises:
         CheckpointError: The directory or repository doesn't exist or cannot be reached.
@@ -84,12 +75,7 @@ def locate_files(
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                str(name_or_path), revision=revision, token=token, cache_dir=cache_dir,
-                local_files_only=local_files_only, allow_patterns=list(patterns),
-            )
-        )  # fmt: skip
+        return Path(snapshot_download(str(name_or_path), allow_patterns=list(patterns), **hub_options))
     except Exception as error:  # errors of the HTTP client have no common base class across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from ligerzoo.files.untrusted import is_at
+
 _LOCK, NEW, OLD = "lock", "new", "old"
 """The entries of a slot."""
 
@@ -147,11 +149,3 @@ def _lock(descriptor: int) -> None:
 def _unlock(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         os.close(descriptor)
-
-
-def is_at(descriptor: int, path: str | Path) -> bool:
-    """Returns whether a path refers to an open file or directory."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        return False

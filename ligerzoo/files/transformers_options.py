@@ -7,14 +7,44 @@ accepted; if the user may have expected something else, a line of the log says w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict, cast
 
 import torch
 
 from ligerzoo.errors import ConfigError, did_you_mean
 
+
+class HubOptions(TypedDict, total=False):
+    """Options of a download from the hub.
+
+    Attributes:
+        revision: branch, tag or commit.
+        token: access token for private and gated repositories. Defaults to the token stored by `hf auth login`.
+        cache_dir: directory of the downloaded files. Defaults to the hub library's cache.
+        local_files_only: use cached files only, without network access.
+    """
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+
+
+class TextOptions(HubOptions, total=False):
+    """Options of `from_pretrained` of tokenizers and processors: those of the hub, and of transformers."""
+
+    force_download: bool
+    proxies: None
+    resume_download: bool
+    trust_remote_code: bool
+    use_auth_token: None
+    use_fast: bool
+
+
+HUB_OPTIONS = tuple(HubOptions.__annotations__)
 _FLAG = (True, False)
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -102,22 +132,25 @@ def model_options(
     return others, dtype, device
 
 
-def text_options(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Checks options of tokenizers and processors.
+def text_options(options: Mapping[str, Any], where: str, *names: str) -> HubOptions:
+    """Checks options of tokenizers and processors, and returns those of the hub.
 
     Args:
-        options: further arguments of `from_pretrained`.
-        names: its own arguments, for the error message.
+        options: `TextOptions`.
         where: the function.
+        names: its other arguments, for the error message.
 
     Raises:
         ConfigError: an option is unknown, or a value has no meaning here.
     """
-    for name in _others(options, _OF_TEXT):
+    accepted = [*HUB_OPTIONS, *names]
+    others = _others(options, _OF_TEXT)
+    for name in others.keys() - {*HUB_OPTIONS}:
         raise ConfigError(
-            "unknown", where=f"{where}, argument {name}", expected=f"one of {', '.join(names)}",
-            remedy=did_you_mean(name, [*names, *_OF_TEXT]),
+            "unknown", where=f"{where}, argument {name}", expected=f"one of {', '.join(accepted)}",
+            remedy=did_you_mean(name, [*accepted, *_OF_TEXT]),
         )  # fmt: skip
+    return cast("HubOptions", others)
 
 
 def _others(options: Mapping[str, Any], accepted: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:

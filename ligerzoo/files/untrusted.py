@@ -1,17 +1,46 @@
-"""Opens and reads untrusted files: regular files of limited size, with one clear error for each that is not valid."""
+"""Opens and reads untrusted files: regular files of limited size, with one clear error for each that is not valid.
+
+The errors say what to do with files of other formats.
+"""
 
 import contextlib
+import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ligerzoo.errors import CheckpointError, first_names, quote
-from ligerzoo.files.other_formats import remedy_for
 
 _MAX_JSON_BYTES = 32 * 2**20  # the index of a checkpoint with 100,000 tensors has 10 MB
+
+_PICKLE = (
+    "Only safetensors files are read, because loading a pickle runs code. If you trust the checkpoint, convert it: "
+    "load it with transformers and call save_pretrained."
+)
+_CONVERT = (
+    "Use the repository in Hugging Face's format (the model's id on the hub, often with -hf), or convert it with "
+    "transformers' conversion script, convert_{}_weights_to_hf.py."
+)
+_REMEDIES = {
+    "adapter_model.bin": _PICKLE,
+    "adapter_config.json": "This is an adapter, without the base model: load that one and call "
+    "ligerzoo.adapters.load_adapter(model, directory), or merge them: `ligerzoo fuse BASE ADAPTER OUTPUT`.",
+    "*.gguf": "Convert it: load it with transformers' from_pretrained(directory, gguf_file=...) and call "
+    "save_pretrained, for the tokenizer too.",
+    "consolidated*.safetensors": _CONVERT.format("mistral"),
+    "consolidated*.pth": _CONVERT.format("llama"),
+    "*.bin": _PICKLE,
+    "*.pt": _PICKLE,
+    "*.pth": _PICKLE,
+    "*.ckpt": _PICKLE,
+    "*.safetensors": "Pass its directory, which also holds config.json.",
+    "*.json": "Pass its directory.",
+}
+"""What to do, by pattern of a file's name; the first applies."""
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -43,6 +72,47 @@ def read_bytes(path: Path) -> bytes:
     if len(content) > _MAX_JSON_BYTES:
         raise CheckpointError("file is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
     return content
+
+
+@contextlib.contextmanager
+def reading_directory(directory: str | Path) -> Iterator[None]:
+    """Ensures that all files opened in the block belong to one version of the directory.
+
+    Keeps the directory open until the block ends. Its inode number cannot be reused until then, so an equal number
+    means that no process replaced the directory. Files opened in the block may be read later.
+
+    Raises:
+        CheckpointError: The directory does not exist, or was replaced during the block. The latter takes precedence
+            over other errors in the block.
+    """
+    try:
+        descriptor = os.open(directory, os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY))
+    except OSError as error:
+        problems = {errno.ENOENT: "no such directory", errno.ENOTDIR: "is not a directory"}
+        problem = problems.get(error.errno or 0, f"cannot be opened: {error.strerror}")
+        raise CheckpointError(problem, where=directory, expected="a directory with a checkpoint's files") from error
+    failure: Exception | None = None
+    try:
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if not is_at(descriptor, directory):
+            raise CheckpointError(
+                "was replaced while it was read", where=directory, remedy="Load it again."
+            ) from failure
+        if failure is not None:
+            raise failure
+    finally:
+        os.close(descriptor)
+
+
+def is_at(descriptor: int, path: str | Path) -> bool:
+    """Returns whether a path refers to an open file or directory."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -101,3 +171,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"duplicate key {key!r}")
         value[key] = item
     return value
+
+
+def remedy_for(names: Sequence[str], *, is_given: bool = False) -> str | None:
+    """Returns what to do with files of other formats; None if none of the names is one.
+
+    Args:
+        names: names of files.
+        is_given: the user named the file instead of its directory.
+    """
+    own = ("*.safetensors", "*.json")
+    patterns = [pattern for pattern in _REMEDIES if is_given or pattern not in own]
+    return next((_REMEDIES[p] for p in patterns if any(fnmatchcase(name.lower(), p) for name in names)), None)

@@ -1,11 +1,10 @@
 """Loads and saves models in Hugging Face format, from and to directories, the Hugging Face hub, and memory."""
 
-from typing import Never
-
+from ligerzoo.errors import renamed
 from ligerzoo.hub.auto import AutoModel as AutoModel
 from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+from ligerzoo.hub.description import read_config as read_config
 from ligerzoo.hub.loading import load as load
-from ligerzoo.hub.loading import read_config as read_config
 from ligerzoo.hub.saving import save as save
 from ligerzoo.hub.sharing import from_transformers as from_transformers
 from ligerzoo.hub.state import hf_state_dict as hf_state_dict
@@ -15,7 +14,4 @@ from ligerzoo.hub.uploading import push as push
 from ligerzoo.models.pretrained import LoadedFrom as LoadedFrom
 from ligerzoo.models.pretrained import Saveable as Saveable
 
-
-def __getattr__(name: str) -> Never:
-    remedy = "; it is now LoadedFrom" if name == "Origin" else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+__getattr__ = renamed(__name__, {"Origin": "LoadedFrom"})

@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_classifier
-from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
-from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import parse_dtype, stored_dtype
 from ligerzoo.convert.stored_tensors import assemble
 from ligerzoo.convert.tensor_slices import TensorSlice, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
-from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
-from ligerzoo.files.atomic import reading_directory
+from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
-from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, find_checkpoint, locate_files
-from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
-from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_quantization
-from ligerzoo.files.transformers_options import model_options
-from ligerzoo.files.untrusted import read_json
+from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
+from ligerzoo.files.quantized import QuantizedCheckpoint
+from ligerzoo.files.transformers_options import HUB_OPTIONS, model_options
+from ligerzoo.files.untrusted import read_json, reading_directory
+from ligerzoo.hub.description import Description, describe
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.sharding import as_shard_of, shard_of
 from ligerzoo.hub.staging import Staging
@@ -43,7 +38,6 @@ from ligerzoo.kernels.preparation import preparing_triton
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
-from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 Model = TypeVar("Model", bound=LanguageModel)
 
@@ -55,12 +49,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     strict: bool = True,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
     shard: Callable[[Model], object] | None = None,
-    **overrides: Any,
+    **options: Any,
 ) -> Model:
     """Loads a model from a checkpoint, in evaluation mode.
 
@@ -71,21 +61,9 @@ def load(
         name_or_path: directory, or id of a repository on the hub ("org/name"), of which config.json,
             generation_config.json and the safetensors files of the model are downloaded.
         model_class: expected class, or a subclass of your own. `CausalLM` accepts all.
-        dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding. Weights
-            that need fp32, such as the decay rates of linear attention, stay in fp32 if half-precision files store
-            them so.
-        device: device of the weights. Defaults to torch's default device.
-        strict: False loads a checkpoint into an extended class. Parameters that the files lack keep the initialization
-            of the constructor, and tensors that the model lacks are left out. A warning and `model.origin` list them.
-            A tensor with another shape stays an error.
-        revision: branch, tag or commit on the hub.
-        token: access token for private and gated repositories. Defaults to the token stored by `hf auth login`.
-        cache_dir: directory of the downloaded files. Defaults to the hub library's cache.
-        local_files_only: use cached files only, without network access.
+        dtype: see `LanguageModel.from_pretrained`, as for `device`, `strict` and `options`.
         shard: makes parameters DTensors in place, of the model on the meta device. Each process then reads the elements
             that it holds, see `ligerzoo.parallel.load_sharded`.
-        overrides: values of config fields, which take precedence over config.json. Options of transformers, such as
-            `torch_dtype`, `device_map` and `attn_implementation`, are accepted where they have one meaning here.
 
     Raises:
         ConfigError: config.json describes another class than `model_class`, or has invalid or unsupported entries; or
@@ -94,210 +72,82 @@ def load(
             config.json implies; or the index and the files disagree about it; or the directory was replaced while its
             files were opened; or, with `shard`, only the constructor can compute a tensor.
     """
-    overrides, dtype, device = model_options(overrides, dtype, device)
-    directory = find_checkpoint(
-        name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
+    overrides, dtype, device = model_options(options, dtype, device)
+    hub_options = {name: overrides.pop(name) for name in HUB_OPTIONS if name in overrides}
+    directory = find_checkpoint(name_or_path, **hub_options)
     device = available_device(device)
-    with contextlib.ExitStack() as files:
-        with reading_directory(directory):
-            raw, architecture, config, quantization = _read_config(directory / CONFIG_FILE, model_class, overrides)
-            has_generation_config = os.path.lexists(directory / GENERATION_FILE)
-            generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
-            checkpoint = files.enter_context(QuantizedCheckpoint(directory, quantization))
-        with _blaming_overrides(overrides, raw, architecture, model_class, checkpoint):
-            model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
-            shapes = shapes_of(model.state_dict())
-            # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
-            num_layers = None if "num_hidden_layers" in overrides else getattr(config, "num_hidden_layers", None)
-            match = match_tensors(_source(checkpoint), architecture, config, shapes, num_layers, strict=strict)
+    with _opened(directory, model_class, overrides) as (described, generation_config, checkpoint):
+        model, match = _match(described, model_class, checkpoint, strict=strict)
+        architecture = described.architecture
         if dtype == "auto":
-            dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
+            dtype = stored_dtype(described.raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
         model.to(dtype)  # some layers keep tensors in fp32, such as the biases of routers
         _keep_fp32(model, checkpoint, match.slices, architecture)
         if shard is not None:
-            _refuse_computed_tensors(model, match, directory)
+            _refuse_computed_tensors(model, match, checkpoint.directory)
             _refuse_different_tied_weights(model, match, checkpoint)
             shard(model)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
             weights = _read(checkpoint, match.slices, model.state_dict(), device)
-        extra_tensors = {
-            name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name, num_layers)
-        }
+        names = (name for name in checkpoint.tensors if architecture.is_extra_tensor(name, match.num_layers))
+        extra_tensors = {name: checkpoint.read(name) for name in names}
 
     weights |= {name: weights[TIED[name]] for name in match.tied}
     if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
-        model = architecture.build(config, model_class, device)
+        model = architecture.build(described.config, model_class, device)
     weights |= {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items() if name in match.missing}
     model.load_state_dict(weights, assign=True)
     if match.missing or match.unexpected:
-        warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
+        warnings.warn(_describe_mismatch(checkpoint.directory, type(model), match), stacklevel=3)
+    raw = described.raw
     if shard is None:
         raw = tie_if_equal(model, raw)
     else:
         model.tie_weights()
-    read_config = None if overrides else model.config
-    model.origin = LoadedFrom(
-        raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected
-    )
+    config = None if described.overrides else model.config
+    model.origin = LoadedFrom(raw, config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
     model.generation_config = generation_config
     return model.eval()
 
 
-def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
-    """Reads the config of a checkpoint, which may have no weights. `AutoModel.from_config` builds a new model from it.
-
-    Args:
-        name_or_path: directory with config.json, or id of a repository on the hub.
-        hub_options: `revision`, `token`, `cache_dir` and `local_files_only`, see `load`.
-
-    Raises:
-        ConfigError: config.json has invalid or unsupported entries, or describes a sequence classifier.
-        CheckpointError: config.json is missing or malformed.
-    """
-    directory = locate_files(name_or_path, CONFIG_FILES, **hub_options)
-    return _read_config(directory / CONFIG_FILE).config
-
-
-class _Description(NamedTuple):
-    """What config.json says.
-
-    Attributes:
-        raw: its content, without the entry about quantized tensors.
-        architecture: the architecture that it names.
-        config: our config.
-        quantization: how tensors are quantized; None if they are not.
-    """
-
-    raw: dict[str, Any]
-    architecture: Architecture
-    config: Any
-    quantization: Quantization | None
-
-
-def _read_config(
-    path: Path, model_class: type[LanguageModel] = LanguageModel, overrides: Mapping[str, Any] | None = None
-) -> _Description:
-    """Reads config.json."""
-    overrides = overrides or {}
-    raw = read_json(path)
-    with _naming_source(path, overrides):
-        refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))  # null is false in transformers
-        stored_dtype(raw)  # raises if it is invalid
-        architecture = architecture_of(raw.get("model_type"))
-        quantization = read_quantization(raw, architecture.quantized_formats)
-        if quantization:  # the loaded weights are not quantized, nor the saved ones
-            raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
-        label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
-        if label_options:
-            labels = {name: overrides[name] for name in label_options if name in overrides}
-            overrides = {name: value for name, value in overrides.items() if name not in labels}
-            architecture = read_classifier(architecture, raw, labels)
-        elif is_classifier(raw):
-            raise ConfigError(
-                "the checkpoint is a sequence classifier", where="architectures", got=raw["architectures"],
-                expected="a causal language model", remedy="Load it with AutoModelForSequenceClassification.",
-            )  # fmt: skip
-        config_class = _config_class(architecture, model_class)
-        _refuse_unknown_overrides(overrides, config_class, label_options)
-        config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
-        return _Description(raw, architecture, config, quantization)
-
-
 @contextlib.contextmanager
-def _naming_source(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Adds the source of a field to errors about it: config.json, or an argument of `from_pretrained`."""
-    try:
-        yield
-    except ConfigError as error:
-        name = re.match(r"\w*", str(error.where))
-        where = f"argument {error.where}" if name and name[0] in overrides else f"{path}, {error.where}"
-        raise ConfigError(
-            error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
-        ) from error
+def _opened(
+    directory: Path, model_class: type[LanguageModel], overrides: Mapping[str, Any]
+) -> Iterator[tuple[Description, dict[str, Any], QuantizedCheckpoint]]:
+    """Reads config.json and generation_config.json and opens the weights: files of one version of the directory."""
+    with contextlib.ExitStack() as files:
+        with reading_directory(directory):
+            raw = read_json(directory / CONFIG_FILE)
+            has_generation_config = os.path.lexists(directory / GENERATION_FILE)
+            generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
+            described = describe(raw, directory / CONFIG_FILE, model_class, overrides)
+            checkpoint = files.enter_context(QuantizedCheckpoint(directory, described.quantization))
+        yield described, generation_config, checkpoint
 
 
-def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:
-    """Returns the config class to load: the architecture's, or that of a registered subclass of its model class.
+def _match(
+    described: Description, model_class: type[Model], checkpoint: Checkpoint, *, strict: bool
+) -> tuple[Model, Match]:
+    """Builds the model without weights, and compares it with the files.
 
-    Raises:
-        ConfigError: `model_class` is unrelated to the architecture.
+    Names the overrides in an error about the files if the files fit config.json without them.
     """
-    if issubclass(architecture.model_class, model_class):
-        return architecture.config_class
-    if issubclass(model_class, architecture.model_class):
-        config_class = architecture_for(model_class).config_class
-        if issubclass(config_class, architecture.config_class):
-            return config_class
-    raise ConfigError(
-        "the checkpoint has another architecture",
-        where="model_type",
-        got=repr(architecture.model_type),
-        expected=model_class.__name__,
-        remedy=f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained.",
-    )
-
-
-def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
-    names = [field.name for field in dataclasses.fields(config_class)]
-    options = [
-        name for name, option in inspect.signature(load).parameters.items() if option.kind is option.KEYWORD_ONLY
-    ]
-    for name in overrides:
-        if name not in names:
-            raise ConfigError(
-                "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
-                remedy=did_you_mean(name, [*names, *options, *label_options]),
-            )  # fmt: skip
-
-
-def _build_on_meta(architecture: Architecture, config: Any, model_class: type[Model], checkpoint: Checkpoint) -> Model:
-    """Builds the model without weights.
-
-    Raises:
-        CheckpointError: The files hold fewer tensors than the config has layers. This bounds the size of the model.
-        ConfigError: The sizes are too large, or invalid together.
-    """
-    layers = getattr(config, "all_layers", 0)
-    if layers > len(checkpoint.tensors):
-        raise CheckpointError(
-            "fewer tensors than layers",
-            where=checkpoint.directory,
-            got=len(checkpoint.tensors),
-            expected=f"{layers} layers",
-        )
-    path = checkpoint.directory / CONFIG_FILE
     try:
-        with _naming_source(path, {}):
-            model: Model = architecture.build(config, model_class, "meta")
-            return model
-    except RuntimeError as error:  # the number of elements overflows
-        raise ConfigError("no model can be built with these sizes", where=path, got=error) from error
-
-
-@contextlib.contextmanager
-def _blaming_overrides(
-    overrides: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, model_class: type[LanguageModel],
-    checkpoint: Checkpoint,
-) -> Iterator[None]:  # fmt: skip
-    """Names the overrides in an error about the files if the files fit config.json without them."""
-    try:
-        yield
+        return _match_exactly(described, model_class, checkpoint, strict=strict)
     except CheckpointError as error:
+        overrides = described.overrides
         if not overrides:
             raise
         try:
-            config = architecture.config_from_hf(raw, _config_class(architecture, model_class))
-            shapes = shapes_of(_build_on_meta(architecture, config, model_class, checkpoint).state_dict())
-            num_layers = getattr(config, "num_hidden_layers", None)
-            match_tensors(_source(checkpoint), architecture, config, shapes, num_layers, strict=True)
+            alone = described.without_overrides()
+            _match_exactly(alone, model_class, checkpoint, strict=True)
         except (CheckpointError, ConfigError):
             raise error from None
-        changed = [name for name, value in overrides.items() if getattr(config, name) != value]
+        changed = [name for name, value in overrides.items() if getattr(alone.config, name) != value]
         arguments = ", ".join(f"{name}={overrides[name]!r}" for name in changed)
-        stored = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
+        stored = ", ".join(f"{name}={getattr(alone.config, name)!r}" for name in changed)
         is_shape = error.what == "wrong shape"
         raise CheckpointError(
             error.what, where=f"argument {arguments}, {error.where}", got=error.got, expected=error.expected,
@@ -306,18 +156,32 @@ def _blaming_overrides(
         ) from error  # fmt: skip
 
 
-def _source(checkpoint: Checkpoint) -> Source:
-    return Source(
+def _match_exactly(
+    described: Description, model_class: type[Model], checkpoint: Checkpoint, *, strict: bool
+) -> tuple[Model, Match]:
+    layers = getattr(described.config, "all_layers", 0)
+    if layers > len(checkpoint.tensors):  # bounds the size of the model
+        raise CheckpointError(
+            "fewer tensors than layers", where=checkpoint.directory, got=len(checkpoint.tensors),
+            expected=f"{layers} layers",
+        )  # fmt: skip
+    # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
+    has_layers = "num_hidden_layers" not in described.overrides
+    source = Source(
         checkpoint.tensors,
         str(checkpoint.directory),
         locate=checkpoint.locate,
         if_missing="Compare config.json with the files: they may be of different models, or the upload incomplete. "
         "If the class extends the saved one, load with strict=False.",
         if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
+        num_layers=getattr(described.config, "num_hidden_layers", None) if has_layers else None,
         absent=checkpoint.absent,
         unlisted=checkpoint.unlisted,
         disagreement=checkpoint.disagreement,
     )
+    model: Model = described.build_on_meta(model_class)
+    shapes = shapes_of(model.state_dict())
+    return model, match_tensors(source, described.architecture, described.config, shapes, strict=strict)
 
 
 def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> torch.dtype:

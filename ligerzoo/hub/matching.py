@@ -31,6 +31,7 @@ class Source:
         locate: returns where a tensor is, given its stored name.
         if_missing: remedy for missing tensors.
         if_unexpected: remedy for an unexpected tensor.
+        num_layers: tensors of layers from this index on are ignored; None if they are unexpected.
         absent: names of tensors that an index lists although they are not stored.
         unlisted: names of stored tensors that the index does not list.
         disagreement: returns the error about an absent or unlisted tensor, given its name.
@@ -41,6 +42,7 @@ class Source:
     locate: Callable[[str], str]
     if_missing: str
     if_unexpected: str
+    num_layers: int | None = None
     absent: Collection[str] = ()
     unlisted: Collection[str] = ()
     disagreement: Callable[[str], CheckpointError] = lambda name: CheckpointError("not listed", where=name)
@@ -48,10 +50,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Match:
-    """How the stored tensors and the parameters of a model correspond. The attributes are as in `LoadedFrom`.
+    """How the stored tensors and the parameters of a model correspond. Other attributes are as in `LoadedFrom`.
 
     Attributes:
         slices: the slices to read.
+        num_layers: as in `Source`.
     """
 
     layout: Layout
@@ -59,15 +62,13 @@ class Match:
     tied: frozenset[str]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    num_layers: int | None
 
 
 def match_tensors(
-    source: Source, architecture: Architecture, config: Any, shapes: Mapping[str, Shape],
-    num_layers: int | None, *, strict: bool,
-) -> Match:  # fmt: skip
+    source: Source, architecture: Architecture, config: Any, shapes: Mapping[str, Shape], *, strict: bool
+) -> Match:
     """Compares the stored tensors with the parameters that config.json implies.
-
-    Ignores tensors of layers from `num_layers` on; with None, such tensors are unexpected.
 
     Raises:
         CheckpointError: A stored tensor has another shape or dtype, or is incomplete; or, if `strict`, is missing or
@@ -99,7 +100,7 @@ def match_tensors(
         return (
             architecture.is_extra_tensor(name)
             or name in architecture.unused
-            or (num_layers is not None and is_beyond_last_layer(name, num_layers))
+            or (source.num_layers is not None and is_beyond_last_layer(name, source.num_layers))
         )
 
     expected = {part.stored_name for part in slices}
@@ -113,7 +114,7 @@ def match_tensors(
     _refuse_missing(source, slices)
     unexpected = _check_tensors(source, slices, is_ignored, strict=strict)
     unexpected += [name for name in source.unlisted if not is_ignored(name)]
-    return Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected))
+    return Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected), source.num_layers)
 
 
 def _refuse_missing(source: Source, slices: Sequence[TensorSlice]) -> None:

@@ -64,7 +64,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
         if_missing=f"Pass a {architecture.hf_class} without adapters.",
         if_unexpected=f"Pass a {architecture.hf_class} without adapters.",
     )
-    match = match_tensors(source, architecture, config, shapes, num_layers=None, strict=True)
+    match = match_tensors(source, architecture, config, shapes, strict=True)
     by_parameter = groupby(match.slices, key=lambda part: part.name)
     take = _copied if copy else _shared
     weights = {name: take(list(parts), tensors, shapes) for name, parts in by_parameter}

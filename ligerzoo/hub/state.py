@@ -81,9 +81,9 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
         locate=lambda name: f"state, tensor {name!r}",
         if_missing="Give all weights of the model; hf_state_dict() returns their names and shapes.",
         if_unexpected="Leave it out, or load the weights into a model that has it.",
+        num_layers=getattr(model.config, "num_hidden_layers", None) if architecture.keeps_extra_layers else None,
     )
-    num_layers = getattr(model.config, "num_hidden_layers", None) if architecture.keeps_extra_layers else None
-    match = match_tensors(source, architecture, model.config, shapes, num_layers, strict=True)
+    match = match_tensors(source, architecture, model.config, shapes, strict=True)
     slices = match.slices
     if match.missing:
         raise CheckpointError(

@@ -19,13 +19,14 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex, get_args
+from typing import Any, Literal, Self, SupportsIndex, Unpack, get_args
 
 import torch
 
 from ligerzoo.errors import ConfigError, TokenizerError, did_you_mean
-from ligerzoo.files.atomic import reading_directory, replace_files
-from ligerzoo.files.transformers_options import text_options
+from ligerzoo.files.atomic import replace_files
+from ligerzoo.files.transformers_options import TextOptions, text_options
+from ligerzoo.files.untrusted import reading_directory
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoding import TextEncoder, refuse_unknown
 from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_bytes
@@ -77,27 +78,20 @@ class Tokenizer(TextEncoder):
         cls,
         name_or_path: str | Path,
         *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
         padding_side: PaddingSide | None = None,
         truncation_side: PaddingSide | None = None,
         model_max_length: int | None = None,
-        **options: Any,
+        **options: Unpack[TextOptions],
     ) -> Self:
         """Loads a checkpoint's tokenizer from a directory or from the hub.
 
         Args:
             name_or_path: a directory, or a hub id such as "org/name".
-            revision: branch, tag or commit on the hub.
-            token: access token for the hub. None uses the token of the login.
-            cache_dir: directory for downloads. None uses the hub library's default.
-            local_files_only: never contact the hub; use earlier downloads only.
             padding_side: value of the attribute instead of the files'.
             truncation_side: value of the attribute instead of the files'.
             model_max_length: value of the attribute instead of the files'.
-            options: options of transformers that change nothing here, such as `use_fast`.
+            options: `revision`, `token`, `cache_dir` and `local_files_only`, see `HubOptions`; and options of
+                transformers that change nothing here, such as `use_fast`.
 
         Raises:
             TokenizerError: tokenizer.json is missing, or a file is malformed.
@@ -107,18 +101,9 @@ class Tokenizer(TextEncoder):
         from ligerzoo.files.locate import locate_files
 
         given = {"padding_side": padding_side, "truncation_side": truncation_side, "model_max_length": model_max_length}
-        text_options(
-            options, ["revision", "token", "cache_dir", "local_files_only", *given], "Tokenizer.from_pretrained"
-        )
+        hub_options = text_options(options, "Tokenizer.from_pretrained", *given)
         attributes = {name: _attribute(name, value) for name, value in given.items() if value is not None}
-        directory = locate_files(
-            name_or_path,
-            READ_PATTERNS,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        directory = locate_files(name_or_path, READ_PATTERNS, **hub_options)
         with reading_directory(directory):
             files = read_files(directory)
         tokenizer = cls(files, str(name_or_path))

@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.errors import CheckpointError, LigerzooError
-from ligerzoo.files.slots import is_at
+from ligerzoo.files.untrusted import is_at
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files.slots import is_at
+from ligerzoo.files.untrusted import is_at
 
 LOCK_FILE = ".lock"
 

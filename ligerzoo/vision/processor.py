@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
-from ligerzoo.files.atomic import reading_directory, replace_files
-from ligerzoo.files.transformers_options import text_options
+from ligerzoo.files.atomic import replace_files
+from ligerzoo.files.transformers_options import TextOptions, text_options
+from ligerzoo.files.untrusted import reading_directory
 from ligerzoo.text import tokenizer_files
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.special_text import SpecialTokens
@@ -89,25 +90,12 @@ class Processor:
         return self._soft_ids["image"]
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-        **options: Any,
-    ) -> Self:
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[TextOptions]) -> Self:
         """Loads a checkpoint's processor from a directory or from the hub.
 
         Args:
             name_or_path: a directory, or a hub id such as "org/name".
-            revision: branch, tag or commit on the hub.
-            token: access token for the hub. None uses the token of the login.
-            cache_dir: directory for downloads. None uses the hub library's default.
-            local_files_only: never contact the hub; use earlier downloads only.
-            options: options of transformers that change nothing here, such as `use_fast`.
+            options: as in `Tokenizer.from_pretrained`.
 
         Raises:
             ConfigError: the model reads no images, its preprocessing is not supported, or an option is unknown.
@@ -116,15 +104,8 @@ class Processor:
         """
         from ligerzoo.files.locate import locate_files
 
-        text_options(options, ["revision", "token", "cache_dir", "local_files_only"], "Processor.from_pretrained")
-        directory = locate_files(
-            name_or_path,
-            FILE_PATTERNS,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        hub_options = text_options(options, "Processor.from_pretrained")
+        directory = locate_files(name_or_path, FILE_PATTERNS, **hub_options)
         with reading_directory(directory):
             files = ProcessorFiles(directory)
             family = family_of(files)

@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.hub import LoadedFrom, loading
+from ligerzoo.hub import LoadedFrom
+from ligerzoo.hub.description import describe
 from ligerzoo.hub.saving import config_entries
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
@@ -257,14 +258,10 @@ def changed(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dic
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
+def read() -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that reads config.json as loading does."""
 
-    def read(raw: Mapping[str, Any]) -> Any:
-        monkeypatch.setattr(loading, "read_json", lambda path: raw)
-        return loading._read_config(Path("config.json")).config
-
-    return read
+    return lambda raw: describe(dict(raw), Path("config.json")).config
 
 
 @every_type

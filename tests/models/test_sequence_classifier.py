@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification as Theirs
 from transformers import PreTrainedModel
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification
-from ligerzoo.convert.architecture import CLASSIFIER_SUFFIX
+from ligerzoo.convert.fields import CLASSIFIER_SUFFIX
 from ligerzoo.convert.sequence_classifier import read_labels
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe

@@ -1,0 +1,162 @@
+"""Reads config.json: the architecture, the config and the quantized format that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ligerzoo.convert import architecture_for, architecture_of
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import convert_overrides, is_classifier, refuse, stored_dtype
+from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
+from ligerzoo.errors import ConfigError, did_you_mean
+from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, locate_files
+from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
+from ligerzoo.files.quantized import Quantization, read_quantization
+from ligerzoo.files.untrusted import read_json
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
+
+
+@dataclass(frozen=True)
+class Description:
+    """What config.json says of a model.
+
+    Attributes:
+        path: the file.
+        raw: its content, without the entry about quantized tensors.
+        architecture: the architecture that it names.
+        config: our config.
+        quantization: how tensors are quantized; None if they are not.
+        overrides: values of fields that arguments of `from_pretrained` give.
+    """
+
+    path: Path
+    raw: dict[str, Any]
+    architecture: Architecture
+    config: Any
+    quantization: Quantization | None
+    overrides: Mapping[str, Any]
+
+    def without_overrides(self) -> Description:
+        """Returns the description of config.json alone."""
+        config = self.architecture.config_from_hf(self.raw, type(self.config))
+        return dataclasses.replace(self, config=config, overrides={})
+
+    def build_on_meta(self, model_class: type[LanguageModel]) -> Any:
+        """Builds the model without weights.
+
+        Raises:
+            ConfigError: The sizes are too large, or invalid together.
+        """
+        try:
+            with naming_source(self.path):
+                return self.architecture.build(self.config, model_class, "meta")
+        except RuntimeError as error:  # the number of elements overflows
+            raise ConfigError("no model can be built with these sizes", where=self.path, got=error) from error
+
+
+def describe(
+    raw: dict[str, Any],
+    path: Path,
+    model_class: type[LanguageModel] = LanguageModel,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Description:
+    """Reads what config.json says.
+
+    Args:
+        raw: its content.
+        path: the file.
+        model_class: expected class of the model, or a subclass of the user.
+        overrides: values of fields, which take precedence.
+
+    Raises:
+        ConfigError: It describes another class than `model_class`, or has invalid or unsupported entries; or an
+            override is not a field of the config, or has an invalid value.
+    """
+    with naming_source(path, overrides):
+        architecture = architecture_of(raw.get("model_type"))
+        quantization = read_quantization(raw, architecture.quantized_formats)
+        if quantization:  # the loaded weights are not quantized, nor the saved ones
+            raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
+        label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
+        labels = {name: overrides[name] for name in label_options if name in overrides}
+        overrides = {name: value for name, value in overrides.items() if name not in labels}
+        if label_options:
+            architecture = read_classifier(architecture, raw, labels)
+        elif is_classifier(raw):
+            raise ConfigError(
+                "the checkpoint is a sequence classifier", where="architectures", got=raw["architectures"],
+                expected="a causal language model", remedy="Load it with AutoModelForSequenceClassification.",
+            )  # fmt: skip
+        config_class = _config_class(architecture, model_class)
+        _refuse_unknown_overrides(overrides, config_class, label_options)
+        config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
+        refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))  # null is false in transformers
+        stored_dtype(raw)  # raises if it is invalid
+        return Description(path, raw, architecture, config, quantization, overrides)
+
+
+def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
+    """Reads the config of a checkpoint, which may have no weights. `AutoModel.from_config` builds a new model from it.
+
+    Args:
+        name_or_path: directory with config.json, or id of a repository on the hub.
+        hub_options: see `ligerzoo.files.transformers_options.HubOptions`.
+
+    Raises:
+        ConfigError: config.json has invalid or unsupported entries, or describes a sequence classifier.
+        CheckpointError: config.json is missing or malformed.
+    """
+    path = locate_files(name_or_path, CONFIG_FILES, **hub_options) / CONFIG_FILE
+    return describe(read_json(path), path).config
+
+
+@contextlib.contextmanager
+def naming_source(source: object, arguments: Collection[str] = ()) -> Iterator[None]:
+    """Adds the source of a field to errors about it: a file or object, or an argument of `from_pretrained`."""
+    try:
+        yield
+    except ConfigError as error:
+        name = re.match(r"\w*", str(error.where))
+        where = f"argument {error.where}" if name and name[0] in arguments else f"{source}, {error.where}"
+        raise ConfigError(
+            error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
+        ) from error
+
+
+def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:
+    """Returns the config class to load: the architecture's, or that of a registered subclass of its model class.
+
+    Raises:
+        ConfigError: `model_class` is unrelated to the architecture.
+    """
+    if issubclass(architecture.model_class, model_class):
+        return architecture.config_class
+    if issubclass(model_class, architecture.model_class):
+        config_class = architecture_for(model_class).config_class
+        if issubclass(config_class, architecture.config_class):
+            return config_class
+    raise ConfigError(
+        "the checkpoint has another architecture", where="model_type", got=repr(architecture.model_type),
+        expected=model_class.__name__,
+        remedy=f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained.",
+    )  # fmt: skip
+
+
+def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
+    fields = [field.name for field in dataclasses.fields(config_class)]
+    parameters = inspect.signature(LanguageModel.from_pretrained).parameters.values()
+    options = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
+    for name in overrides.keys() - {*fields}:
+        raise ConfigError(
+            "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
+            remedy=did_you_mean(name, [*fields, *options, *label_options]),
+        )  # fmt: skip
