@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp or moe(norm(x)) ] -> norm -> head
 
-Distinctive: ERNIE 4.5 with MoE: softmax routers with a bias for balanced load, shared experts, a head with a bias.
+Distinctive: ERNIE 4.5 with MoE: softmax routers with a balancing bias, shared experts, a head with bias.
 
 The bias selects experts, and does not weight them. Routers are computed in fp32.
 """
