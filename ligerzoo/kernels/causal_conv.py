@@ -347,8 +347,8 @@ def _allocate_backward(inputs: ConvInputs, needs_x: bool, needs_weight: bool, ne
     x, weight = inputs.x, inputs.weight
     return _Gradients(
         empty_gradient(x, needs_x),
-        x.new_empty((weight.shape[1] + 1, len(weight)) if needs_weight else (0,), dtype=torch.float32),
-        x.new_empty((len(x), weight.shape[1] - 1, x.shape[2]) if needs_state else (0,)),
+        x.new_empty((weight.shape[1] + 1, weight.shape[0]) if needs_weight else (0,), dtype=torch.float32),
+        x.new_empty((x.shape[0], weight.shape[1] - 1, x.shape[2]) if needs_state else (0,)),
     )
 
 

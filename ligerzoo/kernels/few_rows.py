@@ -185,7 +185,7 @@ def _distance(first: Tensor | None, other: Tensor | None) -> int:
 @register(
     "few_rows",
     fake=lambda x, weight_0, weight_1, weight_2, activation: x.new_empty(
-        len(x), sum(_sizes([weight_0, weight_1, weight_2])[: 3 if activation is None else 1])
+        x.shape[0], sum(_sizes([weight_0, weight_1, weight_2])[: 3 if activation is None else 1])
     ),
 )
 def _few_rows(
@@ -225,7 +225,7 @@ def _few_rows(
 
 
 def _sizes(weights: Sequence[Tensor | None]) -> list[int]:
-    return [0 if weight is None else len(weight) for weight in weights]
+    return [0 if weight is None else weight.shape[0] for weight in weights]
 
 
 def uses_few_rows(

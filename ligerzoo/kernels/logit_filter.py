@@ -173,7 +173,7 @@ def _nth_tie(row_ptr, n_cols, key, n, BLOCK: tl.constexpr):
 
 
 def _allocate(logits: Tensor) -> FilterBounds:
-    threshold, last_token = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.float32, torch.int64))
+    threshold, last_token = (logits.new_empty(logits.shape[0], dtype=dtype) for dtype in (torch.float32, torch.int64))
     return FilterBounds(threshold, last_token)
 
 

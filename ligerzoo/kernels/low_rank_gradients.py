@@ -147,7 +147,7 @@ def _blocks(dy: Tensor) -> tuple[int, int, int]:
 
 
 def _allocate(dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(len(dy), b.shape[1]), b.new_empty(b.shape)
+    return dy.new_empty(dy.shape[0], b.shape[1]), b.new_empty(b.shape)
 
 
 def _peak(dy: Tensor, b: Tensor) -> int:

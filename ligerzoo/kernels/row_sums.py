@@ -115,7 +115,7 @@ def _product_kernel(
 
 @register(
     "ordered_product",
-    fake=lambda x, weight: x.new_empty(len(x), len(weight)),
+    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
     flops=lambda x, weight: 2 * x.numel() * len(weight),
 )
 def _ordered_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -163,7 +163,7 @@ def _combine_kernel(
 
 
 def _allocate(logits: Tensor) -> SampledTokens:
-    tokens, logps = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.float32))
+    tokens, logps = (logits.new_empty(logits.shape[0], dtype=dtype) for dtype in (torch.int64, torch.float32))
     return SampledTokens(tokens, logps, torch.empty_like(logps))
 
 

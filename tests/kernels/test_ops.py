@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
 
 from ligerzoo import kernels
 from ligerzoo.kernels.dispatch import INTERPRETING
@@ -53,6 +56,25 @@ def test_opcheck(name: str, compiled: str, device: str) -> None:
     for i, sample in enumerate(ALL_SAMPLES[name](device)):
         checks = OPCHECKS if compiled == "every sample" or i == has_other_pass == 0 else OPCHECKS[:-1]
         torch.library.opcheck(OPS[name].overload, OPS[name].flat_arguments(**sample), test_utils=checks)
+
+
+@pytest.mark.parametrize("name", [n if n in ON_ANY_MACHINE else pytest.param(n, marks=needs_triton) for n in OP_NAMES])
+def test_compiled_code_serves_all_sizes(name: str, device: str) -> None:
+    """The fake of an op leaves a symbolic size symbolic. `len` of a tensor would not: each size compiles again."""
+    for sample in ALL_SAMPLES[name](device):
+        arguments = OPS[name].flat_arguments(**sample)
+        size, shapes = arguments[0].shape[0], ShapeEnv()
+        mode = FakeTensorMode(shape_env=shapes)
+
+        def symbolic(argument: Any, size: int = size, mode: FakeTensorMode = mode) -> Any:
+            if not isinstance(argument, Tensor):
+                return argument
+            dims = [DimDynamic.DYNAMIC if n == size > 1 else DimDynamic.STATIC for n in argument.shape]
+            return mode.from_tensor(argument, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims))
+
+        with mode:
+            OPS[name].overload(*pytree.tree_map(symbolic, arguments))
+        assert not shapes.replacements
 
 
 def gradients_of(
