@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("accelerate")
 
@@ -35,7 +36,8 @@ def shard_and_step(directory: Path, rank: int) -> None:
     plugin.set_auto_wrap_policy(model)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), is_main_process=rank == 0,
-        mixed_precision="no", torch_device_mesh=None, parallelism_config=None, process_index=rank, num_processes=2,
+        mixed_precision="no", torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("fsdp",)), process_index=rank, num_processes=2,
         is_fsdp2=True, wait_for_everyone=dist.barrier,
     )  # fmt: skip
     sharded = fsdp2_prepare_model(accelerator, model)
