@@ -34,9 +34,15 @@ def assert_close(ours: Tensor, theirs: Tensor, what: str, scale: float | None = 
     """Errors are relative to `scale`; None for the largest magnitude of `theirs`."""
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
     error = (ours - theirs).abs().max().item()
+    largest = theirs.abs().max().item() if scale is None else scale
+    assert is_close(ours, theirs, scale), f"{what}: error {error / largest:.1e} relative to the largest value"
+
+
+def is_close(ours: Tensor, theirs: Tensor, scale: float | None = None) -> bool:
+    """Whether `assert_close` passes for tensors of one shape and dtype."""
     scale = theirs.abs().max().item() if scale is None else scale
     tolerance = TOLERANCE if ours.device.type == "cpu" else GPU_TOLERANCE
-    assert error <= tolerance * scale, f"{what}: error {error / scale:.1e} relative to the largest value"
+    return (ours - theirs).abs().max().item() <= tolerance * scale
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
