@@ -751,6 +751,7 @@ def test_interrupt_at_any_instruction_leaves_no_slot(tmp_path: Path, scenario: s
     run_faults(AT_EVERY_INSTRUCTION, tmp_path / "directory", scenario, "interrupt", step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["error", "interrupt before", "interrupt after"])
 @pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
 def test_fault_at_any_system_call_is_reported(tmp_path: Path, scenario: str, fault: str) -> None:
