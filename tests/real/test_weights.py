@@ -1,6 +1,9 @@
-"""A real model, SmolLM2-135M-Instruct: as in transformers, trained, served and saved."""
+"""Real models, SmolLM2-135M-Instruct and Gemma 3 270M: as in transformers, trained, served, saved and converted."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import transformers
 
 from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.generate import ConversationCache
+from tests.real.conftest import load_gguf
+from tests.real.packages import llama_cpp, pip_package
 from tests.serve.serving import serving
 
 pytestmark = [
@@ -34,6 +39,10 @@ PROMPTS = ["The capital of France is", "Once upon a time, in a zoo far away,", "
 QUESTION = [{"role": "user", "content": "What is a lion? Answer in one sentence."}]
 
 
+every_model = pytest.mark.parametrize("checkpoint", ["smollm2", "gemma3"], indirect=True)
+
+
+@every_model
 def test_logits_and_perplexity(model: Any, theirs: Any, tokenizer: Tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode(TEXT)])
     with torch.no_grad():
@@ -46,6 +55,7 @@ def test_logits_and_perplexity(model: Any, theirs: Any, tokenizer: Tokenizer) ->
     assert losses[0].exp() < 60  # the weights are those of a language model
 
 
+@every_model
 def test_packed_texts_have_the_logits_of_each_alone(model: Any, tokenizer: Tokenizer) -> None:
     texts = [tokenizer.encode(text) for text in (TEXT, *PROMPTS)]
     bounds = torch.tensor([0, *map(len, texts)]).cumsum(0)
@@ -59,6 +69,7 @@ def test_packed_texts_have_the_logits_of_each_alone(model: Any, tokenizer: Token
 @pytest.mark.parametrize(
     "options", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [28]}], ids=str
 )
+@every_model
 def test_greedy_texts(options: dict[str, Any], model: Any, theirs: Any, tokenizer: Tokenizer) -> None:
     """Of each prompt alone, of all with padding on either side, and of many."""
     model.generation_config |= options
@@ -91,12 +102,12 @@ def test_greedy_texts(options: dict[str, Any], model: Any, theirs: Any, tokenize
 
 
 def test_the_command_line_answers_a_question(
-    smollm2: Path, theirs: Any, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, theirs: Any, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = torch.tensor([tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)])
     tokens = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
     arguments = ["--chat", "--prompt", QUESTION[0]["content"], "--max-new-tokens", "20", "--dtype", "float32"]
-    assert cli.main(["generate", str(smollm2), *arguments]) == 0
+    assert cli.main(["generate", str(checkpoint), *arguments]) == 0
     assert capsys.readouterr().out.strip() == tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -123,13 +134,27 @@ def test_the_server_answers_the_official_client(model: Any, tokenizer: Tokenizer
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
 
 
-def test_lora_learns_and_fuses(smollm2: Path, model: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)
+def test_a_tokenizer_with_a_token_beyond_the_embedding_is_evaluated(
+    checkpoint: Path, theirs: Any, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma 3's tokenizers have <image_soft_token>, for which its text models have no row."""
+    (tmp_path / "data.txt").write_text(TEXT)
+    arguments = ["--data", str(tmp_path / "data.txt"), "--dtype", "float32", "--json", "--device", "cpu"]
+    assert cli.main(["evaluate", str(checkpoint), *arguments]) == 0
+    ids = torch.tensor([tokenizer.encode(TEXT)])
+    loss = theirs(ids, labels=ids).loss.item()
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, rel=1e-3)
+    assert tokenizer.token_to_id("<image_soft_token>") == theirs.get_input_embeddings().num_embeddings
+
+
+def test_lora_learns_and_fuses(checkpoint: Path, model: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
     record = {"messages": [*QUESTION, {"role": "assistant", "content": "A lion is a large cat with a mane."}]}
     (tmp_path / "data.jsonl").write_text(f"{json.dumps(record)}\n" * 8)
     arguments = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run"), "--lora-rank", "4"]
     arguments += ["--batch-size", "2", "--seq-length", "64", "--max-steps", "4", "--lr", "2e-3", "--dtype", "float32"]
-    assert cli.main(["train", str(smollm2), *arguments]) == 0
-    assert cli.main(["fuse", str(smollm2), str(tmp_path / "run"), str(tmp_path / "fused")]) == 0
+    assert cli.main(["train", str(checkpoint), *arguments]) == 0
+    assert cli.main(["fuse", str(checkpoint), str(tmp_path / "run"), str(tmp_path / "fused")]) == 0
     ids = torch.tensor([tokenizer.apply_chat_template(record["messages"])])
     with torch.no_grad():
         before = model(ids, labels=ids).loss
@@ -143,3 +168,19 @@ def test_what_is_saved_is_the_same_model_for_transformers(model: Any, theirs: An
     expected = theirs.state_dict()
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+
+
+def test_llama_cpp_converts_what_is_saved(model: Any, theirs: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The GGUF file has the same weights and tokens."""
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    paths = [llama_cpp() / "gguf-py", pip_package("sentencepiece", "0.2.3", "")]
+    converter = [sys.executable, str(llama_cpp() / "convert_hf_to_gguf.py"), str(tmp_path)]
+    subprocess.run(
+        [*converter, "--outfile", str(tmp_path / "model.gguf"), "--outtype", "f32"], check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    )  # fmt: skip
+    converted, expected = load_gguf(tmp_path, "model.gguf").state_dict(), theirs.state_dict()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
+    vocabulary = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf").get_vocab()
+    assert vocabulary == tokenizer.get_vocab()
