@@ -21,7 +21,7 @@ from ligerzoo.files.untrusted import remedy_for
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
-"""The second tells an adapter without its base model from a repository without a model."""
+"""A repository with only the second is an adapter without its base model."""
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
