@@ -70,7 +70,7 @@ def test_packed_texts_have_the_logits_of_each_alone(model: Any, tokenizer: Token
     "options", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [28]}], ids=str
 )
 @every_model
-def test_greedy_texts(options: dict[str, Any], model: Any, theirs: Any, tokenizer: Tokenizer) -> None:
+def test_greedy_texts(options: dict[str, Any], checkpoint: Path, model: Any, theirs: Any, tokenizer: Tokenizer) -> None:
     """Of each prompt alone, of all with padding on either side, and of many."""
     model.generation_config |= options
     length = {"max_new_tokens": 10}
@@ -97,8 +97,7 @@ def test_greedy_texts(options: dict[str, Any], model: Any, theirs: Any, tokenize
         for name in options:
             del model.generation_config[name]
     if not options:
-        assert " Paris" in expected[0]
-        assert " 5" in expected[2]
+        assert {"smollm2-fp32": " Paris", "gemma3-fp32": " France"}[checkpoint.name] in expected[0]
 
 
 def test_the_command_line_answers_a_question(
@@ -132,20 +131,6 @@ def test_the_server_answers_the_official_client(model: Any, tokenizer: Tokenizer
         chunks = list(client.chat.completions.create(**options, stream=True))
     assert whole == expected
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
-
-
-@pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)
-def test_a_tokenizer_with_a_token_beyond_the_embedding_is_evaluated(
-    checkpoint: Path, theirs: Any, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Gemma 3's tokenizers have <image_soft_token>, for which its text models have no row."""
-    (tmp_path / "data.txt").write_text(TEXT)
-    arguments = ["--data", str(tmp_path / "data.txt"), "--dtype", "float32", "--json", "--device", "cpu"]
-    assert cli.main(["evaluate", str(checkpoint), *arguments]) == 0
-    ids = torch.tensor([tokenizer.encode(TEXT)])
-    loss = theirs(ids, labels=ids).loss.item()
-    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, rel=1e-3)
-    assert tokenizer.token_to_id("<image_soft_token>") == theirs.get_input_embeddings().num_embeddings
 
 
 def test_lora_learns_and_fuses(checkpoint: Path, model: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
