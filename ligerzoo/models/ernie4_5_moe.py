@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp or moe(norm(x)) ] -> norm -> head
 
-Distinctive: ERNIE 4.5 with MoE: softmax routers with a balancing bias, shared experts, a head with bias.
+Distinctive: ERNIE 4.5 with MoE: softmax routers with a balancing bias, shared experts, a biased head.
 
 The bias selects experts, and does not weight them. Routers are computed in fp32.
 """
