@@ -31,10 +31,7 @@ def write_entries(config: ApertusConfig, entries: dict[str, Any]) -> dict[str, A
     return {**entries, "rope_scaling": {"rope_type": "default", **(config.rope_scaling or {})}}
 
 
-RULES = (
-    Rename("attention_layernorm", "input_layernorm"),
-    Rename("feedforward_layernorm", "post_attention_layernorm"),
-)
+RULES = (Rename("attention_layernorm", "input_layernorm"), Rename("feedforward_layernorm", "post_attention_layernorm"))
 
 ARCHITECTURE = Architecture(
     "apertus",

@@ -138,10 +138,7 @@ class Architecture:
         return raw.get("model_type") in names and not is_classifier(raw)
 
     def config_from_hf(
-        self,
-        raw: Mapping[str, Any],
-        config_class: type[Any] | None = None,
-        overrides: Mapping[str, Any] | None = None,
+        self, raw: Mapping[str, Any], config_class: type[Any] | None = None, overrides: Mapping[str, Any] | None = None
     ) -> Any:
         """Builds the config from config.json. A missing entry takes the default of the config class.
 

@@ -21,8 +21,5 @@ read_entries = first_spelling(num_experts=("num_experts", "num_local_experts"))
 write_entries = written_as(num_experts="num_local_experts")
 
 ARCHITECTURE = Architecture(
-    "mixtral",
-    read_entries=read_entries,
-    write_entries=write_entries,
-    layouts=lambda config: (Layout(RULES), Layout()),
+    "mixtral", read_entries=read_entries, write_entries=write_entries, layouts=lambda config: (Layout(RULES), Layout())
 )

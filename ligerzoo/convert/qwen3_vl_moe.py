@@ -13,7 +13,5 @@ from ligerzoo.convert.qwen3_vl import LAYOUT, qwen3_vision
 _TRANSPOSED = (Transposed("mlp.experts.gate_up_proj"), Transposed("mlp.experts.down_proj"))
 
 ARCHITECTURE = qwen3_vision(
-    "qwen3_vl_moe",
-    "Qwen3VLMoeForConditionalGeneration",
-    replace(LAYOUT, rules=(*_TRANSPOSED, *LAYOUT.rules)),
+    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", replace(LAYOUT, rules=(*_TRANSPOSED, *LAYOUT.rules))
 )

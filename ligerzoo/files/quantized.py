@@ -91,9 +91,8 @@ def _check_entries(entry: Mapping[str, Any], stored_as: QuantizedFormat) -> None
         accepted = stored_as.entries.get(name)
         if accepted is not None and value is not None and not _is_one_of(value, accepted):
             raise ConfigError(
-                "not supported", where=where, got=repr(value), expected=" or ".join(map(repr, accepted)),
-                remedy=_REMEDY,
-            )  # fmt: skip
+                "not supported", where=where, got=repr(value), expected=" or ".join(map(repr, accepted)), remedy=_REMEDY
+            )
     for name in stored_as.required:
         if entry.get(name) is None:
             expected = " or ".join(map(repr, stored_as.entries[name]))

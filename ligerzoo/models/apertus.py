@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ligerzoo.layers import XIELU, Attention, LMHead, RMSNorm, RotaryEmbedding, UngatedMLP
+from ligerzoo.layers import XIELU, Attention, RMSNorm, RotaryEmbedding, UngatedMLP
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
@@ -48,20 +48,16 @@ class Apertus(CausalLM):
     config: ApertusConfig
 
     def __init__(self, config: ApertusConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
         def norm() -> RMSNorm:
             return RMSNorm(c.head_size, c.rms_norm_eps)
 
-        def attention() -> Attention:
-            return Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, q_norm=norm(), k_norm=norm(),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
+        def attention(layer: int) -> Attention:
+            bias = c.attention_bias
+            return Attention(*heads(c), rotary, q_norm=norm(), k_norm=norm(), qkv_bias=bias, output_bias=bias)
 
-        def mlp() -> UngatedMLP:
+        def mlp(layer: int) -> UngatedMLP:
             return UngatedMLP(c.hidden_size, c.intermediate_size, activation=XIELU())
 
-        decoder = llama_decoder(c, attention, mlp)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, mlp))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import LMHead, UngatedMLP
+from ligerzoo.layers import UngatedMLP
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.llama import LlamaConfig, llama_attention, llama_decoder
 
@@ -36,8 +36,7 @@ class Arcee(CausalLM):
     def __init__(self, config: ArceeConfig) -> None:
         c = config
 
-        def mlp() -> UngatedMLP:
+        def mlp(layer: int) -> UngatedMLP:
             return UngatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        decoder = llama_decoder(c, llama_attention(c, c.attention_bias), mlp)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, llama_attention(c, c.attention_bias), mlp))

@@ -46,7 +46,8 @@ class CausalLM(Generative, LanguageModel):
     Args:
         config: config of the architecture.
         model: token ids to final hidden states.
-        lm_head: final hidden states to logits or loss. Shares the weight of the embedding if the config ties them.
+        lm_head: final hidden states to logits or loss; None for one without options. Shares the weight of the embedding
+            if the config ties them.
         parts: further modules, by attribute name.
 
     Attributes:
@@ -56,8 +57,12 @@ class CausalLM(Generative, LanguageModel):
 
     aux_loss_weight: float = 0.001
 
-    def __init__(self, config: LanguageModelConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
+    def __init__(
+        self, config: LanguageModelConfig, model: Decoder, lm_head: LMHead | None = None, **parts: nn.Module
+    ) -> None:
         super().__init__(config, model)
+        if lm_head is None:
+            lm_head = LMHead(self.get_input_embeddings().weight.shape[1], config.vocab_size)
         self.aux_loss_weight = getattr(config, "router_aux_loss_coef", self.aux_loss_weight)
         self.lm_head = lm_head
         for name, part in parts.items():

@@ -196,6 +196,16 @@ class DecoderConfig:
         return self.kv_heads * (self.key_size + self.value_size)
 
 
+def heads(config: DecoderConfig) -> tuple[int, int, int, int]:
+    """Returns the first arguments of `Attention`: hidden size, heads, key-value heads, and features per head."""
+    return config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size
+
+
+def rotary_arguments(config: DecoderConfig) -> tuple[int, float, Mapping[str, Any] | None, int]:
+    """Returns the first arguments of `RotaryEmbedding`."""
+    return config.rotary_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartialRotaryConfig(DecoderConfig):
     """Config of a decoder that rotates only the first features of each head.

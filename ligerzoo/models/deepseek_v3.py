@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Decoder, Embedding, LatentAttention, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Embedding, LatentAttention, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import yarn_score_factor
+from ligerzoo.models.config import rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import DeepSeekMoECausalLM, DeepSeekMoEConfig
 
 
@@ -85,22 +87,13 @@ class DeepseekV3(DeepSeekMoECausalLM):
     config: DeepseekV3Config
 
     def __init__(self, config: DeepseekV3Config) -> None:
-        c = config
-        rotary = RotaryEmbedding(
-            c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=c.rope_interleave
-        )
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config), interleaved=config.rope_interleave)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def block(i: int) -> PreNormBlock:
-            attention = LatentAttention(
+        def attention(layer: int) -> LatentAttention:
+            return LatentAttention(
                 c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim, rotary,
                 q_rank=c.q_lora_rank, scale=yarn_score_factor(c.rope_scaling) * c.key_size**-0.5,
                 bias=c.attention_bias,
             )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), c.feed_forward(i))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, c.feed_forward, Embedding(c.vocab_size, c.hidden_size)))

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ligerzoo.layers import Attention, GatedMLP, LMHead, RotaryEmbedding
+from ligerzoo.layers import Attention, GatedMLP, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
@@ -48,23 +48,13 @@ class Ernie4_5(CausalLM):
     def __init__(self, config: Ernie4_5Config) -> None:
         c = config
 
-        def mlp() -> GatedMLP:
+        def mlp(layer: int) -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.use_bias)
 
-        decoder = llama_decoder(c, ernie4_5_attention(c, c.use_bias), mlp)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, ernie4_5_attention(c, c.use_bias), mlp))
 
 
-def ernie4_5_attention(config: DecoderConfig, bias: bool) -> Callable[[], Attention]:
-    """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
-    c = config
-    rotary = RotaryEmbedding(
-        c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True, in_fp32=True
-    )
-
-    def attention() -> Attention:
-        return Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=bias, output_bias=bias
-        )
-
-    return attention
+def ernie4_5_attention(config: DecoderConfig, bias: bool) -> Callable[[int], Attention]:
+    """Returns a function that builds the attention of a block; all blocks share the rotary embedding."""
+    rotary = RotaryEmbedding(*rotary_arguments(config), interleaved=True, in_fp32=True)
+    return lambda layer: Attention(*heads(config), rotary, qkv_bias=bias, output_bias=bias)

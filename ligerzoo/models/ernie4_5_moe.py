@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from ligerzoo.layers import (
     BiasedRouter,
     Decoder,
@@ -79,19 +81,21 @@ class Ernie4_5Moe(MoECausalLM):
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-        def mixture() -> MoE:
+        def mlp(size: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, size, bias=c.use_bias)
+
+        def feed_forward(layer: int) -> nn.Module:
+            if not c.has_mixture(layer):
+                return mlp(c.intermediate_size)
             router = BiasedRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, min_sum=c.moe_norm_min)
             experts = Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts)
             if not c.moe_num_shared_experts:
                 return MoE(router, experts)
             return DeepSeekMoE(router, experts, mlp(c.moe_num_shared_experts * c.moe_intermediate_size))
 
-        def mlp(size: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, size, bias=c.use_bias)
-
         def block(layer: int) -> PreNormBlock:
-            feed_forward = mixture() if c.has_mixture(layer) else mlp(c.intermediate_size)
-            return PreNormBlock(norm(), attention(), norm(), feed_forward)
+            after = feed_forward(layer)
+            return PreNormBlock(norm(), attention(layer), norm(), after)
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
         decoder = Decoder(embedding, map(block, range(c.num_hidden_layers)), norm())

@@ -14,9 +14,9 @@ import re
 from dataclasses import dataclass
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PostNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, PostNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig
+from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,14 @@ class Exaone4(CausalLM):
 
     def __init__(self, config: Exaone4Config) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rotary = RotaryEmbedding(*rotary_arguments(c))
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
             return RMSNorm(size, c.rms_norm_eps)
 
         def block(i: int) -> PostNormBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary if c.rotates(i) else None,
+                *heads(c), rotary if c.rotates(i) else None,
                 q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i),
             )  # fmt: skip
             mlp = GatedMLP(c.hidden_size, c.intermediate_size)
@@ -78,4 +78,4 @@ class Exaone4(CausalLM):
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
         decoder = Decoder(embedding, map(block, range(c.num_hidden_layers)), norm())
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, decoder)

@@ -12,18 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import (
-    Attention,
-    Decoder,
-    GatedMLP,
-    LMHead,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-    ScaledEmbedding,
-)
+from ligerzoo.layers import Attention, GatedMLP, RMSNorm, RotaryEmbedding, ScaledEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +44,16 @@ class Gemma(CausalLM):
     config: GemmaConfig
 
     def __init__(self, config: GemmaConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
-        def block() -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
-            return PreNormBlock(norm(), attention, norm(), mlp)
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, qkv_bias=c.attention_bias, output_bias=c.attention_bias)
+
+        def mlp(layer: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
 
         embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, mlp, embedding, norm=norm))

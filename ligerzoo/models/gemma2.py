@@ -25,7 +25,7 @@ from ligerzoo.layers import (
     ScaledEmbedding,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig, check_positive
+from ligerzoo.models.config import WindowedConfig, check_positive, heads, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,14 @@ class Gemma2(CausalLM):
 
     def __init__(self, config: Gemma2Config) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rotary = RotaryEmbedding(*rotary_arguments(c))
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
         def block(i: int) -> SandwichBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i),
+                *heads(c), rotary, window=c.window(i),
                 scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping,
                 qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip

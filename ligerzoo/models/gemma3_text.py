@@ -25,7 +25,7 @@ from ligerzoo.layers import (
     ScaledEmbedding,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig, check_positive, check_theta
+from ligerzoo.models.config import WindowedConfig, check_positive, check_theta, heads, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Gemma3Text(CausalLM):
 def gemma3_decoder(config: Gemma3DecoderConfig, *, is_causal: bool = True) -> Decoder:
     """Builds the decoder that Gemma 3 uses with and without images."""
     c = config
-    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+    rotary = RotaryEmbedding(*rotary_arguments(c))
     local_rotary = RotaryEmbedding(c.rotary_size, c.rope_local_base_freq)
 
     def norm(size: int = c.hidden_size) -> RMSNorm:
@@ -115,7 +115,7 @@ def gemma3_decoder(config: Gemma3DecoderConfig, *, is_causal: bool = True) -> De
 
     def block(i: int) -> SandwichBlock:
         attention = Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size,
+            *heads(c),
             local_rotary if c.is_sliding(i) else rotary,
             q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i),
             scale=c.query_pre_attn_scalar**-0.5, is_causal=is_causal,

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Embedding, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import PartialRotaryConfig
+from ligerzoo.models.config import PartialRotaryConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +44,11 @@ class Glm(CausalLM):
     config: GlmConfig
 
     def __init__(self, config: GlmConfig) -> None:
-        c, attention = config, glm_attention(config)
-
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size)
-
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        embedding = Embedding(config.vocab_size, config.hidden_size)
+        super().__init__(config, llama_decoder(config, glm_attention(config), embedding=embedding))
 
 
-def glm_attention(config: GlmConfig) -> Callable[[], Attention]:
-    """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
-    c = config
-    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True)
-
-    def attention() -> Attention:
-        return Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias
-        )
-
-    return attention
+def glm_attention(config: GlmConfig) -> Callable[[int], Attention]:
+    """Returns a function that builds the attention of a block; all blocks share the rotary embedding."""
+    rotary = RotaryEmbedding(*rotary_arguments(config), interleaved=True)
+    return lambda layer: Attention(*heads(config), rotary, qkv_bias=config.attention_bias)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ligerzoo.layers import Context, Decoder, Embedding, GatedMLP, LayerCache, LMHead, RMSNorm, SandwichBlock
+from ligerzoo.layers import Context, Decoder, Embedding, GatedMLP, LayerCache, RMSNorm, SandwichBlock
 from ligerzoo.layers.norm import add_and_normalize, normalize
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.glm import GlmConfig, glm_attention
@@ -66,12 +66,9 @@ class Glm4(CausalLM):
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-        def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size)
-
-        def block() -> Glm4Block:
-            return Glm4Block(norm(), attention(), norm(), norm(), mlp(), norm())
+        def block(i: int) -> Glm4Block:
+            return Glm4Block(norm(), attention(i), norm(), norm(), GatedMLP(c.hidden_size, c.intermediate_size), norm())
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        layers = [block(i) for i in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()))

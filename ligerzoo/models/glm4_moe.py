@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import Attention, Decoder, Embedding, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.config import PartialRotaryConfig
+from ligerzoo.layers import Attention, Embedding, RMSNorm, RotaryEmbedding
+from ligerzoo.models.config import PartialRotaryConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import DeepSeekMoECausalLM, DeepSeekMoEConfig
 
 
@@ -47,20 +48,12 @@ class Glm4Moe(DeepSeekMoECausalLM):
     config: Glm4MoeConfig
 
     def __init__(self, config: Glm4MoeConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps)
+        def norm() -> RMSNorm | None:
+            return RMSNorm(c.head_size, c.rms_norm_eps) if c.use_qk_norm else None
 
-        def block(i: int) -> PreNormBlock:
-            q_norm, k_norm = (norm(c.head_size), norm(c.head_size)) if c.use_qk_norm else (None, None)
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=q_norm, k_norm=k_norm, qkv_bias=c.attention_bias,
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), c.feed_forward(i))
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, q_norm=norm(), k_norm=norm(), qkv_bias=c.attention_bias)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, c.feed_forward, Embedding(c.vocab_size, c.hidden_size)))

@@ -16,19 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligerzoo.kernels import ClampedSwiGLU
-from ligerzoo.layers import (
-    Decoder,
-    Embedding,
-    Experts,
-    LMHead,
-    MoE,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-    Router,
-    SinkAttention,
-)
-from ligerzoo.models.config import WindowedConfig, check_positive
+from ligerzoo.layers import Embedding, Experts, MoE, RMSNorm, RotaryEmbedding, Router, SinkAttention
+from ligerzoo.models.config import WindowedConfig, check_positive, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
 YARN = {
@@ -83,25 +73,20 @@ class GptOss(MoECausalLM):
     config: GptOssConfig
 
     def __init__(self, config: GptOssConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
         activation = ClampedSwiGLU(c.swiglu_limit, c.swiglu_alpha)
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False)
 
-        def mixture() -> MoE:
+        def attention(layer: int) -> SinkAttention:
+            bias = c.attention_bias
+            return SinkAttention(*heads(c), rotary, window=c.window(layer), qkv_bias=bias, output_bias=bias)
+
+        def mixture(layer: int) -> MoE:
             sizes = c.hidden_size, c.intermediate_size, c.num_experts
             router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, bias=True)
             return MoE(router, Experts(*sizes, bias=True, activation=activation))
 
-        def block(i: int) -> PreNormBlock:
-            attention = SinkAttention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), mixture())
-
         embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, mixture, embedding, norm=norm))

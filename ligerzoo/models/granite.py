@@ -23,7 +23,7 @@ from ligerzoo.layers import (
     ScaledPreNormBlock,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import check_positive
+from ligerzoo.models.config import check_positive, heads, rotary_arguments
 from ligerzoo.models.llama import LlamaConfig
 
 
@@ -55,16 +55,15 @@ class Granite(CausalLM):
 
     def __init__(self, config: GraniteConfig) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rotary = RotaryEmbedding(*rotary_arguments(c))
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
         def block() -> ScaledPreNormBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, scale=c.attention_multiplier,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
+                *heads(c), rotary, scale=c.attention_multiplier, qkv_bias=c.attention_bias, output_bias=c.attention_bias
+            )
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
             return ScaledPreNormBlock(c.residual_multiplier, norm(), attention, norm(), mlp)
 

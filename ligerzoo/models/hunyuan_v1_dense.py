@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import GatedMLP, LMHead, RMSNorm, RotaryEmbedding, RotaryNormAttention
+from ligerzoo.layers import RMSNorm, RotaryEmbedding, RotaryNormAttention
 from ligerzoo.layers.rope_scaling import is_positive, is_theta
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads
 from ligerzoo.models.llama import llama_decoder
 
 
@@ -69,14 +69,8 @@ class HunYuanDenseV1(CausalLM):
         def norm() -> RMSNorm:
             return RMSNorm(c.head_size, c.rms_norm_eps)
 
-        def attention() -> RotaryNormAttention:
-            return RotaryNormAttention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, q_norm=norm(), k_norm=norm(),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
+        def attention(layer: int) -> RotaryNormAttention:
+            bias = c.attention_bias
+            return RotaryNormAttention(*heads(c), rotary, q_norm=norm(), k_norm=norm(), qkv_bias=bias, output_bias=bias)
 
-        def mlp() -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size)
-
-        decoder = llama_decoder(c, attention, mlp, positions_skip_padding=True)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, positions_skip_padding=True))

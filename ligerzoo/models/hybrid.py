@@ -18,7 +18,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.config import PartialRotaryConfig, check_layer_types
+from ligerzoo.models.config import PartialRotaryConfig, check_layer_types, heads, rotary_arguments
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -81,9 +81,7 @@ class GatedDeltaConfig(PartialRotaryConfig):
 
 
 def gated_delta_decoder(
-    config: GatedDeltaConfig,
-    mlp: Callable[[int], nn.Module],
-    rotary: RotaryEmbedding | None = None,
+    config: GatedDeltaConfig, mlp: Callable[[int], nn.Module], rotary: RotaryEmbedding | None = None
 ) -> Decoder:
     """Builds a decoder of gated delta rule and gated attention blocks.
 
@@ -93,7 +91,7 @@ def gated_delta_decoder(
         rotary: rotary embedding of full attention; None for that of text.
     """
     c = config
-    rotary = rotary or RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+    rotary = rotary or RotaryEmbedding(*rotary_arguments(c))
 
     def norm(size: int = c.hidden_size) -> RMSNorm:
         return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
@@ -106,7 +104,7 @@ def gated_delta_decoder(
             )  # fmt: skip
             return LinearAttentionBlock(norm(), mixer, norm(), mlp(i))
         attention = GatedAttention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+            *heads(c), rotary,
             q_norm=norm(c.head_size), k_norm=norm(c.head_size),
             qkv_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip

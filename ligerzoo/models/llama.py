@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,50 +40,50 @@ class Llama(CausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         c = config
 
-        def mlp() -> GatedMLP:
+        def mlp(layer: int) -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        super().__init__(
-            config,
-            llama_decoder(c, llama_attention(c, c.attention_bias), mlp),
-            LMHead(c.hidden_size, c.vocab_size),
-        )
+        super().__init__(config, llama_decoder(c, llama_attention(c, c.attention_bias), mlp))
 
 
-def llama_attention(config: LlamaConfig, output_bias: bool) -> Callable[[], Attention]:
-    """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
-    c = config
-    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+def llama_attention(config: LlamaConfig, output_bias: bool) -> Callable[[int], Attention]:
+    """Returns a function that builds the attention of a block; all blocks share the rotary embedding."""
+    c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-    def attention() -> Attention:
-        return Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-            qkv_bias=c.attention_bias, output_bias=output_bias,
-        )  # fmt: skip
+    def attention(layer: int) -> Attention:
+        return Attention(*heads(c), rotary, qkv_bias=c.attention_bias, output_bias=output_bias)
 
     return attention
 
 
 def llama_decoder(
     config: DecoderConfig,
-    attention: Callable[[], nn.Module],
-    mlp: Callable[[], nn.Module],
+    attention: Callable[[int], nn.Module],
+    mlp: Callable[[int], nn.Module] | None = None,
+    embedding: nn.Module | None = None,
     *,
+    norm: Callable[[], nn.Module] | None = None,
     positions_skip_padding: bool = False,
+    max_valid_cache_length: int | None = None,
 ) -> Decoder:
-    """Builds a decoder of pre-norm blocks with RMSNorm; `attention` and `mlp` make the layers of each block.
+    """Builds a decoder of pre-norm blocks.
 
     Args:
         config: sizes.
-        attention: builds the attention of one block.
-        mlp: builds the MLP of one block.
-        positions_skip_padding: see `Decoder`.
+        attention: builds the attention of the block with this index.
+        mlp: builds the MLP of the block with this index; None for gated ones.
+        embedding: the embedding; None for one that is initialized after the blocks.
+        norm: builds a norm; None for RMSNorm.
+        positions_skip_padding: see `Decoder`, as for `max_valid_cache_length`.
     """
     c = config
-
-    def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-    layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
-    embedding = Embedding(c.vocab_size, c.hidden_size)
-    return Decoder(embedding, layers, norm(), positions_skip_padding=positions_skip_padding)
+    mlp = mlp or (lambda layer: GatedMLP(c.hidden_size, c.intermediate_size))
+    norm = norm or (lambda: RMSNorm(c.hidden_size, c.rms_norm_eps))
+    layers = [PreNormBlock(norm(), attention(i), norm(), mlp(i)) for i in range(c.num_hidden_layers)]
+    return Decoder(
+        embedding or Embedding(c.vocab_size, c.hidden_size),
+        layers,
+        norm(),
+        positions_skip_padding=positions_skip_padding,
+        max_valid_cache_length=max_valid_cache_length,
+    )

@@ -12,20 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import (
-    AllHeadsRMSNorm,
-    Attention,
-    Decoder,
-    Embedding,
-    Experts,
-    LMHead,
-    MoE,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-    SigmoidRouter,
-)
-from ligerzoo.models.config import PartialRotaryConfig
+from ligerzoo.layers import AllHeadsRMSNorm, Attention, Embedding, Experts, MoE, RotaryEmbedding, SigmoidRouter
+from ligerzoo.models.config import PartialRotaryConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.mixtral import MixtralConfig
 from ligerzoo.models.moe import MoECausalLM
 
@@ -54,27 +43,17 @@ class MiniMaxM2(MoECausalLM):
     config: MiniMaxM2Config
 
     def __init__(self, config: MiniMaxM2Config) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
+        def norm(num_heads: int) -> AllHeadsRMSNorm:
+            return AllHeadsRMSNorm(num_heads * c.head_size, c.rms_norm_eps)
 
-        def heads_norm(heads: int) -> AllHeadsRMSNorm:
-            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps)
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, q_norm=norm(c.num_attention_heads), k_norm=norm(c.kv_heads))
 
-        def mixture() -> MoE:
+        def mixture(layer: int) -> MoE:
             router = SigmoidRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, in_fp32=False)
             experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 
-        def block() -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=heads_norm(c.num_attention_heads), k_norm=heads_norm(c.kv_heads),
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), mixture())
-
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, mixture, Embedding(c.vocab_size, c.hidden_size)))

@@ -18,20 +18,11 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import (
-    Attention,
-    Context,
-    Decoder,
-    Embedding,
-    GatedMLP,
-    LMHead,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-)
+from ligerzoo.layers import Attention, Context, Embedding, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import is_positive
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 
 
 def _yarn() -> dict[str, Any]:
@@ -106,20 +97,11 @@ class Ministral3(CausalLM):
     config: Ministral3Config
 
     def __init__(self, config: Ministral3Config) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def block() -> PreNormBlock:
-            attention = GrowingQueryAttention(
-                c.query_growth, rotary.original_max_position, c.hidden_size, c.num_attention_heads, c.kv_heads,
-                c.head_size, rotary, window=c.sliding_window,
-            )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size)
-            return PreNormBlock(norm(), attention, norm(), mlp)
+        def attention(layer: int) -> GrowingQueryAttention:
+            growth = c.query_growth, rotary.original_max_position
+            return GrowingQueryAttention(*growth, *heads(c), rotary, window=c.sliding_window)
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, embedding=embedding))

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Embedding, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig
+from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +35,10 @@ class Mistral(CausalLM):
     config: MistralConfig
 
     def __init__(self, config: MistralConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def block(i: int) -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size,
-                c.num_attention_heads,
-                c.kv_heads,
-                c.head_size,
-                rotary,
-                window=c.window(i),
-            )
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size))
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, window=c.window(layer))
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, embedding=embedding))

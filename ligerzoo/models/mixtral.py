@@ -12,18 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import (
-    Attention,
-    Decoder,
-    Embedding,
-    Experts,
-    LMHead,
-    MoE,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-    Router,
-)
+from ligerzoo.layers import Attention, Embedding, Experts, MoE, RotaryEmbedding, Router
+from ligerzoo.models.config import heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
 
@@ -61,28 +52,14 @@ class Mixtral(MoECausalLM):
     config: MixtralConfig
 
     def __init__(self, config: MixtralConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, window=c.sliding_window)
 
-        def mixture() -> MoE:
+        def mixture(layer: int) -> MoE:
             router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok)
             experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 
-        def block() -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size,
-                c.num_attention_heads,
-                c.kv_heads,
-                c.head_size,
-                rotary,
-                window=c.sliding_window,
-            )
-            return PreNormBlock(norm(), attention, norm(), mixture())
-
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, mixture, Embedding(c.vocab_size, c.hidden_size)))

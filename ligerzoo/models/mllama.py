@@ -38,7 +38,7 @@ from ligerzoo.layers import (
     tile_cross_attention_inputs,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, rotary_arguments
 from ligerzoo.models.mllama_vision import MllamaVisionConfig, are_indices, require, vision_tower
 
 _IMAGE_TOKENS = 8  # token ids with an embedding but no logit: the image token, and seven unused ones
@@ -101,7 +101,7 @@ class Mllama(CausalLM):
 
     def __init__(self, config: MllamaConfig) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rotary = RotaryEmbedding(*rotary_arguments(c))
         heads = c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size
 
         def norm(size: int = c.hidden_size) -> RMSNorm:

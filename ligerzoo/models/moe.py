@@ -8,16 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import (
-    Context,
-    DeepSeekMoE,
-    Experts,
-    GatedMLP,
-    Linear,
-    Router,
-    SharedExpertMoE,
-    SigmoidRouter,
-)
+from ligerzoo.layers import Context, DeepSeekMoE, Experts, GatedMLP, Linear, Router, SharedExpertMoE, SigmoidRouter
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig
 

@@ -24,7 +24,7 @@ from ligerzoo.layers import (
     RotaryNormAttention,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig, check_positive
+from ligerzoo.models.config import DecoderConfig, check_positive, heads, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class NanoChat(CausalLM):
 
     def __init__(self, config: NanoChatConfig) -> None:
         c = config
-        rotary = ReversedRotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rotary = ReversedRotaryEmbedding(*rotary_arguments(c))
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
             return RMSNorm(size, c.rms_norm_eps, elementwise_affine=False)
 
         def block() -> PreNormBlock:
             attention = RotaryNormAttention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+                *heads(c), rotary,
                 q_norm=norm(c.head_size), k_norm=norm(c.head_size),
                 qkv_bias=c.attention_bias, output_bias=c.attention_bias,
             )  # fmt: skip

@@ -19,13 +19,12 @@ from ligerzoo.layers import (
     Decoder,
     Embedding,
     GatedMLP,
-    LMHead,
     PostNormBlock,
     RMSNorm,
     RotaryEmbedding,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +47,12 @@ class Olmo2(CausalLM):
 
     def __init__(self, config: Olmo2Config) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
+        rotary = RotaryEmbedding(*rotary_arguments(c), in_fp32=True)
         decoder = olmo2_decoder(c, [rotary] * c.num_hidden_layers, [None] * c.num_hidden_layers)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, decoder)
 
 
-def olmo2_decoder(
-    config: Olmo2Config,
-    rotary: Sequence[RotaryEmbedding],
-    windows: Sequence[int | None],
-) -> Decoder:
+def olmo2_decoder(config: Olmo2Config, rotary: Sequence[RotaryEmbedding], windows: Sequence[int | None]) -> Decoder:
     """Builds the OLMo 2 decoder with the given rotary embedding and sliding window of each layer."""
     c = config
 
@@ -69,7 +64,7 @@ def olmo2_decoder(
 
     def block(layer: int) -> PostNormBlock:
         attention = Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary[layer], window=windows[layer],
+            *heads(c), rotary[layer], window=windows[layer],
             q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
             qkv_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip

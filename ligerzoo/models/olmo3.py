@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import LMHead, RotaryEmbedding
+from ligerzoo.layers import RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig, check_theta
+from ligerzoo.models.config import WindowedConfig, check_theta, rotary_arguments
 from ligerzoo.models.olmo2 import Olmo2Config, olmo2_decoder
 
 
@@ -48,9 +48,9 @@ class Olmo3(CausalLM):
 
     def __init__(self, config: Olmo3Config) -> None:
         c = config
-        full = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
+        full = RotaryEmbedding(*rotary_arguments(c), in_fp32=True)
         local = RotaryEmbedding(c.rotary_size, c.rope_local_base_freq or c.rope_theta, in_fp32=True)
         layers = range(c.num_hidden_layers)
         rotary = [local if c.is_sliding(layer) else full for layer in layers]
         decoder = olmo2_decoder(c, rotary, [c.window(layer) for layer in layers])
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, decoder)

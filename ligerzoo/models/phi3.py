@@ -14,18 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import (
-    Attention,
-    Decoder,
-    Embedding,
-    GatedMLP,
-    LMHead,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-)
+from ligerzoo.layers import Attention, Embedding, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import PartialRotaryConfig
+from ligerzoo.models.config import PartialRotaryConfig, heads
+from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +50,10 @@ class Phi3(CausalLM):
         scaling = {**(c.rope_scaling or {}), **original}
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, scaling, c.max_position_embeddings)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def block() -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size,
-                c.num_attention_heads,
-                c.kv_heads,
-                c.head_size,
-                rotary,
-                window=c.sliding_window,
-            )
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size))
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, window=c.sliding_window)
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block() for _ in range(c.num_hidden_layers)]
         # With LongRoPE, longer sequences are rotated by other frequencies.
         limit = c.original_max_position_embeddings if rotary.rope_type == "longrope" else None
-        decoder = Decoder(embedding, layers, norm(), max_valid_cache_length=limit)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, embedding=embedding, max_valid_cache_length=limit))

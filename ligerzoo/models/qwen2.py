@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Decoder, Embedding, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig
+from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +47,14 @@ class Qwen2(CausalLM):
     config: Qwen2Config
 
     def __init__(self, config: Qwen2Config) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
-        super().__init__(config, qwen2_decoder(c, rotary), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, qwen2_decoder(config, RotaryEmbedding(*rotary_arguments(config))))
 
 
 def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding) -> Decoder:
     """Builds the Qwen2 decoder with the given rotary embedding."""
     c = config
 
-    def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps)
+    def attention(layer: int) -> Attention:
+        return Attention(*heads(c), rotary, window=c.window(layer), qkv_bias=True)
 
-    def block(layer: int) -> PreNormBlock:
-        attention = Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(layer), qkv_bias=True
-        )
-        return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size))
-
-    embedding = Embedding(c.vocab_size, c.hidden_size)
-    return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())
+    return llama_decoder(c, attention, embedding=Embedding(c.vocab_size, c.hidden_size))

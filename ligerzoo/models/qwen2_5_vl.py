@@ -88,12 +88,7 @@ class Qwen2_5VL(Qwen2VisionLM):
         super().__init__(config, vision_tower(config.vision_config))
 
     def embed(
-        self,
-        x: Tensor,
-        context: Context,
-        *,
-        second_per_grid_ts: Tensor | Sequence[float] | None = None,
-        **vision: Any,
+        self, x: Tensor, context: Context, *, second_per_grid_ts: Tensor | Sequence[float] | None = None, **vision: Any
     ) -> Tensor:
         """Embeds tokens, images and videos; see `VisionLM.embed`.
 

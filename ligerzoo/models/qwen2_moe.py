@@ -13,18 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ligerzoo.layers import (
-    Attention,
-    Decoder,
-    Embedding,
-    GatedMLP,
-    LMHead,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-    SharedExpertMoE,
-)
-from ligerzoo.models.config import WindowedConfig
+from ligerzoo.layers import Attention, Embedding, GatedMLP, RotaryEmbedding, SharedExpertMoE
+from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
 
@@ -59,26 +50,16 @@ class Qwen2Moe(MoECausalLM):
     config: Qwen2MoeConfig
 
     def __init__(self, config: Qwen2MoeConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, window=c.window(layer), qkv_bias=c.qkv_bias)
 
-        def mlp(i: int) -> GatedMLP | SharedExpertMoE:
-            if not c.has_mixture(i):
+        def mlp(layer: int) -> GatedMLP | SharedExpertMoE:
+            if not c.has_mixture(layer):
                 return GatedMLP(c.hidden_size, c.intermediate_size)
             return shared_expert_moe(
                 c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob
             )
 
-        def block(i: int) -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                window=c.window(i), qkv_bias=c.qkv_bias,
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), mlp(i))
-
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, attention, mlp, Embedding(c.vocab_size, c.hidden_size)))

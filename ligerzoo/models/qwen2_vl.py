@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ligerzoo.layers import MLP, LayerNorm, SectionedRotaryEmbedding, VisionTower
+from ligerzoo.models.config import rotary_arguments
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, patch_merger, tower_parts
 
@@ -65,7 +66,7 @@ class Qwen2VisionLM(VisionLM):
 
     def __init__(self, config: Qwen2VisionLMConfig, visual: VisionTower) -> None:
         c = config
-        frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
+        frequencies = rotary_arguments(c)
         decoder = qwen2_decoder(c, SectionedRotaryEmbedding(c.mrope_section, *frequencies))
         super().__init__(c, decoder, visual)
 
@@ -96,8 +97,4 @@ def vision_tower(config: Qwen2VLVisionConfig) -> VisionTower:
     def mlp() -> MLP:
         return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu")
 
-    return VisionTower(
-        *tower_parts(c, norm, mlp),
-        patch_merger(c, norm()),
-        merge_size=c.spatial_merge_size,
-    )
+    return VisionTower(*tower_parts(c, norm, mlp), patch_merger(c, norm()), merge_size=c.spatial_merge_size)

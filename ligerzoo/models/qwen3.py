@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Decoder, Embedding, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.qwen2 import Qwen2Config
 
 
@@ -40,20 +41,14 @@ class Qwen3(CausalLM):
     config: Qwen3Config
 
     def __init__(self, config: Qwen3Config) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
-
-        def mlp(layer: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size)
-
-        decoder = qwen3_decoder(c, rotary, mlp, c.window, bias=c.attention_bias)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
+        super().__init__(config, qwen3_decoder(c, rotary, window=c.window, bias=c.attention_bias))
 
 
 def qwen3_decoder(
     config: DecoderConfig,
     rotary: RotaryEmbedding,
-    mlp: Callable[[int], nn.Module],
+    mlp: Callable[[int], nn.Module] | None = None,
     window: Callable[[int], int | None] = lambda layer: None,
     *,
     bias: bool = False,
@@ -63,22 +58,18 @@ def qwen3_decoder(
     Args:
         config: config of the architecture.
         rotary: rotary embedding of queries and keys.
-        mlp: builds the MLP or MoE layer of the block with this index.
+        mlp: builds the MLP or MoE layer of the block with this index; None for gated MLPs.
         window: returns the sliding window of the block with this index; None for full attention.
         bias: add biases to the query, key, value and output projections.
     """
     c = config
 
-    def norm(size: int = c.hidden_size) -> RMSNorm:
-        return RMSNorm(size, c.rms_norm_eps)
+    def norm() -> RMSNorm:
+        return RMSNorm(c.head_size, c.rms_norm_eps)
 
-    def block(layer: int) -> PreNormBlock:
-        attention = Attention(
-            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-            q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=window(layer),
-            qkv_bias=bias, output_bias=bias,
-        )  # fmt: skip
-        return PreNormBlock(norm(), attention, norm(), mlp(layer))
+    def attention(layer: int) -> Attention:
+        return Attention(
+            *heads(c), rotary, q_norm=norm(), k_norm=norm(), window=window(layer), qkv_bias=bias, output_bias=bias
+        )
 
-    embedding = Embedding(c.vocab_size, c.hidden_size)
-    return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())
+    return llama_decoder(c, attention, mlp, Embedding(c.vocab_size, c.hidden_size))

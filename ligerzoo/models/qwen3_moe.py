@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ligerzoo.layers import Experts, GatedMLP, LMHead, MoE, RotaryEmbedding, Router
+from ligerzoo.layers import Experts, GatedMLP, MoE, RotaryEmbedding, Router
+from ligerzoo.models.config import rotary_arguments
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
 from ligerzoo.models.qwen3 import qwen3_decoder
 
@@ -40,11 +41,11 @@ class Qwen3Moe(MoECausalLM):
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rotary = RotaryEmbedding(*rotary_arguments(c))
         decoder = qwen3_decoder(
             c, rotary, lambda layer: qwen3_moe_mlp(c, layer), lambda layer: c.sliding_window, bias=c.attention_bias
         )
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, decoder)
 
 
 def qwen3_moe_mlp(config: SparseStepMoEConfig, layer: int) -> nn.Module:

@@ -16,6 +16,7 @@ from ligerzoo.layers import (
     ResampledPositionEmbedding,
 )
 from ligerzoo.layers.rotary import are_interleaved_sections
+from ligerzoo.models.config import rotary_arguments
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
 
 
@@ -114,7 +115,7 @@ class Qwen3VisionLM(VisionLM):
 def interleaved_rotary(config: Qwen3VisionLMConfig) -> InterleavedSectionedRotaryEmbedding:
     """Builds the rotary embedding of the decoder."""
     c = config
-    frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
+    frequencies = rotary_arguments(c)
     return InterleavedSectionedRotaryEmbedding(c.mrope_section, *frequencies)
 
 

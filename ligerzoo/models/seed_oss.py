@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.layers import GatedMLP, LMHead
+from ligerzoo.layers import GatedMLP
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.llama import LlamaConfig, llama_attention, llama_decoder
 
@@ -42,9 +42,7 @@ class SeedOss(CausalLM):
     def __init__(self, config: SeedOssConfig) -> None:
         c = config
 
-        def mlp() -> GatedMLP:
+        def mlp(layer: int) -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        attention = llama_attention(c, c.attention_out_bias)
-        decoder = llama_decoder(c, attention, mlp)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size))
+        super().__init__(config, llama_decoder(c, llama_attention(c, c.attention_out_bias), mlp))

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Embedding, GatedMLP, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig
+from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
+from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +78,15 @@ class SmolLM3(CausalLM):
     config: SmolLM3Config
 
     def __init__(self, config: SmolLM3Config) -> None:
-        c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def block(layer: int) -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary if c.rotates(layer) else None,
-                window=c.window(layer), qkv_bias=c.attention_bias, output_bias=c.attention_bias,
+        def attention(layer: int) -> Attention:
+            return Attention(
+                *heads(c), rotary if c.rotates(layer) else None, window=c.window(layer), qkv_bias=c.attention_bias,
+                output_bias=c.attention_bias,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-            return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(layer) for layer in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size))
+        def mlp(layer: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+
+        super().__init__(config, llama_decoder(c, attention, mlp, Embedding(c.vocab_size, c.hidden_size)))

@@ -19,7 +19,6 @@ from ligerzoo.layers import (
     Decoder,
     DeepStack,
     Grids,
-    LMHead,
     PatchEmbedding,
     PatchMerger,
     PreNormBlock,
@@ -138,8 +137,7 @@ class VisionLM(CausalLM):
     frames_advance = False
 
     def __init__(self, config: VisionLMConfig, model: Decoder, visual: VisionTower) -> None:
-        head = LMHead(config.hidden_size, config.vocab_size)
-        super().__init__(config, model, head, visual=visual)
+        super().__init__(config, model, visual=visual)
 
     @property
     def placeholders(self) -> Mapping[int, str]:
@@ -255,11 +253,7 @@ class VisionLM(CausalLM):
 
 
 def tower_parts(
-    config: VisionTowerConfig,
-    norm: Callable[[], nn.Module],
-    mlp: Callable[[], nn.Module],
-    *,
-    patch_bias: bool = False,
+    config: VisionTowerConfig, norm: Callable[[], nn.Module], mlp: Callable[[], nn.Module], *, patch_bias: bool = False
 ) -> tuple[PatchEmbedding, list[PreNormBlock]]:
     """Builds the first parts of a vision tower.
 
