@@ -9,26 +9,24 @@ For zero logits cos and the gradient are 0. There is no temperature: it would on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.kernels.softcap import Transform, transformed
+from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
+from ligerzoo.kernels.softcap import transformed
 
 _MAX_ELEMENTS = 2**23  # of an fp32 copy
 
 
-def reference(
-    student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
-) -> Tensor:
-    """Returns the distance of each row of (M, V) logits, 0 if ignored: the specification and the tests' oracle."""
+def reference(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> Tensor:
+    """Returns the distance of each row of (..., V) logits, 0 if ignored: the specification and the tests' oracle."""
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
+    ignored = target == options.ignore_index
     # Masking only the losses would multiply NaN logits of an ignored token by an upstream gradient of 0.
     z, y = (
         _directions(transformed(logits.to(dtype).masked_fill(ignored[..., None], 0.0), transform)[0])[0]
-        for logits, transform in ((student, student_transform), (teacher, teacher_transform))
+        for logits, transform in ((student, options.student), (teacher, options.teacher))
     )
     return (1 - (z * y).sum(-1)).masked_fill(ignored, 0.0)
 
@@ -41,37 +39,21 @@ def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * inverse, inverse
 
 
-def _row_slices(student: Tensor) -> Iterator[slice]:
-    rows = max(1, _MAX_ELEMENTS // max(1, student.shape[-1]))
-    return (slice(start, start + rows) for start in range(0, student.shape[0], rows))
-
-
-def compute_losses(
-    student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
+def cosine_distances_(
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor | None, options: DivergenceOptions
 ) -> Tensor:
-    """Returns the distance of each row, outside autograd."""
-    losses = ignored.new_zeros(
-        ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
-    )
-    for rows in _row_slices(student):
-        losses[rows] = reference(student[rows], teacher[rows], ignored[rows], student_transform, teacher_transform)
-    return losses
-
-
-def loss_and_gradient_(
-    student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor, student_transform: Transform,
-    teacher_transform: Transform,
-) -> Tensor:  # fmt: skip
-    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient."""
-    losses = ignored.new_zeros(
-        ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
-    )
-    for rows in _row_slices(student):
-        x, slope = transformed(student[rows].to(losses.dtype), student_transform)
+    """`ligerzoo.kernels.divergence.row_divergences_` for the cosine distance."""
+    ignored, dtype = target == options.ignore_index, torch.promote_types(student.dtype, teacher.dtype)
+    losses = ignored.new_zeros(ignored.shape, dtype=accumulation_dtype(dtype))
+    step = max(1, _MAX_ELEMENTS // max(1, student.shape[-1]))
+    for start in range(0, len(student), step):
+        rows = slice(start, start + step)
+        x, slope = transformed(student[rows].to(losses.dtype), options.student)
         z, inverse = _directions(x)
-        y, _ = _directions(transformed(teacher[rows].to(losses.dtype), teacher_transform)[0])
+        y, _ = _directions(transformed(teacher[rows].to(losses.dtype), options.teacher)[0])
         cos = (z * y).sum(-1, keepdim=True)
         losses[rows] = (1 - cos[:, 0]).masked_fill(ignored[rows], 0.0)
-        gradient = (cos * z - y) * (inverse * upstream[rows, None]) * slope
-        student[rows] = gradient.masked_fill(ignored[rows, None], 0.0).to(student.dtype)
+        if upstream is not None:
+            gradient = (cos * z - y) * (inverse * upstream[rows, None]) * slope
+            student[rows] = gradient.masked_fill(ignored[rows, None], 0.0).to(student.dtype)
     return losses

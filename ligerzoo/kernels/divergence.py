@@ -14,46 +14,38 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import FRACTION, POSITIVE, check
-from ligerzoo.kernels import cosine
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
+from ligerzoo.kernels.cosine import cosine_distances_
 from ligerzoo.kernels.dispatch import Backend, uses_triton
-from ligerzoo.kernels.loss import divergence_kernels, token_divergence
-from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward
+from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward, fused_divergences_
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
-from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions, reference
+from ligerzoo.kernels.loss.token_divergence import (
+    Divergence,
+    DivergenceOptions,
+    reference,
+    reference_divergences_,
+)
 from ligerzoo.tensor_checks import check_floats
 
 
-def compute_losses(
-    student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions, triton: bool
+def row_divergences_(
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor | None, options: DivergenceOptions, triton: bool
 ) -> Tensor:
-    """Returns the divergence of each row of (M, V) logits, outside autograd, by Triton or plain torch."""
-    if options.divergence == "cosine":
-        ignored = target == options.ignore_index
-        return cosine.compute_losses(student, teacher, ignored, options.student, options.teacher)
-    if triton:
-        return divergence_forward(student, teacher, target, options).loss
-    return reference(student, teacher, target, options)
-
-
-def loss_and_gradient_(
-    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: DivergenceOptions, triton: bool
-) -> Tensor:
-    """Returns each row's divergence and overwrites `student` with its gradient, for the linear divergences.
+    """Returns each row's divergence, outside autograd. With upstream gradients, overwrites `student` by its gradient.
 
     Args:
         student: (M, V) logits, contiguous rows of a private buffer.
         teacher: (M, V) logits.
         target: (M,) integers.
-        upstream: (M,) fp32 (fp64 for fp64 logits), the gradient of each row's divergence; may be expanded.
+        upstream: (M,) fp32 (fp64 for fp64 logits), the gradient of each row's divergence, which may be expanded; or
+            None.
         options: the divergence.
         triton: whether to use Triton or plain torch.
     """
     if options.divergence == "cosine":
-        ignored = target == options.ignore_index
-        return cosine.loss_and_gradient_(student, teacher, ignored, upstream, options.student, options.teacher)
-    compute = divergence_kernels.loss_and_gradient_ if triton else token_divergence.reference_loss_and_gradient_
-    return compute(student, teacher, target, upstream, options)
+        return cosine_distances_(student, teacher, target, upstream, options)
+    return (fused_divergences_ if triton else reference_divergences_)(student, teacher, target, upstream, options)
 
 
 class _Losses(FusedFunction):
@@ -78,10 +70,9 @@ def check_divergence(name: str, options: DivergenceOptions, **teacher_tensors: T
     check(name, POSITIVE, temperature=options.temperature)
     for argument, tensor in teacher_tensors.items():
         if tensor is not None and requires_gradient(tensor) and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: {argument} requires a gradient, but no gradient is computed for the teacher; "
-                f"run the teacher under torch.no_grad(), or pass {argument}.detach()"
-            )
+            what = f"{argument} requires a gradient, but no gradient is computed for the teacher"
+            remedy = f"Run the teacher under torch.no_grad(), or pass {argument}.detach()"
+            raise LigerzooError(what, where=name, remedy=remedy)
 
 
 def jsd_divergence(beta: float) -> Divergence:
@@ -92,15 +83,20 @@ def jsd_divergence(beta: float) -> Divergence:
 
 
 def _divergence(
-    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, options: DivergenceOptions,
-    reduction: Reduction, num_items: int | Tensor | None, backend: Backend,
-) -> Tensor:  # fmt: skip
+    name: str,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None,
+    options: DivergenceOptions,
+    reduction: Reduction,
+    num_items: int | Tensor | None,
+    backend: Backend,
+) -> Tensor:
     check_floats(name, student=student, teacher=teacher)
     check_divergence(name, options, teacher=teacher)
     if student.shape != teacher.shape:
-        raise ValueError(
-            f"{name}: student {tuple(student.shape)} and teacher {tuple(teacher.shape)}; expected (..., V) for both"
-        )
+        what = f"student {tuple(student.shape)} and teacher {tuple(teacher.shape)}"
+        raise LigerzooError(what, where=name, expected="(..., V) for both")
     if target is None:
         target, options = target_without_ignored(student, options)
     check_target(name, target, student.shape[:-1])

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.loss.chunked_head import (
@@ -26,6 +27,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     Needs,
     check_budget,
     gradient_dtype,
+    gradients_of,
     head_flops,
     head_type,
     head_workspace,
@@ -34,13 +36,11 @@ from ligerzoo.kernels.loss.chunked_head import (
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
+    TokenReduction,
     as_targets,
-    as_token_weight,
-    check_class_weight,
     check_target_dtype,
     check_terms,
-    denominator,
-    reduce_losses,
+    token_reduction,
 )
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import (
@@ -59,19 +59,17 @@ class SweepOptions(NamedTuple):
     """The options of a sweep.
 
     Attributes:
-        ignore_index: the target of ignored rows.
         budget: MiB of logits that exist at a time; None for the default, see `set_logits_budget`.
         triton: whether to use Triton or plain torch for the rows.
         statistics: whether to compute entropies and argmaxes.
     """
 
-    ignore_index: int
     budget: int | None
     triton: bool
     statistics: bool
 
 
-class SweepResults(NamedTuple):
+class _SweepResults(NamedTuple):
     """The fields of `RowResults` and of `HeadGradients`."""
 
     loss: Tensor
@@ -92,9 +90,9 @@ class SweepResults(NamedTuple):
         return HeadGradients(*self[5:])
 
 
-def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> SweepResults:
+def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> _SweepResults:
     hidden, weight, _ = head
-    return SweepResults(
+    return _SweepResults(
         *zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics),
         hidden.new_empty(hidden.shape if needs.hidden else (0,)),
         weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(weight)),
@@ -114,37 +112,44 @@ def _sweep_peak(head: HeadInputs, target: Tensor, options: SweepOptions, needs: 
 
 @register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops, peak=_sweep_peak)
 def _sweep(
-    head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
-    options: SweepOptions, needs: Needs,
-) -> SweepResults:  # fmt: skip
+    head: HeadInputs,
+    target: Tensor,
+    class_weight: Tensor | None,
+    upstream: Upstream,
+    terms: Terms,
+    options: SweepOptions,
+    needs: Needs,
+) -> _SweepResults:
     hidden, weight, _ = head
     results = zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics)
-    valid = target != options.ignore_index
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), options.budget)
     dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
     needs_products = needs.hidden or needs.weight
     # The row kernel sums the bias's gradient before it is rounded. The head would sum rounded gradients.
-    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, Needs(needs.hidden, needs.weight))
+    own_needs = Needs(needs.hidden, needs.weight)
+    chunked = head_type(hidden.shape[0], weight)(head, target != terms.ignore_index, rows, own_needs)
+    row_options: dict[str, Any] = {"dbias": dbias if needs.bias else None, "triton": options.triton}
     for chunk in chunked.chunks:
         logits = chunked.logits(chunk)
+        out = logits if any(needs) else None
+        rows_of_chunk = chunked.rows(chunk)
         compute_rows_(
-            logits, target, results, upstream, terms, options.ignore_index, class_weight=class_weight,
-            out=logits if any(needs) else None, dbias=dbias if needs.bias else None, order=chunked.order,
-            count=chunked.count(chunk), first_row=chunk.start, triton=options.triton,
-        )  # fmt: skip
+            logits, target, results, upstream, terms, class_weight, out=out, rows=rows_of_chunk, **row_options
+        )
         if needs_products:
             chunked.accumulate_gradient(chunk, logits)
     dhidden, dweight, _ = chunked.gradients()
-    return SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
+    return _SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
 
 
 def _reduced_loss(
-    head: HeadInputs, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None, divisor: int | Tensor,
-    terms: Terms, options: SweepOptions,
-) -> tuple[Tensor, RowResults]:  # fmt: skip
-    """Returns the sum of the weighted token losses, divided by `divisor`, and the tokens' results, detached. One sweep
-    computes the loss and its gradients."""
-    hidden = head.hidden
+    head: HeadInputs, class_weight: Tensor | None, mean: TokenReduction, terms: Terms, options: SweepOptions
+) -> tuple[Tensor, RowResults]:
+    """Returns a sum or mean of the token losses, and the tokens' results, detached. One sweep computes the loss and its
+    gradients."""
+    hidden, target, divisor = head.hidden, mean.target.reshape(-1), mean.divisor
+    token_weight = None if mean.token_weight is None else mean.token_weight.reshape(-1)
+    assert divisor is not None
     needs = Needs(*(t is not None and t.requires_grad for t in head))
     with torch.no_grad():
         ones = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
@@ -168,12 +173,17 @@ class _TokenResults(FusedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-        terms: Terms, options: SweepOptions,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        results = _sweep(
-            HeadInputs(hidden, weight, bias), target, class_weight, NO_UPSTREAM, terms, options, Needs(False, False)
-        ).rows
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        terms: Terms,
+        options: SweepOptions,
+    ) -> tuple[Tensor, ...]:
+        head, needs = HeadInputs(hidden, weight, bias), Needs(False, False)
+        results = _sweep(head, target, class_weight, NO_UPSTREAM, terms, options, needs).rows
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.terms, ctx.options = terms, options
         ctx.set_materialize_grads(False)
@@ -182,70 +192,71 @@ class _TokenResults(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, logsumexp: Tensor | None, _: None
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        hidden, weight, bias, target, class_weight = ctx.saved_tensors
-        ignore_index, budget, triton, statistics = ctx.options
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, target, class_weight = ctx.saved_tensors
+        head, needs = HeadInputs(*inputs), Needs(*ctx.needs_input_grad[:3])
+        loss, logp, entropy, logsumexp, _ = upstream
         # Compiled code passes zeros for unused results.
-        upstream = Upstream(loss, logp, entropy if statistics else None, logsumexp)
-        needs = Needs(*ctx.needs_input_grad[:3])
-        results = _sweep(
-            HeadInputs(hidden, weight, bias), target, class_weight, upstream, ctx.terms,
-            SweepOptions(ignore_index, budget, triton, False), needs,
-        )  # fmt: skip
-        return (
-            results.dhidden if needs.hidden else None,
-            results.dweight.to(weight.dtype) if needs.weight else None,
-            results.dbias.to(bias.dtype) if needs.bias else None,
-            None,
-            None,
-            None,
-            None,
-        )
+        gradients = Upstream(loss, logp, entropy if ctx.options.statistics else None, logsumexp)
+        options = ctx.options._replace(statistics=False)
+        results = _sweep(head, target, class_weight, gradients, ctx.terms, options, needs).gradients
+        return *gradients_of(inputs, results, needs), None, None, None, None
 
 
-def prepare_inputs(
-    name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, terms: Terms,
-) -> tuple[HeadInputs, Tensor]:  # fmt: skip
+def prepare_inputs(name: str, head: HeadInputs, target: Tensor, terms: Terms) -> tuple[HeadInputs, Tensor]:
     """Returns the head with flattened hidden states, and the targets, in the dtypes of the computation.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: shapes, dtypes or terms are invalid.
+        ValueError: shapes, dtypes, terms or targets are invalid.
     """
-    check_floats(name, hidden=hidden, weight=weight)
-    check_optional_floats(name, bias=bias)
-    check_target_dtype(name, target)
     check_terms(name, terms)
-    hidden, weight, bias = autocast(hidden, weight, bias)
+    head = _prepared_head(name, head, target)
+    return head, as_targets(name, target, head.weight.shape[0], terms.ignore_index)
+
+
+def _prepared_head(name: str, head: HeadInputs, target: Tensor) -> HeadInputs:
+    check_floats(name, hidden=head.hidden, weight=head.weight)
+    check_optional_floats(name, bias=head.bias)
+    check_target_dtype(name, target)
+    hidden, weight, bias = autocast(*head)
     if (
         hidden.shape[:-1] != target.shape
         or hidden.shape[-1:] != weight.shape[1:]
         or hidden.dtype != weight.dtype
         or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype))
     ):
-        raise ValueError(
-            f"{name}: hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
-            f"target {tuple(target.shape)}, bias {None if bias is None else (*bias.shape, bias.dtype)}; "
-            "expected (..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype"
+        raise LigerzooError(
+            f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
+            f"target {tuple(target.shape)}, bias {None if bias is None else (*bias.shape, bias.dtype)}",
+            where=name,
+            expected="(..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype",
         )
-    head = HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    return head, as_targets(name, target, weight.shape[0], ignore_index)
+    return HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
 
 
 @overload
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
-    return_statistics: Literal[False] = False, **options: Any,
-) -> Tensor: ...  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_statistics: Literal[False] = False,
+    **options: Any,
+) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
-    return_statistics: Literal[True], **options: Any,
-) -> tuple[Tensor, TokenStatistics]: ...  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_statistics: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, TokenStatistics]: ...
 
 
 def linear_cross_entropy(  # type: ignore[misc]
@@ -301,26 +312,20 @@ def linear_cross_entropy(  # type: ignore[misc]
         ValueError: a shape, a dtype or the reduction is invalid, or (on a CPU, or if LIGERZOO_DEBUG=1) a target is
             outside [0, V). On a GPU without LIGERZOO_DEBUG, the loss of such a token is NaN.
     """
-    name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
-    head, target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
-    check_class_weight(name, class_weight, weight.shape[0])
-    dtype = accumulation_dtype(head.hidden.dtype)
-    token_weight = as_token_weight(name, token_weight, target, ignore_index, dtype)
+    name = "linear_cross_entropy"
+    terms = Terms(logit_scale, softcap, temperature, label_smoothing, z_loss, ignore_index)
+    head = _prepared_head(name, HeadInputs(hidden, weight, bias), target)
+    n_classes, dtype = weight.shape[0], accumulation_dtype(head.hidden.dtype)
+    mean = token_reduction(name, target, n_classes, dtype, terms, reduction, num_items, class_weight, token_weight)
     check_budget(name, logits_budget)
     triton = uses_triton(head.hidden, head.weight, backend=backend)
-    options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
-    targets = target.reshape(-1)
-    divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    if divisor is None or not precomputes_gradients():
-        results = _TokenResults.apply(*head, targets, class_weight, terms, options)
-        losses = results[0].view(target.shape)
-        loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)
+    options = SweepOptions(logits_budget, triton, return_statistics)
+    if mean.divisor is None or not precomputes_gradients():
+        results = _TokenResults.apply(*head, mean.target.reshape(-1), class_weight, terms, options)
+        loss = mean.loss(results[0])
     else:
-        token_weights = None if token_weight is None else token_weight.reshape(-1)
-        loss, results = _reduced_loss(head, targets, class_weight, token_weights, divisor, terms, options)
-    if return_statistics:
-        return loss, token_statistics_from([t.detach() for t in results], target, ignore_index)
-    return loss
+        loss, results = _reduced_loss(head, class_weight, mean, terms, options)
+    return (loss, mean.statistics(results)) if return_statistics else loss
 
 
 def token_statistics(
@@ -341,10 +346,8 @@ def token_statistics(
     One sweep computes all of them. The first three are differentiable. Arguments and errors are those of
     `linear_cross_entropy`.
     """
-    terms = Terms(logit_scale, softcap, temperature)
-    results = token_results(
-        "token_statistics", hidden, weight, target, bias, terms, ignore_index, logits_budget, backend, statistics=True
-    )
+    head, terms = HeadInputs(hidden, weight, bias), Terms(logit_scale, softcap, temperature, ignore_index=ignore_index)
+    results = token_results("token_statistics", head, target, terms, logits_budget, backend, statistics=True)
     return token_statistics_from(results, target, ignore_index)
 
 
@@ -366,20 +369,23 @@ def token_logps(
     Preference and reinforcement learning losses are functions of these. Arguments and errors are those of
     `linear_cross_entropy`.
     """
-    terms = Terms(logit_scale, softcap, temperature)
-    results = token_results(
-        "token_logps", hidden, weight, target, bias, terms, ignore_index, logits_budget, backend, statistics=False
-    )
+    head, terms = HeadInputs(hidden, weight, bias), Terms(logit_scale, softcap, temperature, ignore_index=ignore_index)
+    results = token_results("token_logps", head, target, terms, logits_budget, backend, statistics=False)
     return results.logp.view(target.shape)
 
 
 def token_results(
-    name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms, ignore_index: int,
-    logits_budget: int | None, backend: Backend, *, statistics: bool,
-) -> RowResults:  # fmt: skip
+    name: str,
+    head: HeadInputs,
+    target: Tensor,
+    terms: Terms,
+    logits_budget: int | None,
+    backend: Backend,
+    *,
+    statistics: bool,
+) -> RowResults:
     """Returns the results of the flattened targets, differentiable. `name` is the function that messages name."""
-    head, target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
+    head, target = prepare_inputs(name, head, target, terms)
     check_budget(name, logits_budget)
-    triton = uses_triton(head.hidden, head.weight, backend=backend)
-    options = SweepOptions(ignore_index, logits_budget, triton, statistics)
+    options = SweepOptions(logits_budget, uses_triton(head.hidden, head.weight, backend=backend), statistics)
     return RowResults(*_TokenResults.apply(*head, target.reshape(-1), None, terms, options))

@@ -26,22 +26,16 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
-from ligerzoo.kernels.divergence import (
-    check_divergence,
-    compute_losses,
-    jsd_divergence,
-    loss_and_gradient_,
-    target_without_ignored,
-)
+from ligerzoo.kernels.divergence import check_divergence, jsd_divergence, row_divergences_, target_without_ignored
 from ligerzoo.kernels.loss.chunked_head import (
-    DenseHead,
     HeadInputs,
     Needs,
-    RaggedHead,
     check_budget,
     gradient_dtype,
+    gradients_of,
     head_flops,
     head_type,
     rows_per_chunk,
@@ -86,13 +80,20 @@ class TeacherInputs(NamedTuple):
     bias: Tensor | None
 
 
-class SweepResults(NamedTuple):
+class _SweepResults(NamedTuple):
     """(T,) losses, and the student's `HeadGradients` for the losses' upstream gradients."""
 
     losses: Tensor
     dhidden: Tensor
     dweight: Tensor
     dbias: Tensor
+
+
+class _SweepOptions(NamedTuple):
+    """MiB of logits that exist at a time (None for the default), and whether Triton computes the rows."""
+
+    budget: int | None
+    triton: bool
 
 
 def _loss_dtype(student: HeadInputs, teacher: TeacherInputs) -> torch.dtype:
@@ -103,9 +104,9 @@ def _weights(student: HeadInputs, teacher: TeacherInputs) -> list[Tensor]:
     return [student.weight] if teacher.weight is None else [student.weight, teacher.weight]
 
 
-def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, needs: Needs) -> SweepResults:
+def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, needs: Needs) -> _SweepResults:
     hidden, weight, _ = student
-    return SweepResults(
+    return _SweepResults(
         hidden.new_empty(target.shape, dtype=_loss_dtype(student, teacher)),
         hidden.new_empty(hidden.shape if needs.hidden else (0,)),
         weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(*_weights(student, teacher))),
@@ -118,55 +119,53 @@ def _flops(student: HeadInputs, teacher: TeacherInputs, needs: Needs) -> int:
     return flops if teacher.weight is None else flops + head_flops(teacher.hidden, teacher.weight, Needs(False, False))
 
 
-class _TeacherLogits:
-    """Given logits, with the interface of a head."""
-
-    def __init__(self, logits: Tensor, order: Tensor | None) -> None:
-        self.all_logits, self.order = logits, order
-
-    def logits(self, chunk: slice) -> Tensor:
-        return self.all_logits[chunk] if self.order is None else self.all_logits[self.order[chunk]]
-
-
 @register("linear_divergence_sweep", fake=_sweep_fake, flops=_flops)
 def _sweep(
-    student: HeadInputs, teacher: TeacherInputs, target: Tensor, upstream: Tensor | None, options: DivergenceOptions,
-    budget: int | None, triton: bool, needs: Needs,
-) -> SweepResults:  # fmt: skip
+    student: HeadInputs,
+    teacher: TeacherInputs,
+    target: Tensor,
+    upstream: Tensor | None,
+    divergence: DivergenceOptions,
+    options: _SweepOptions,
+    needs: Needs,
+) -> _SweepResults:
     """Computes the losses and the needed gradients. `upstream`, (T,), is None if no gradient is needed."""
     itemsize = student.hidden.element_size() + teacher.hidden.element_size()
-    rows = rows_per_chunk(student.hidden, student.weight.shape[0], itemsize, budget)
-    valid, weights = target != options.ignore_index, _weights(student, teacher)
+    rows = rows_per_chunk(student.hidden, student.weight.shape[0], itemsize, options.budget)
+    valid, weights = target != divergence.ignore_index, _weights(student, teacher)
     head = head_type(target.shape[0], *weights)
-    student_head = head(student, valid, rows, needs)
-    teacher_head: DenseHead | RaggedHead | _TeacherLogits = _TeacherLogits(teacher.hidden, student_head.order)
+    student_head, teacher_head = head(student, valid, rows, needs), None
     if teacher.weight is not None:
         inputs = HeadInputs(teacher.hidden, teacher.weight, teacher.bias)
         teacher_head = head(inputs, valid, rows, Needs(False, False))
     losses = target.new_zeros(target.shape, dtype=_loss_dtype(student, teacher))
     for chunk in student_head.chunks:
-        tokens = chunk if student_head.order is None else student_head.order[chunk]
-        logits, teacher_logits = student_head.logits(chunk), teacher_head.logits(chunk)
-        if any(needs):
-            assert upstream is not None
-            losses[tokens] = loss_and_gradient_(
-                logits, teacher_logits, target[tokens], upstream[tokens], options, triton
-            )
+        tokens = student_head.tokens(chunk)
+        logits = student_head.logits(chunk)
+        teacher_logits = teacher.hidden[tokens] if teacher_head is None else teacher_head.logits(chunk)
+        gradient = upstream[tokens] if upstream is not None and any(needs) else None
+        losses[tokens] = row_divergences_(logits, teacher_logits, target[tokens], gradient, divergence, options.triton)
+        if gradient is not None:
             student_head.accumulate_gradient(chunk, logits)
-        else:
-            losses[tokens] = compute_losses(logits, teacher_logits, target[tokens], options, triton)
     dhidden, dweight, dbias = student_head.gradients()
-    return SweepResults(losses, dhidden, dweight.to(gradient_dtype(*weights)), dbias)
+    return _SweepResults(losses, dhidden, dweight.to(gradient_dtype(*weights)), dbias)
 
 
 def linear_divergence(
-    name: str, student: Side, teacher: Side, target: Tensor | None, options: DivergenceOptions, reduction: Reduction,
-    num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
-) -> Tensor:  # fmt: skip
+    name: str,
+    student: Side,
+    teacher: Side,
+    target: Tensor | None,
+    divergence: DivergenceOptions,
+    reduction: Reduction,
+    num_items: int | Tensor | None,
+    logits_budget: int | None,
+    backend: Backend,
+) -> Tensor:
     """Returns the divergence of two heads, see `linear_kl_div`. `name` is the public function, for error messages."""
     student_tensors, teacher_tensors = _named_tensors(student), _named_tensors(teacher)
     check_floats(name, **{f"{student.prefix}weight": student.weight} | student_tensors | teacher_tensors)
-    check_divergence(name, options, **teacher_tensors)
+    check_divergence(name, divergence, **teacher_tensors)
     check_budget(name, logits_budget)
     student, teacher = _autocast(student), _autocast(teacher)
     assert student.weight is not None
@@ -174,24 +173,24 @@ def linear_divergence(
     _check_side(name, student, tokens, classes)
     _check_side(name, teacher, tokens, classes)
     if target is None:
-        target, options = target_without_ignored(student.hidden, options)
+        target, divergence = target_without_ignored(student.hidden, divergence)
     check_target(name, target, tokens)
-    options = options._replace(
-        student_scale=student.scale, student_softcap=student.softcap,
-        teacher_scale=teacher.scale, teacher_softcap=teacher.softcap,
-    )  # fmt: skip
-    divisor = denominator(
-        name, accumulation_dtype(student.hidden.dtype), target, reduction, options.ignore_index, num_items
+    divergence = divergence._replace(
+        student_scale=student.scale,
+        student_softcap=student.softcap,
+        teacher_scale=teacher.scale,
+        teacher_softcap=teacher.softcap,
     )
-    triton, targets = uses_triton(student.hidden, teacher.hidden, backend=backend), target.reshape(-1)
-    student_inputs = HeadInputs(student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias)
-    teacher_inputs = TeacherInputs(teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias)
+    dtype = accumulation_dtype(student.hidden.dtype)
+    divisor = denominator(name, dtype, target, reduction, divergence.ignore_index, num_items)
+    options = _SweepOptions(logits_budget, uses_triton(student.hidden, teacher.hidden, backend=backend))
+    head = HeadInputs(student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias)
+    teacher_head = TeacherInputs(teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias)
+    targets = target.reshape(-1)
     if divisor is None or under_transform():
-        losses: Tensor = _TokenDivergences.apply(
-            *student_inputs, *teacher_inputs, targets, options, logits_budget, triton
-        )
+        losses: Tensor = _TokenDivergences.apply(*head, *teacher_head, targets, divergence, options)
         return reduce_losses(losses.view(tokens), divisor)
-    return _reduced_divergence(student_inputs, teacher_inputs, targets, divisor, options, logits_budget, triton)
+    return _reduced_divergence(head, teacher_head, targets, divisor, divergence, options)
 
 
 def _autocast(side: Side) -> Side:
@@ -200,9 +199,13 @@ def _autocast(side: Side) -> Side:
 
 
 def _reduced_divergence(
-    student: HeadInputs, teacher: TeacherInputs, target: Tensor, divisor: int | Tensor, options: DivergenceOptions,
-    budget: int | None, triton: bool,
-) -> Tensor:  # fmt: skip
+    student: HeadInputs,
+    teacher: TeacherInputs,
+    target: Tensor,
+    divisor: int | Tensor,
+    divergence: DivergenceOptions,
+    options: _SweepOptions,
+) -> Tensor:
     """Returns the sum of the tokens' divergences, divided by `divisor`. One sweep computes it and its gradients."""
     needs = Needs(*(t is not None and t.requires_grad and torch.is_grad_enabled() for t in student))
     with torch.no_grad():
@@ -210,9 +213,7 @@ def _reduced_divergence(
         # In fp16 gradients multiplied by a small share may underflow, so backward multiplies by it.
         is_fp16 = student.hidden.dtype == torch.float16
         upstream, factor = (torch.ones_like(share), share) if is_fp16 else (share, None)
-        losses, *gradients = _sweep(
-            student, teacher, target, upstream.expand(target.shape), options, budget, triton, needs
-        )
+        losses, *gradients = _sweep(student, teacher, target, upstream.expand(target.shape), divergence, options, needs)
         loss = losses.sum() / divisor
     return attach_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
 
@@ -222,22 +223,19 @@ class _TokenDivergences(FusedFunction):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *inputs, options, budget, triton = args
+        *inputs, divergence, options = args
         ctx.save_for_backward(*inputs)
-        ctx.options, ctx.budget, ctx.triton = options, budget, triton
-        student, teacher, target = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6]), inputs[6]
-        return _sweep(student, teacher, target, None, options, budget, triton, Needs(False, False)).losses
+        ctx.divergence, ctx.options = divergence, options
+        heads = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6])
+        return _sweep(*heads, inputs[6], None, divergence, options, Needs(False, False)).losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         inputs, needs = ctx.saved_tensors, Needs(*ctx.needs_input_grad[:3])
-        student, teacher, target = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6]), inputs[6]
-        _, *gradients = _sweep(student, teacher, target, upstream, ctx.options, ctx.budget, ctx.triton, needs)
-        student_gradients = (
-            g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, inputs[:3], needs, strict=True)
-        )
-        return *student_gradients, *(None,) * 7
+        heads = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6])
+        _, *gradients = _sweep(*heads, inputs[6], upstream, ctx.divergence, ctx.options, needs)
+        return *gradients_of(inputs[:3], gradients, needs), *(None,) * 6
 
 
 def _named_tensors(side: Side) -> dict[str, Tensor]:
@@ -253,10 +251,8 @@ def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) 
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:
             with_bias = "" if bias is None else f" and {prefix}bias is given"
-            raise ValueError(
-                f"{name}: {prefix}logits has shape {tuple(hidden.shape)}{with_bias}; "
-                f"expected {(*tokens, *classes)}, without a bias"
-            )
+            what = f"{prefix}logits has shape {tuple(hidden.shape)}{with_bias}"
+            raise LigerzooError(what, where=name, expected=f"{(*tokens, *classes)}, without a bias")
         return
     fits = (
         hidden.shape == (*tokens, *weight.shape[1:])
@@ -266,11 +262,11 @@ def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) 
         and (bias is None or (bias.shape == classes and bias.dtype == weight.dtype))
     )
     if not fits:
-        raise ValueError(
-            f"{name}: {prefix}hidden {tuple(hidden.shape)} {hidden.dtype}, {prefix}weight {tuple(weight.shape)} "
-            f"{weight.dtype}, {prefix}bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
-            f"expected {(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
-        )
+        given = [
+            f"{argument} {tuple(tensor.shape)} {tensor.dtype}" for argument, tensor in _named_tensors(side).items()
+        ]
+        expected = f"{(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
+        raise LigerzooError(", ".join(given), where=name, expected=expected)
 
 
 def linear_kl_div(

@@ -146,7 +146,7 @@ def _divergence(name: str, student: Side, teacher: Side, target: Tensor, options
         raise LigerzooError(what, where=name, expected="the same vocabulary")
     logits = _transformed_logits(student, mask)
     if kind == "cosine":
-        distances = cosine.reference(logits, teacher_logits, ~mask, divergence.student, divergence.teacher)
+        distances = cosine.reference(logits, teacher_logits, target, divergence)
         return distances.sum() / items_or(options.num_items, mask.sum(), logits)
     functions: dict[Divergence, Callable[..., Tensor]] = {
         "forward_kl": kl_div,

@@ -54,7 +54,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_both_or_neither, check_constants, check_sequences
 from ligerzoo.losses.logps import items_or, masked_mean, masked_sum
-from ligerzoo.losses.objective import GroupObjective, LossGroup, LossOutput, evaluate
+from ligerzoo.losses.objective import GroupObjective, LossGroup, LossOutput, evaluate_objective
 from ligerzoo.losses.options import LossInputs, takes
 from ligerzoo.losses.policy import VARIANTS, GRPOOptions, PPOOptions, Rollout, kl_estimate, policy_inputs
 from ligerzoo.tensor_checks import check_floats, check_tensor
@@ -142,7 +142,7 @@ def _policy_loss(inputs: LossInputs, options: GRPOOptions) -> LossOutput:
     group: LossGroup = "sequence" if options.ratio_level == "sequence" or variant.weighs_sequences else "token"
     uses_entropy = options.with_entropy or options.entropy_coef != 0
     objective = GroupObjective(total_loss, constants, group, uses_entropy)
-    loss, logps, entropy = evaluate(inputs, objective, options)
+    loss, logps, entropy = evaluate_objective(inputs, objective, options)
     return LossOutput(loss, _metrics(logps, entropy, constants, options))
 
 

@@ -24,7 +24,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_constants, check_sequences
 from ligerzoo.losses.logps import items_or, log_ratios, masked_sum, summed_mean_logits
-from ligerzoo.losses.objective import GroupObjective, LossOutput, evaluate
+from ligerzoo.losses.objective import GroupObjective, LossOutput, evaluate_objective
 from ligerzoo.losses.options import LogpOptions, LossInputs, NotNegative, NumItems, Positive, takes
 from ligerzoo.tensor_checks import check_floats, check_num_items, check_tensor
 
@@ -135,7 +135,7 @@ def kto_loss(inputs: LossInputs, options: KTOOptions) -> LossOutput:
         return (loss_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum() / items
 
     objective = GroupObjective(total_loss, (mask, ref_logps, desirable, loss_weights), "sequence")
-    loss, logps, _ = evaluate(inputs, objective, options)
+    loss, logps, _ = evaluate_objective(inputs, objective, options)
     sums = masked_sum(logps, mask)
     logits = summed_mean_logits(inputs, mask, options)
     return LossOutput(loss, {"kl": z, **_metrics(sums, beta * (sums - ref_logps), logits, mask.sum(-1), desirable)})

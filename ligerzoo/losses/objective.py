@@ -20,7 +20,6 @@ Shapes: B sequences, T tokens per sequence, H features, V classes, M = B T.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +34,7 @@ from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, max
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import as_targets
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
-from ligerzoo.kernels.loss.token_loss import Upstream, reference
+from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, Upstream, reference
 from ligerzoo.losses.options import LogpOptions, LossInputs
 
 LossGroup = Literal["token", "sequence", "pair"]
@@ -85,7 +84,7 @@ class ObjectiveResult(NamedTuple):
     entropy: Tensor | None
 
 
-def evaluate(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:
+def evaluate_objective(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:
     """Evaluates an objective, with gradients computed in the forward pass where possible.
 
     Args:
@@ -110,7 +109,7 @@ def evaluate(inputs: LossInputs, objective: GroupObjective, options: LogpOptions
 
 
 def evaluate_by_autograd(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:
-    """Evaluates an objective through plain autograd: the specification of `evaluate`."""
+    """Evaluates an objective through plain autograd: the specification of `evaluate_objective`."""
     logps, entropy = token_logps_and_entropy(inputs, options, objective.uses_entropy)
     loss = objective.function(logps, entropy, *objective.constants).to(logps.dtype)  # constants may be fp64
     return ObjectiveResult(loss, logps.detach(), None if entropy is None else entropy.detach())
@@ -122,25 +121,15 @@ def token_logps_and_entropy(
     """Returns the (B, T) log-probabilities of the targets, and entropies if requested; differentiable."""
     name, hidden, weight, target = inputs
     if weight is not None:
-        results = token_results(
-            name,
-            hidden,
-            weight,
-            target,
-            options.bias,
-            options.terms,
-            options.ignore_index,
-            options.logits_budget,
-            options.backend,
-            statistics=with_entropy,
-        )
+        head, budget = HeadInputs(hidden, weight, options.bias), options.logits_budget
+        results = token_results(name, head, target, options.terms, budget, options.backend, statistics=with_entropy)
     else:
         target = as_targets(name, target, hidden.shape[-1], options.ignore_index)
         if not with_entropy:
             temperature = options.temperature
             return -cross_entropy(hidden, target, temperature=temperature, reduction="none", **options.of_logits), None
         logits = hidden.reshape(-1, hidden.shape[-1])
-        results = reference(logits, target.reshape(-1), options.terms, options.ignore_index)
+        results = reference(logits, target.reshape(-1), options.terms)
     return results.logp.view(target.shape), results.entropy.view(target.shape) if with_entropy else None
 
 
@@ -154,16 +143,8 @@ def _evaluate_given_logits(inputs: LossInputs, objective: GroupObjective, option
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
         results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.uses_entropy)
         normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=options.backend)
-        compute_rows = functools.partial(
-            compute_rows_,
-            x,
-            targets,
-            terms=options.terms,
-            ignore_index=options.ignore_index,
-            normalizer=normalizer,
-            triton=triton,
-        )
-        compute_rows(results)
+        shared: dict[str, Any] = {"terms": options.terms, "normalizer": normalizer, "triton": triton}
+        compute_rows_(x, targets, results, NO_UPSTREAM, **shared)
         logps, entropy = results.logp.view(shape), results.entropy.view(shape) if objective.uses_entropy else None
         if not needs_gradient:
             loss = objective.function(logps, entropy, *objective.constants).to(logps.dtype)
@@ -172,7 +153,7 @@ def _evaluate_given_logits(inputs: LossInputs, objective: GroupObjective, option
         upstream = Upstream(logp=dlogps.reshape(-1), entropy=dentropy[0].reshape(-1) if dentropy else None)
         # fp32 for fp16: gradients of single tokens may underflow before backward multiplies them by the loss scale.
         dlogits = torch.empty_like(x, dtype=accumulation_dtype(x.dtype) if x.dtype == torch.float16 else x.dtype)
-        compute_rows(None if triton and entropy is None else results, upstream, out=dlogits)
+        compute_rows_(x, targets, None if triton and entropy is None else results, upstream, out=dlogits, **shared)
     loss = attach_gradients(loss.to(logps.dtype), (logits, dlogits.view(logits.shape)))
     return ObjectiveResult(loss, logps, entropy)
 
@@ -230,8 +211,8 @@ def _evaluate_in_one_sweep(
     backward knows.
     """
     name, hidden, _, target = inputs
-    terms, ignore_index, shape = options.terms, options.ignore_index, target.shape
-    (x, weight, bias), target = prepare_inputs(name, hidden, weight, target, options.bias, ignore_index, terms)
+    terms, shape = options.terms, target.shape
+    (x, weight, bias), target = prepare_inputs(name, HeadInputs(hidden, weight, options.bias), target, terms)
     if x.dtype == torch.float16 or target.numel() == 0:
         return None
     plan = _plan_chunks(x, weight.shape[0], target, objective.group, options.logits_budget)
@@ -253,31 +234,21 @@ def _evaluate_in_one_sweep(
             logp=torch.zeros_like(results.logp), entropy=None if entropy is None else torch.zeros_like(entropy)
         )
         normalizer = results.logp.new_empty((2, targets.shape[0]))
+        shared: dict[str, Any] = {"terms": terms, "normalizer": normalizer, "triton": triton}
         gradient_inputs = None if triton and entropy is None else results  # the normalizer is enough for logps
         loss = results.logp.new_zeros(())
         dbias = None
         if bias is not None and bias.requires_grad:
             dbias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
         head = head_type(x.shape[0], weight)(
-            HeadInputs(x, weight, bias), targets != ignore_index, plan.tokens_per_chunk, needs, plan.order
+            HeadInputs(x, weight, bias), targets != terms.ignore_index, plan.tokens_per_chunk, needs, plan.order
         )
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)
-            compute_rows = functools.partial(
-                compute_rows_,
-                logits,
-                targets,
-                terms=terms,
-                ignore_index=ignore_index,
-                order=head.order,
-                count=head.count(chunk),
-                first_row=chunk.start,
-                normalizer=normalizer,
-                triton=triton,
-            )
-            compute_rows(results)
+            chunk_options = {**shared, "rows": head.rows(chunk)}
+            compute_rows_(logits, targets, results, NO_UPSTREAM, **chunk_options)
             # The sequences of this chunk, or its tokens for groups of single tokens.
-            index: Any = plan.sequences[i] if plan.sequences else chunk if head.order is None else head.order[chunk]
+            index: Any = plan.sequences[i] if plan.sequences else head.tokens(chunk)
             chunk_loss, gradients = _loss_and_gradients(
                 objective.function,
                 by_sequence(results.logp)[index],
@@ -288,7 +259,7 @@ def _evaluate_in_one_sweep(
             for buffer, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
                 assert buffer is not None
                 by_sequence(buffer)[index] = gradient
-            compute_rows(gradient_inputs, upstream, out=logits, dbias=dbias)
+            compute_rows_(logits, targets, gradient_inputs, upstream, out=logits, dbias=dbias, **chunk_options)
             head.accumulate_gradient(chunk, logits)
         dhidden, dweight, _ = head.gradients()
     loss = attach_gradients(loss, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))

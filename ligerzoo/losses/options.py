@@ -161,7 +161,7 @@ class HeadOptions:
     @property
     def terms(self) -> Terms:
         """The transform of the logits."""
-        return Terms(self.logit_scale, self.softcap)
+        return Terms(self.logit_scale, self.softcap, ignore_index=self.ignore_index)
 
     @property
     def of_logits(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class LogpOptions(HeadOptions):
 
     @property
     def terms(self) -> Terms:
-        return Terms(self.logit_scale, self.softcap, self.temperature)
+        return Terms(self.logit_scale, self.softcap, self.temperature, ignore_index=self.ignore_index)
 
 
 def unknown_option(name: str, option: str, value: Any, names: Collection[str], remedy: str = "") -> WrongTypeError:

@@ -20,7 +20,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.loss.reduction import as_targets
 from ligerzoo.losses.checks import check_both_or_neither, check_constants, check_sequences
 from ligerzoo.losses.logps import items_or, log_ratios, masked_mean, masked_sum, summed_mean_logits
-from ligerzoo.losses.objective import GroupObjective, LossOutput, evaluate
+from ligerzoo.losses.objective import GroupObjective, LossOutput, evaluate_objective
 from ligerzoo.losses.options import LogpOptions, LossInputs, NotNegative, NumItems, Positive
 from ligerzoo.tensor_checks import check_num_items, check_tensor
 
@@ -111,7 +111,7 @@ def pair_loss(
         return loss if nll_mask is None else loss - options.nll_weight * masked_sum(logps, nll_mask).sum() / nll_items
 
     objective = GroupObjective(total_loss, (mask, nll_mask, ref_logps, weights), "pair")
-    loss, logps, _ = evaluate(inputs._replace(target=target), objective, options)
+    loss, logps, _ = evaluate_objective(inputs._replace(target=target), objective, options)
     averages = options.averages_rewards
     rewards = options.beta * log_ratios(logps, mask, ref_logps, averages)
     metrics = _pair_means(rewards, (masked_mean if averages else masked_sum)(logps, mask))

@@ -25,9 +25,16 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, uses_triton
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
-from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduce_losses
+from ligerzoo.kernels.loss.reduction import (
+    Reduction,
+    as_targets,
+    check_target_dtype,
+    check_terms,
+    denominator,
+    reduce_losses,
+)
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
-from ligerzoo.kernels.loss.token_loss import Terms, Upstream
+from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, Terms, Upstream
 
 _IGNORED = -100  # in a process's own targets; `ignore_index` may be one of its classes
 
@@ -41,7 +48,6 @@ class _ShardOptions(NamedTuple):
         is_padding: whether all classes of the shard are padding.
         rows: rows per chunk.
         terms: the transform and the loss.
-        ignore_index: the target of ignored tokens.
         triton: whether to use Triton or plain torch for the rows.
     """
 
@@ -50,7 +56,6 @@ class _ShardOptions(NamedTuple):
     is_padding: bool
     rows: int
     terms: Terms
-    ignore_index: int
     triton: bool
 
 
@@ -58,8 +63,8 @@ def _sweep(
     hidden: Tensor, weight: Tensor, target: Tensor, grad_loss: Tensor | None, needs: Needs, options: _ShardOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the losses of all rows and, for upstream gradients, dhidden and dweight."""
-    group, first_class, is_padding, rows, terms, ignore_index, triton = options
-    valid = target != ignore_index
+    group, first_class, is_padding, rows, terms, triton = options
+    valid = target != terms.ignore_index
     in_shard = (target >= first_class) & (target < first_class + weight.shape[0]) & valid & (not is_padding)
     # If another process has the target, class 0 replaces it: only the row's logsumexp is used.
     own_target = torch.where(valid, torch.where(in_shard, target - first_class, 0), _IGNORED)
@@ -67,15 +72,13 @@ def _sweep(
     own = zero_results(target, losses.dtype, statistics=False)
     grad_logp, grad_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
     head = head_type(hidden.shape[0], weight)(HeadInputs(hidden, weight), valid, rows, needs)
-    compute = functools.partial(
-        compute_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
-        order=head.order, triton=triton,
-    )  # fmt: skip
+    own_terms = terms._replace(z_loss=0.0, ignore_index=_IGNORED)
+    compute = functools.partial(compute_rows_, target=own_target, results=own, terms=own_terms, triton=triton)
     for chunk in head.chunks:
         logits = head.logits(chunk)
-        tokens: Any = chunk if head.order is None else head.order[chunk]
-        compute_chunk = functools.partial(compute, logits, first_row=chunk.start, count=head.count(chunk))
-        compute_chunk()
+        tokens = head.tokens(chunk)
+        compute_chunk = functools.partial(compute, logits, rows=head.rows(chunk))
+        compute_chunk(upstream=NO_UPSTREAM)
         own_logsumexp, own_logp, is_own = own.logsumexp[tokens], own.logp[tokens], in_shard[tokens]
         if is_padding:
             own_logsumexp = torch.full_like(own_logsumexp, -torch.inf)
@@ -217,8 +220,9 @@ def vocab_parallel_linear_cross_entropy(
             f"{weight.dtype}, target {tuple(target.shape)}; "
             "expected (..., H), (V / processes, H) of one dtype, and (...)"
         )
-    terms = Terms(logit_scale, softcap, temperature, z_loss=z_loss)
+    terms = Terms(logit_scale, softcap, temperature, z_loss=z_loss, ignore_index=ignore_index)
     check_terms(name, terms)
+    check_target_dtype(name, target)
     target = as_targets(name, target, n_classes, ignore_index)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     first_class = dist.get_rank(group) * shard_size
@@ -233,7 +237,6 @@ def vocab_parallel_linear_cross_entropy(
         first_class >= n_classes,
         rows_per_chunk(rows, shard_size, rows.element_size(), logits_budget),
         terms,
-        ignore_index,
         uses_triton(rows, weight, backend=backend),
     )
     if reduction == "none" or not precomputes_gradients():

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.divergence import loss_and_gradient_
+from ligerzoo.kernels.divergence import row_divergences_
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
-from ligerzoo.kernels.softcap import Transform
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.operations import DIVERGENCES, every_divergence, one_divergence
 from tests.kernels.oracles import divergence_oracle, numbers, targets
-
-PLAIN = Transform()
 
 
 def function_of(of: str, **options: Any) -> Callable[..., Tensor]:
@@ -252,7 +249,7 @@ def test_loss_and_gradient_of_non_finite_ignored_rows(divergence: Any, backend: 
     student[1], teacher[2] = torch.nan, torch.inf
     target, upstream = torch.tensor([1, -100, -100, 4], device=device), torch.rand(4, device=device) + 0.5
     options = DivergenceOptions(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
-    losses = loss_and_gradient_(student, teacher, target, upstream, options, backend == "triton")
+    losses = row_divergences_(student, teacher, target, upstream, options, backend == "triton")
     for t in (losses, student):
         assert not t[[1, 2]].any()
         assert t[[0, 3]].isfinite().all()
@@ -260,11 +257,11 @@ def test_loss_and_gradient_of_non_finite_ignored_rows(divergence: Any, backend: 
 
 
 def test_the_cosine_of_non_finite_ignored_rows_and_of_zero_rows(device: str) -> None:
-    reference = kernel_file("cosine").reference
+    reference, options = kernel_file("cosine").reference, DivergenceOptions("cosine", 0.0, 1.0, -100)
     student, teacher = numbers(4, 33, device=device), torch.randn(4, 33, device=device)
     with torch.no_grad():
         student[1], student[2] = torch.nan, 0.0
-    losses = reference(student, teacher, torch.tensor([False, True, False, False], device=device), PLAIN, PLAIN)
+    losses = reference(student, teacher, torch.tensor([0, -100, 0, 0], device=device), options)
     (dstudent,) = torch.autograd.grad(losses.sum(), student)
     assert losses[1:3].tolist() == [0.0, 1.0]
     assert not dstudent[1:3].any()
@@ -328,7 +325,7 @@ def test_loss_and_gradient_equal_the_oracle(divergence: Any, fused: bool, device
     true_losses = oracle(true_student, teacher.double(), target)
     (truth,) = torch.autograd.grad(true_losses.sum(), true_student)
     buffer, upstream = student.detach().clone(), torch.tensor(0.25, device=device).expand(9)
-    losses = loss_and_gradient_(buffer, teacher, target, upstream, options, fused)
+    losses = row_divergences_(buffer, teacher, target, upstream, options, fused)
     assert_as_exact_as(losses, expected.detach(), true_losses.detach())
     assert_as_exact_as(buffer, reference * 0.25, truth * 0.25)
 
@@ -344,7 +341,7 @@ def test_the_gradient_of_tvd_does_not_cancel(distance: float, n_classes: int, fu
     divergence_oracle("tvd", true_student, teacher.double(), reduction="sum").backward()
     options = DivergenceOptions("tvd", 0.0, 1.0, -100)
     target = torch.zeros(9, dtype=torch.int64, device=device)
-    loss_and_gradient_(student, teacher, target, torch.ones((), device=device).expand(9), options, fused)
+    row_divergences_(student, teacher, target, torch.ones((), device=device).expand(9), options, fused)
     assert true_student.grad is not None
     error = (student - true_student.grad).abs().max()
     assert error <= 16 * torch.finfo(torch.float32).eps * true_student.grad.abs().max()

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ligerzoo.integrations.transformers.backbone import Backbone, BackboneOutput
 from ligerzoo.integrations.transformers.config import generation_entries, hf_generation_config
 from ligerzoo.integrations.transformers.generation import Generation
-from ligerzoo.integrations.transformers.head import Head, HeadOptions
+from ligerzoo.integrations.transformers.head import Head, LogitOptions
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
 from ligerzoo.layers import shifted_labels
@@ -48,7 +48,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
     def __init__(self, model: CausalLM) -> None:
         super().__init__(model)
         self.loss_type = "ForCausalLM"
-        self.head_options = HeadOptions(model.lm_head)
+        self.head_options = LogitOptions(model.lm_head)
         self.lm_head = Head(self.head_options, model.lm_head)
         decoder = "model" if self.model.is_text_only else "model.language_model"
         is_tied = model.config.tie_word_embeddings

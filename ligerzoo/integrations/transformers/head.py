@@ -17,7 +17,7 @@ class Head(nn.Linear):
         head: the head that it replaces, whose parameters it shares.
     """
 
-    def __init__(self, options: HeadOptions, head: LMHead) -> None:
+    def __init__(self, options: LogitOptions, head: LMHead) -> None:
         super().__init__(head.hidden_size, len(head.weight), bias=head.bias is not None, device="meta")
         self.options, self.weight = options, head.weight
         self.register_parameter("bias", head.bias)
@@ -43,7 +43,7 @@ class Head(nn.Linear):
         )  # fmt: skip
 
 
-class HeadOptions:
+class LogitOptions:
     """What follows the linear layer of the head: scale, soft cap, loss.
 
     Args:

@@ -11,6 +11,7 @@ only moves valid rows to the front of their chunk. So the rows of one chunk stay
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ligerzoo.checks import check, integer
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, multiprocessors
 from ligerzoo.kernels.loss import ragged_gemm
+from ligerzoo.kernels.loss.row_kernel import Rows
 from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradAccumulator, low_bytes
 
 
@@ -129,8 +131,14 @@ class HeadGradients(NamedTuple):
     dbias: Tensor
 
 
-class DenseHead:
-    """Computes all rows. On a CPU, where reading `valid` needs no host sync, it computes valid rows only.
+def gradients_of(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor], needs: Needs) -> list[Tensor | None]:
+    """Returns what a backward returns for a head's inputs: the needed gradients in their dtypes, and None."""
+    triples = zip(inputs, gradients, needs, strict=True)
+    return [g.to(x.dtype) if needed and x is not None else None for x, g, needed in triples]
+
+
+class _Head:
+    """A loss head that processes rows in chunks.
 
     Args:
         inputs: the hidden states, weight and bias.
@@ -144,9 +152,22 @@ class DenseHead:
         order: row i in the head's order is row order[i] of `hidden`; None for the order of `hidden`.
     """
 
-    def __init__(
-        self, inputs: HeadInputs, valid: Tensor, rows: int, needs: Needs, order: Tensor | None = None
-    ) -> None:  # fmt: skip
+    chunks: list[slice]
+    order: Tensor | None
+
+    def tokens(self, chunk: slice) -> slice | Tensor:
+        """Returns the index of a chunk's rows among those of `hidden`."""
+        return chunk if self.order is None else self.order[chunk]
+
+    def rows(self, chunk: slice) -> Rows:
+        """Returns a chunk's rows for `compute_rows_`."""
+        return Rows(chunk.start, self.order)
+
+
+class DenseHead(_Head):
+    """Computes all rows. On a CPU, where reading `valid` needs no host sync, it computes valid rows only."""
+
+    def __init__(self, inputs: HeadInputs, valid: Tensor, rows: int, needs: Needs, order: Tensor | None = None) -> None:
         hidden, weight, bias = inputs
         self.order, self.valid = order, valid if order is None else valid[order]
         if valid.device.type == "cpu":
@@ -161,9 +182,6 @@ class DenseHead:
         self.dhidden = hidden.new_empty(self.hidden.shape if needs.hidden else (0,))
         self.dweight = weight.new_empty(weight.shape if needs.weight else (0,), dtype=accumulation_dtype(weight.dtype))
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
-
-    def count(self, chunk: slice) -> None:
-        """Returns the end of the chunk's valid rows, (1,) int32; None if the targets decide which rows are valid."""
 
     def logits(self, chunk: slice) -> Tensor:
         """Returns a chunk's logits, (rows, V), in a buffer that the next call overwrites."""
@@ -208,18 +226,18 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
-class RaggedHead:
+class RaggedHead(_Head):
     """Moves valid rows to the front and computes only those, without a host sync to count them.
 
-    Arguments and attributes are those of `DenseHead`. There must be at least one row.
+    There must be at least one row.
     """
 
-    def __init__(
-        self, inputs: HeadInputs, valid: Tensor, rows: int, needs: Needs, order: Tensor | None = None
-    ) -> None:  # fmt: skip
+    order: Tensor
+
+    def __init__(self, inputs: HeadInputs, valid: Tensor, rows: int, needs: Needs, order: Tensor | None = None) -> None:
         hidden, weight, bias = inputs
         self.hidden, self.weight, self.valid = hidden, weight, valid
-        self.rows, self.needs, self.bias = rows, needs, bias
+        self.rows_per_chunk, self.needs, self.bias = rows, needs, bias
         n_rows = hidden.shape[0]
         self.chunks = _chunks(n_rows, rows)
         positions = torch.arange(n_rows, device=hidden.device)
@@ -245,8 +263,12 @@ class RaggedHead:
         self.dweight = WeightGradAccumulator(weight, n_rows, rows) if needs.weight else None
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=torch.float32)
 
+    def rows(self, chunk: slice) -> Rows:
+        return Rows(chunk.start, self.order, self.count(chunk))
+
     def count(self, chunk: slice) -> Tensor:
-        return self.ends[chunk.start // self.rows, :1]
+        """Returns the end of the chunk's valid rows, (1,) int32."""
+        return self.ends[chunk.start // self.rows_per_chunk, :1]
 
     def logits(self, chunk: slice) -> Tensor:
         self.x = self.x[: chunk.stop - chunk.start]  # only the last chunk is shorter

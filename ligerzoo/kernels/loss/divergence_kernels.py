@@ -6,7 +6,8 @@ makes one, from the saved normalizers, S and L.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,15 +71,17 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.cons
 
 
 @jit
-def _load_log_probabilities(
-    student_ptr, teacher_ptr, cols, n_cols, student_max, student_log, teacher_max, teacher_log, inverse_temperature,
-    student_scale, student_softcap, teacher_scale, teacher_softcap,
-):  # fmt: skip
+def _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse_temperature):
     """Returns (log p, log q, the slope of the student's transformed logits). The logs are -inf beyond the last column.
 
     Args:
-        student_max, student_log: the maximum of a row's transformed logits, and the log of the sum of exponentials.
+        student, teacher: the row's pointer, scale and softcap.
+        normalizers: the maximum of the student's transformed logits, the log of their sum of exponentials, and the
+            teacher's two.
     """
+    student_ptr, student_scale, student_softcap = student
+    teacher_ptr, teacher_scale, teacher_softcap = teacher
+    student_max, student_log, teacher_max, teacher_log = normalizers
     x, slope = load_softcapped(student_ptr, cols, n_cols, student_scale, student_softcap)
     y, _ = load_softcapped(teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap)
     log_q = (x - student_max) * inverse_temperature - student_log
@@ -88,13 +91,14 @@ def _load_log_probabilities(
 
 @jit
 def _statistics(
-    student_ptr, teacher_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
-    teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+    student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Returns (D, the student's maximum and log of its sum of exponentials, the teacher's two, S, L) of a row.
+    """Returns D, the normalizers, and (S, L) of a row.
 
     For tvd, S and L are U / (U + L) and L / (U + L). Otherwise L is 0.
     """
+    student_ptr, student_scale, student_softcap = student
+    teacher_ptr, teacher_scale, teacher_softcap = teacher
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     student_max, student_sum = max_and_sum_exp(
         student_ptr, student_scale, student_softcap, inverse_temperature, n_cols, BLOCK
@@ -103,14 +107,13 @@ def _statistics(
         teacher_ptr, teacher_scale, teacher_softcap, inverse_temperature, n_cols, BLOCK
     )
     student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
+    normalizers = (student_max, student_log, teacher_max, teacher_log)
     parts = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     lower = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
-        log_p, log_q, _ = _load_log_probabilities(
-            student_ptr, teacher_ptr, start + tl.arange(0, BLOCK), n_cols, student_max, student_log, teacher_max,
-            teacher_log, inverse_temperature, student_scale, student_softcap, teacher_scale, teacher_softcap,
-        )  # fmt: skip
+        cols = start + tl.arange(0, BLOCK)
+        log_p, log_q, _ = _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse_temperature)
         part, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         parts += part
         if DIVERGENCE == "tvd":
@@ -125,14 +128,13 @@ def _statistics(
         lower_sum = tl.sum(lower, axis=0) + nan_or_zero
         total = slope_sum + lower_sum
         slope_sum, lower_sum = slope_sum / total, lower_sum / total
-    return (
-        tl.sum(parts, axis=0) + nan_or_zero, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum,
-    )  # fmt: skip
+    return tl.sum(parts, axis=0) + nan_or_zero, normalizers, (slope_sum, lower_sum)
 
 
 @jit
-def _change(slope, q, slope_sum, lower_sum, DIVERGENCE: tl.constexpr):
+def _change(slope, q, sums, DIVERGENCE: tl.constexpr):
     """Returns s - q S, or for tvd u L - l U, where u or l is 0 unless s is 0."""
+    slope_sum, lower_sum = sums
     if DIVERGENCE == "tvd":
         tie = 0.5 * (lower_sum - slope_sum)
         return q * tl.where(slope > 0.0, lower_sum, tl.where(slope < 0.0, -slope_sum, tie))
@@ -142,19 +144,17 @@ def _change(slope, q, slope_sum, lower_sum, DIVERGENCE: tl.constexpr):
 
 @jit
 def _store_gradient(
-    student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum,
-    upstream, inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    student, teacher, out_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta,
     DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
+    EXACT: tl.constexpr = (student[0].dtype.element_ty == tl.float32) or (teacher[0].dtype.element_ty == tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         log_p, log_q, transform_slope = _load_log_probabilities(
-            student_ptr, teacher_ptr, cols, n_cols, student_max, student_log, teacher_max, teacher_log,
-            inverse_temperature, student_scale, student_softcap, teacher_scale, teacher_softcap,
-        )  # fmt: skip
+            student, teacher, normalizers, cols, n_cols, inverse_temperature
+        )
         _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
-        change = _change(slope, q, slope_sum, lower_sum, DIVERGENCE)
+        change = _change(slope, q, sums, DIVERGENCE)
         gradient = upstream * inverse_temperature * change * transform_slope
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
@@ -177,17 +177,14 @@ def _forward_kernel(
         tl.store(loss_ptr + row, 0.0)
         tl.store(statistics_ptr + row * 6 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 6)
     else:
-        loss, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum = _statistics(
-            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, inverse_temperature, beta,
-            student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
-        )  # fmt: skip
+        student = (student_ptr + row * student_stride, student_scale, student_softcap)
+        teacher = (teacher_ptr + row * teacher_stride, teacher_scale, teacher_softcap)
+        loss, normalizers, sums = _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK)
         tl.store(loss_ptr + row, loss)
-        tl.store(statistics_ptr + row * 6, student_max)
-        tl.store(statistics_ptr + row * 6 + 1, student_log)
-        tl.store(statistics_ptr + row * 6 + 2, teacher_max)
-        tl.store(statistics_ptr + row * 6 + 3, teacher_log)
-        tl.store(statistics_ptr + row * 6 + 4, slope_sum)
-        tl.store(statistics_ptr + row * 6 + 5, lower_sum)
+        for i in tl.static_range(4):
+            tl.store(statistics_ptr + row * 6 + i, normalizers[i])
+        for i in tl.static_range(2):
+            tl.store(statistics_ptr + row * 6 + 4 + i, sums[i])
 
 
 @kernel
@@ -200,13 +197,15 @@ def _backward_kernel(
     if tl.load(target_ptr + row) == ignore_index:
         _store_zeros(dstudent_ptr + row * n_cols, n_cols, BLOCK)
     else:
+        student = (student_ptr + row * student_stride, student_scale, student_softcap)
+        teacher = (teacher_ptr + row * teacher_stride, teacher_scale, teacher_softcap)
+        out_ptr = dstudent_ptr + row * n_cols
+        saved = statistics_ptr + row * 6
+        normalizers = (tl.load(saved), tl.load(saved + 1), tl.load(saved + 2), tl.load(saved + 3))
+        sums = (tl.load(saved + 4), tl.load(saved + 5))
+        upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
         _store_gradient(
-            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, dstudent_ptr + row * n_cols,
-            tl.load(statistics_ptr + row * 6), tl.load(statistics_ptr + row * 6 + 1),
-            tl.load(statistics_ptr + row * 6 + 2), tl.load(statistics_ptr + row * 6 + 3),
-            tl.load(statistics_ptr + row * 6 + 4), tl.load(statistics_ptr + row * 6 + 5),
-            tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature, beta, student_scale,
-            student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+            student, teacher, out_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK
         )  # fmt: skip
 
 
@@ -223,27 +222,38 @@ def _loss_and_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     student_row_ptr = student_ptr + row * student_stride
     teacher_row_ptr = teacher_ptr + row * teacher_stride
+    student = (student_row_ptr, student_scale, student_softcap)
+    teacher = (teacher_row_ptr, teacher_scale, teacher_softcap)
     if tl.load(target_ptr + row) == ignore_index:
         tl.store(loss_ptr + row, 0.0)
         _store_zeros(student_row_ptr, n_cols, BLOCK)
     else:
-        loss, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum = _statistics(
-            student_row_ptr, teacher_row_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
-            teacher_softcap, n_cols, DIVERGENCE, BLOCK,
-        )  # fmt: skip
+        loss, normalizers, sums = _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK)
         tl.store(loss_ptr + row, loss)
         tl.debug_barrier()  # all warps must have read the row before one overwrites a part of it
+        upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
         _store_gradient(
-            student_row_ptr, teacher_row_ptr, student_row_ptr, student_max, student_log, teacher_max, teacher_log,
-            slope_sum, lower_sum, tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature,
-            beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+            student, teacher, student_row_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta,
+            DIVERGENCE, BLOCK,
         )  # fmt: skip
 
 
-def _block(n_cols: int) -> tuple[int, int]:
-    """Returns (columns per step, warps) of a program."""
-    block = min(4096, next_power_of_2(n_cols))
-    return block, min(8, max(4, block // 512))
+def _launch(
+    kernel: Any,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    tensors: Sequence[Tensor],
+    options: DivergenceOptions,
+    *strides: int,
+) -> None:
+    n_rows, n_cols = student.shape
+    block = min(4096, next_power_of_2(n_cols))  # columns per step of a program
+    numbers = *strides, *options.numbers(), n_cols
+    kernel[n_rows](
+        student, teacher, target.contiguous(), *tensors, student.stride(0), teacher.stride(0), *numbers,
+        options.divergence, block, num_warps=min(8, max(4, block // 512)),
+    )  # fmt: skip
 
 
 class ForwardResults(NamedTuple):
@@ -262,13 +272,7 @@ def _forward_fake(student: Tensor, target: Tensor) -> ForwardResults:
 @register("divergence_forward", fake=_forward_fake)
 def divergence_forward(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> ForwardResults:
     results = _forward_fake(student, target)
-    student_rows, teacher_rows = as_rows(student), as_rows(teacher)
-    n_rows, n_cols = student_rows.shape
-    block, warps = _block(n_cols)
-    _forward_kernel[n_rows](
-        student_rows, teacher_rows, target.contiguous(), *results, student_rows.stride(0), teacher_rows.stride(0),
-        *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
-    )  # fmt: skip
+    _launch(_forward_kernel, as_rows(student), as_rows(teacher), target, results, options)
     return results
 
 
@@ -279,29 +283,20 @@ def _backward_fake(student: Tensor) -> Tensor:
 @register("divergence_backward", fake=_backward_fake)
 def divergence_backward(
     student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, options: DivergenceOptions
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     dstudent = _backward_fake(student)
-    student_rows, teacher_rows = as_rows(student), as_rows(teacher)
-    n_rows, n_cols = student_rows.shape
-    block, warps = _block(n_cols)
-    _backward_kernel[n_rows](
-        student_rows, teacher_rows, target.contiguous(), statistics, upstream, dstudent, student_rows.stride(0),
-        teacher_rows.stride(0), upstream.stride(0), *options.numbers(), n_cols, options.divergence, block,
-        num_warps=warps,
-    )  # fmt: skip
+    tensors = statistics, upstream, dstudent
+    _launch(_backward_kernel, as_rows(student), as_rows(teacher), target, tensors, options, upstream.stride(0))
     return dstudent
 
 
-def loss_and_gradient_(
-    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: DivergenceOptions
+def fused_divergences_(
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor | None, options: DivergenceOptions
 ) -> Tensor:
-    """Returns each row's divergence and overwrites `student`, (M, V) contiguous rows, with its gradient."""
+    """`ligerzoo.kernels.divergence.row_divergences_` by Triton."""
+    if upstream is None:
+        return divergence_forward(student, teacher, target, options).loss
     loss = student.new_empty(target.shape, dtype=torch.float32)
-    teacher_rows = as_rows(teacher)
-    n_rows, n_cols = student.shape
-    block, warps = _block(n_cols)
-    _loss_and_gradient_kernel[n_rows](
-        student, teacher_rows, target.contiguous(), loss, upstream, student.stride(0), teacher_rows.stride(0),
-        upstream.stride(0), *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
-    )  # fmt: skip
+    tensors = loss, upstream
+    _launch(_loss_and_gradient_kernel, student, as_rows(teacher), target, tensors, options, upstream.stride(0))
     return loss

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import FINITE, FRACTION, POSITIVE, check, check_optional
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.kernels.loss.token_loss import Terms
-from ligerzoo.tensor_checks import check_floats, check_num_items, check_optional_floats, kind_of, require_tensor
+from ligerzoo.kernels.loss.token_loss import Terms, TokenStatistics, token_statistics_from
+from ligerzoo.tensor_checks import check_num_items, check_optional_floats, kind_of, require_tensor
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -23,68 +25,35 @@ def check_target(name: str, target: Tensor, tokens: torch.Size) -> None:
     """Raises unless the targets are a tensor of integers of shape `tokens`."""
     check_target_dtype(name, target)
     if target.shape != tokens:
-        raise ValueError(
-            f"{name}: target has shape {tuple(target.shape)}; expected {tuple(tokens)}, one token id for each token"
-        )
+        expected = f"{tuple(tokens)}, one token id for each token"
+        raise LigerzooError(f"target has shape {tuple(target.shape)}", where=name, expected=expected)
 
 
-def check_target_dtype(name: str, target: Tensor, argument: str = "target") -> None:
+def check_target_dtype(name: str, target: Tensor) -> None:
     """Raises unless the targets are a tensor of integers."""
-    require_tensor(name, argument, target, "a tensor of integers")
+    require_tensor(name, "target", target, "a tensor of integers")
     if kind_of(target) != "integer":
-        raise ValueError(f"{name}: {argument} has dtype {target.dtype}; expected token ids of an integer dtype")
+        expected = "token ids of an integer dtype"
+        raise LigerzooError(f"target has dtype {target.dtype}", where=name, expected=expected)
 
 
 def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int, argument: str = "target") -> Tensor:
-    """Returns the targets, which messages call `argument`, in int64.
+    """Returns the targets, integers that messages call `argument`, in int64.
 
     Raises:
-        TypeError: it is not a tensor.
-        ValueError: the dtype is not an integer, or a target is neither in [0, n_classes) nor `ignore_index`. On a GPU
-            the values are checked only if LIGERZOO_DEBUG=1, because the check is a host sync. Without it, the loss and
-            gradient of such a token are NaN.
+        ValueError: a target is neither in [0, n_classes) nor `ignore_index`. On a GPU the values are checked only if
+            LIGERZOO_DEBUG=1, because the check is a host sync. Without it, the loss and gradient of such a token are
+            NaN.
     """
-    check_target_dtype(name, target, argument)
     if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
         if any_true(wrong):
             invalid = innermost(torch.where(wrong, target.long(), ignore_index))
             index = (invalid != ignore_index).nonzero()[0].tolist()
-            raise ValueError(
-                f"{name}: {argument}{index if index else ''} is {int(invalid[tuple(index)])}; "
-                f"expected 0 to {n_classes - 1}, or ignore_index={ignore_index}"
-            )
+            what = f"{argument}{index if index else ''} is {int(invalid[tuple(index)])}"
+            expected = f"0 to {n_classes - 1}, or ignore_index={ignore_index}"
+            raise LigerzooError(what, where=name, expected=expected)
     return target.long()
-
-
-def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -> None:
-    """Raises unless the class weights are None, or a tensor of shape (V,) that requires no gradient."""
-    check_optional_floats(name, class_weight=class_weight)
-    if class_weight is not None and (class_weight.shape != (n_classes,) or requires_gradient(class_weight)):
-        raise ValueError(
-            f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
-            f"{requires_gradient(class_weight)}; expected shape {(n_classes,)} and requires_grad=False"
-        )
-
-
-def as_token_weight(
-    name: str, token_weight: Tensor | None, target: Tensor, ignore_index: int, dtype: torch.dtype
-) -> Tensor | None:  # fmt: skip
-    """Returns the token weights in the losses' dtype, 0 for ignored tokens.
-
-    Raises:
-        TypeError: it is not a tensor.
-        ValueError: the dtype is not floating-point, or the shape is not the targets'.
-    """
-    if token_weight is None:
-        return None
-    check_floats(name, token_weight=token_weight)
-    if token_weight.shape != target.shape:
-        raise ValueError(
-            f"{name}: token_weight has shape {tuple(token_weight.shape)}; "
-            f"expected {tuple(target.shape)}, the shape of target"
-        )
-    return torch.where(target == ignore_index, 0.0, token_weight.to(dtype))
 
 
 def check_terms(name: str, terms: Terms) -> None:
@@ -93,6 +62,75 @@ def check_terms(name: str, terms: Terms) -> None:
     check_optional(name, POSITIVE, softcap=terms.softcap)
     check(name, FRACTION, label_smoothing=terms.label_smoothing)
     check(name, FINITE, logit_scale=terms.scale, z_loss=terms.z_loss)
+
+
+class TokenReduction(NamedTuple):
+    """How a loss follows from the losses of its tokens.
+
+    Attributes:
+        target: (...) int64.
+        ignore_index: the target of an ignored token.
+        token_weight: (...), in the losses' dtype and 0 at ignored tokens; None for 1.
+        divisor: of the sum of the weighted losses; None for losses per token.
+    """
+
+    target: Tensor
+    ignore_index: int
+    token_weight: Tensor | None
+    divisor: int | Tensor | None
+
+    def loss(self, losses: Tensor) -> Tensor:
+        """Returns the loss, from those of the flattened tokens."""
+        losses = losses.view(self.target.shape)
+        return reduce_losses(losses if self.token_weight is None else losses * self.token_weight, self.divisor)
+
+    def statistics(self, results: Sequence[Tensor]) -> TokenStatistics:
+        """Returns the statistics of the tokens, detached, from their `RowResults`."""
+        return token_statistics_from([t.detach() for t in results], self.target, self.ignore_index)
+
+
+def token_reduction(
+    name: str,
+    target: Tensor,
+    n_classes: int,
+    dtype: torch.dtype,
+    terms: Terms,
+    reduction: Reduction,
+    num_items: int | Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+) -> TokenReduction:
+    """Returns the reduction of a cross entropy.
+
+    Args:
+        name: the public function.
+        target: (...) integers.
+        n_classes: V.
+        dtype: the dtype of the losses.
+        terms: the transform and the loss.
+        reduction, num_items, class_weight, token_weight: see `cross_entropy`.
+
+    Raises:
+        ValueError: a number, a weight, a target or the reduction is invalid.
+    """
+    check_terms(name, terms)
+    check_optional_floats(name, class_weight=class_weight, token_weight=token_weight)
+    if class_weight is not None and (class_weight.shape != (n_classes,) or requires_gradient(class_weight)):
+        given = f"shape {tuple(class_weight.shape)} and requires_grad={requires_gradient(class_weight)}"
+        expected = f"shape {(n_classes,)} and requires_grad=False"
+        raise LigerzooError(f"class_weight has {given}", where=name, expected=expected)
+    ignore_index = terms.ignore_index
+    target = as_targets(name, target, n_classes, ignore_index)
+    if token_weight is not None:
+        if token_weight.shape != target.shape:
+            what, expected = (
+                f"token_weight has shape {tuple(token_weight.shape)}",
+                f"{tuple(target.shape)}, the shape of target",
+            )
+            raise LigerzooError(what, where=name, expected=expected)
+        token_weight = torch.where(target == ignore_index, 0.0, token_weight.to(dtype))
+    divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
+    return TokenReduction(target, ignore_index, token_weight, divisor)
 
 
 def denominator(
@@ -143,10 +181,11 @@ def denominator(
                 weights = weights * token_weight
             total = weights.sum()
             return torch.where(total == 0, torch.inf, total)  # without any weight, the mean and its gradients are 0
-    raise ValueError(
-        f"{name}: reduction={reduction!r} with num_items={num_items!r}; "
-        f'expected "mean", "sum" or "none", and num_items only with "mean"'
+    what, expected = (
+        f"reduction={reduction!r} with num_items={num_items!r}",
+        '"mean", "sum" or "none", and num_items only',
     )
+    raise LigerzooError(what, where=name, expected=f'{expected} with "mean"')
 
 
 def reduce_losses(losses: Tensor, divisor: int | Tensor | None) -> Tensor:

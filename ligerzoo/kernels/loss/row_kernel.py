@@ -13,25 +13,19 @@ a block of columns, writes dx, and sums it in the same pass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import cdiv, multiprocessors, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.loss.token_loss import (
-    DEFAULT_TERMS,
-    NO_UPSTREAM,
-    RowResults,
-    Terms,
-    Upstream,
-    reference,
-    reference_gradient,
-)
+from ligerzoo.kernels.loss.token_loss import RowResults, Terms, Upstream, reference, reference_gradient
 from ligerzoo.kernels.math import fast_exp, load_softcapped
 
 ROW_TILE = 64
-"""With a `count`, the gradient is zeroed in the ignored rows up to the next multiple of this. Matrix products over the
-valid rows may then read whole tiles of rows."""
+"""With an end of the valid rows, the gradient is zeroed in the ignored rows up to the next multiple of this. Matrix
+products over the valid rows may then read whole tiles of rows."""
 
 
 @jit
@@ -43,16 +37,24 @@ def _class_weights(class_weight_ptr, cols, n_cols):
 
 
 @jit
+def _load_logits(row, cols, MASKED: tl.constexpr):
+    """Returns x and dx/dz, see `load_softcapped`. `row` holds the first logit's pointer, the number of columns, the
+    scale, the softcap and the inverse of the temperature."""
+    row_ptr, n_cols, scale, softcap, inverse_temperature = row
+    return load_softcapped(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+
+
+@jit
 def _update_statistics(
-    start, maximum, total, moment, index, smoothing_sum,
-    row_ptr, class_weight_ptr, anchor, n_cols, scale, softcap, inverse_temperature,
+    start, state, row, class_weight_ptr, anchor, n_cols,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr,
     LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Updates each lane's running statistics with GROUP adjacent columns: the maximum m, the sum of exp(x - m), the sum
     of exp(x - m) (x - m), the column of the maximum, and the sum of w (x - anchor)."""
+    maximum, total, moment, index, smoothing_sum = state
     cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x, _ = load_softcapped(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+    x, _ = _load_logits(row, cols, MASKED)
     new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
     # A lane with only -inf so far would compute inf - inf.
     pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
@@ -72,27 +74,29 @@ def _update_statistics(
 
 @jit
 def _statistics(
-    row_ptr, class_weight_ptr, anchor, n_cols, scale, softcap, inverse_temperature,
+    row, class_weight_ptr, anchor, n_cols,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Returns (m, s, entropy, argmax, sum of w (x - anchor)) of a row. Results that are not requested are undefined."""
-    maximum = tl.full((LANES,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((LANES,), dtype=tl.float32)
-    moment = tl.zeros((LANES,), dtype=tl.float32)
-    index = tl.zeros((LANES,), dtype=tl.int32)
-    smoothing_sum = tl.zeros((LANES,), dtype=tl.float32)
+    zeros = tl.zeros((LANES,), dtype=tl.float32)
+    state = (
+        tl.full((LANES,), -float("inf"), dtype=tl.float32),
+        zeros,
+        zeros,
+        tl.zeros((LANES,), dtype=tl.int32),
+        zeros,
+    )
     whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
     for start in range(0, whole, LANES * GROUP):
-        maximum, total, moment, index, smoothing_sum = _update_statistics(
-            start, maximum, total, moment, index, smoothing_sum, row_ptr, class_weight_ptr, anchor, n_cols, scale,
-            softcap, inverse_temperature, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, False,
-        )  # fmt: skip
+        state = _update_statistics(
+            start, state, row, class_weight_ptr, anchor, n_cols, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, False
+        )
     if whole < n_cols:
-        maximum, total, moment, index, smoothing_sum = _update_statistics(
-            whole, maximum, total, moment, index, smoothing_sum, row_ptr, class_weight_ptr, anchor, n_cols, scale,
-            softcap, inverse_temperature, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, True,
-        )  # fmt: skip
+        state = _update_statistics(
+            whole, state, row, class_weight_ptr, anchor, n_cols, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, True
+        )
 
+    maximum, total, moment, index, smoothing_sum = state
     m = tl.max(maximum, axis=0)
     decay = fast_exp(maximum - m)
     sum_exp = tl.sum(total * decay, axis=0)
@@ -108,12 +112,12 @@ def _statistics(
 
 @jit
 def _store_gradient(
-    start, row_ptr, out_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
-    m, s, entropy, a, c, grad_entropy,
+    start, row, out_ptr, class_weight_ptr, n_cols, gradient_terms,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    m, s, entropy, a, c, grad_entropy = gradient_terms
     cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x, slope = load_softcapped(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+    x, slope = _load_logits(row, cols, MASKED)
     gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)
     if SMOOTHING:
         gradient -= c * _class_weights(class_weight_ptr, cols, n_cols)
@@ -161,7 +165,7 @@ def _rows_kernel(
     """One program computes one row: its statistics, unless the normalizer is given; then, if there is an `out`, its
     gradient, or the coefficients from which `_columns_kernel` computes the gradient."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride
+    logits = (logits_ptr + row * logits_stride, n_cols, scale, softcap, inverse_temperature)
     token = first_row + row if order_ptr is None else tl.load(order_ptr + first_row + row)
     target = tl.load(target_ptr + token)
     if count_ptr is None:
@@ -175,7 +179,7 @@ def _rows_kernel(
     if valid:
         in_vocabulary = (target >= 0) & (target < n_cols)
         y = tl.where(in_vocabulary, target, 0)
-        x_y, slope_y = load_softcapped(row_ptr, y, n_cols, scale, softcap, inverse_temperature, False)
+        x_y, slope_y = _load_logits(logits, y, False)
         x_y = tl.where(in_vocabulary, x_y, float("nan"))
         w_y = _class_weights(class_weight_ptr, y, n_cols)
         mean_weight = 1.0 if mean_weight_ptr is None else tl.load(mean_weight_ptr)
@@ -185,7 +189,7 @@ def _rows_kernel(
         else:
             anchor = tl.where(x_y == -float("inf"), 0.0, x_y)
             m, s, entropy, argmax, smoothing_sum = _statistics(
-                row_ptr, class_weight_ptr, anchor, n_cols, scale, softcap, inverse_temperature,
+                logits, class_weight_ptr, anchor, n_cols,
                 (entropy_ptr is not None) or (grad_entropy_ptr is not None), argmax_ptr is not None, SMOOTHING,
                 LANES, GROUP,
             )  # fmt: skip
@@ -238,17 +242,16 @@ def _rows_kernel(
 
                 out_row_ptr = out_ptr + row * out_stride
                 tl.debug_barrier()  # `out` may be `logits`: every thread must have read its part
+                terms = (m, s, entropy, a, c, grad_entropy)
                 whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
                 for start in range(0, whole, LANES * GROUP):
                     _store_gradient(
-                        start, row_ptr, out_row_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
-                        m, s, entropy, a, c, grad_entropy,
+                        start, logits, out_row_ptr, class_weight_ptr, n_cols, terms,
                         grad_entropy_ptr is not None, SMOOTHING, LANES, GROUP, False,
                     )  # fmt: skip
                 if whole < n_cols:
                     _store_gradient(
-                        whole, row_ptr, out_row_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
-                        m, s, entropy, a, c, grad_entropy,
+                        whole, logits, out_row_ptr, class_weight_ptr, n_cols, terms,
                         grad_entropy_ptr is not None, SMOOTHING, LANES, GROUP, True,
                     )  # fmt: skip
                 tl.debug_barrier()  # the target's own gradient overwrites the one without target
@@ -307,20 +310,35 @@ def zero_results(target: Tensor, dtype: torch.dtype, *, statistics: bool) -> Row
     )
 
 
+class Rows(NamedTuple):
+    """The tokens of a matrix's rows.
+
+    Attributes:
+        first: the index of row 0.
+        order: row i belongs to token order[first + i]. Without it, to token first + i.
+        end: (1,) int32; row i is valid if first + i < end. Without it, if its target is not `ignore_index`.
+    """
+
+    first: int = 0
+    order: Tensor | None = None
+    end: Tensor | None = None
+
+
+_TILE_ROWS, _TILE_COLUMNS = 16, 256
+"""The tile of `_columns_kernel`."""
+
+
 def compute_rows_(
     logits: Tensor,
     target: Tensor,
     results: RowResults | None,
-    upstream: Upstream = NO_UPSTREAM,
-    terms: Terms = DEFAULT_TERMS,
-    ignore_index: int = -100,
+    upstream: Upstream,
+    terms: Terms,
     class_weight: Tensor | None = None,
     *,
     out: Tensor | None = None,
     dbias: Tensor | None = None,
-    order: Tensor | None = None,
-    count: Tensor | None = None,
-    first_row: int = 0,
+    rows: Rows = Rows(),  # noqa: B008
     normalizer: Tensor | None = None,
     triton: bool,
 ) -> None:
@@ -333,50 +351,22 @@ def compute_rows_(
             of the entropy.
         upstream: the gradients with respect to `results`.
         terms: the transform and the loss.
-        ignore_index: the target of an ignored row.
         class_weight: (V,), a factor for the loss of each class, or None.
         out: like `logits`, possibly `logits` itself; None for no gradient.
         dbias: (V,) in fp32 (fp64 for fp64 logits). The gradient's sum over the rows is added to it, before the gradient
             is rounded to the dtype of `out`. None for no sum.
-        order: row i belongs to token order[first_row + i]. Without it, to token first_row + i.
-        count: (1,) int32; row i is valid if first_row + i < count. Without it, if its target is not `ignore_index`.
-        first_row: the index of row 0.
+        rows: the tokens of the rows.
         normalizer: (2, T) fp32, m and s. Filled along with `results`. Without `results`, read: this saves a pass over
             the logits. Unused by plain torch.
         triton: whether to use Triton or plain torch.
     """
-    if triton:
-        _launch(
-            logits, target, results, upstream, terms, ignore_index, class_weight, out, dbias, order, count, first_row,
-            normalizer,
-        )  # fmt: skip
-        return
-    assert results is not None
-    rows = slice(first_row, first_row + logits.shape[0])
-    tokens = rows if order is None else order[rows]
-    statistics = bool(results.argmax.numel())
-    values_of_rows = reference(logits, target[tokens], terms, ignore_index, class_weight, statistics=statistics)
-    for result, values in zip(results, values_of_rows, strict=True):
-        if result.numel():
-            result[tokens] = values
-    if out is not None:
-        upstream = Upstream(*(u if u is None else u[tokens] for u in upstream))
-        gradient = reference_gradient(logits, target[tokens], upstream, terms, ignore_index, class_weight)
-        out.copy_(gradient)
-        if dbias is not None:
-            dbias += gradient.sum(0)
-
-
-_TILE_ROWS, _TILE_COLUMNS = 16, 256
-"""The tile of `_columns_kernel`."""
-
-
-def _launch(
-    logits: Tensor, target: Tensor, results: RowResults | None, upstream: Upstream, terms: Terms, ignore_index: int,
-    class_weight: Tensor | None, out: Tensor | None, dbias: Tensor | None, order: Tensor | None, count: Tensor | None,
-    first_row: int, normalizer: Tensor | None,
-) -> None:  # fmt: skip
     n_rows, n_cols = logits.shape
+    if not triton:
+        assert results is not None
+        tokens: slice | Tensor = slice(rows.first, rows.first + n_rows)
+        tokens = tokens if rows.order is None else rows.order[tokens]
+        _compute_in_torch_(logits, target, results, upstream, terms, class_weight, out, dbias, tokens)
+        return
     if n_rows == 0:  # empty tensors have no pointer to launch with
         return
     target = target.contiguous()
@@ -396,11 +386,11 @@ def _launch(
     transform = terms.scale, terms.softcap, 1.0 / terms.temperature
     target_share = 1 - terms.label_smoothing  # in fp64: fp32 would lose 6 bits of 1 - 0.99
     _rows_kernel[n_rows](
-        logits, out, target, class_weight, mean_weight, order, count,
+        logits, out, target, class_weight, mean_weight, rows.order, rows.end,
         *pointers, normalizer, columns, coefficients,
         grad_loss, grad_logp, grad_entropy, grad_logsumexp, 0 if grad_loss is None else grad_loss.stride(0),
-        logits.stride(0), 0 if out is None else out.stride(0), target.shape[0], n_rows, n_cols, first_row, ignore_index,
-        *transform, terms.label_smoothing, target_share, terms.z_loss or None,
+        logits.stride(0), 0 if out is None else out.stride(0), len(target), n_rows, n_cols, rows.first,
+        terms.ignore_index, *transform, terms.label_smoothing, target_share, terms.z_loss or None,
         results is None, smoothing, ROW_TILE, block // group, group, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     if dbias is None:
@@ -415,3 +405,20 @@ def _launch(
         grad_entropy is not None, smoothing, _TILE_ROWS, _TILE_COLUMNS, num_warps=4,
     )  # fmt: skip
     dbias += partial_sums.sum(0)
+
+
+def _compute_in_torch_(
+    logits: Tensor, target: Tensor, results: RowResults, upstream: Upstream, terms: Terms, class_weight: Tensor | None,
+    out: Tensor | None, dbias: Tensor | None, tokens: slice | Tensor,
+) -> None:  # fmt: skip
+    target, statistics = target[tokens], bool(results.argmax.numel())
+    values_of_rows = reference(logits, target, terms, class_weight, statistics=statistics)
+    for result, values in zip(results, values_of_rows, strict=True):
+        if result.numel():
+            result[tokens] = values
+    if out is not None:
+        upstream = Upstream(*(u if u is None else u[tokens] for u in upstream))
+        gradient = reference_gradient(logits, target, upstream, terms, class_weight)
+        out.copy_(gradient)
+        if dbias is not None:
+            dbias += gradient.sum(0)

@@ -126,10 +126,12 @@ def reference(student: Tensor, teacher: Tensor, target: Tensor, options: Diverge
     return parts.sum(-1).masked_fill(ignored, 0.0)
 
 
-def reference_loss_and_gradient_(
-    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: DivergenceOptions
+def reference_divergences_(
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor | None, options: DivergenceOptions
 ) -> Tensor:
-    """Returns each row's divergence and overwrites `student` with its gradient, in plain torch, outside autograd."""
+    """`ligerzoo.kernels.divergence.row_divergences_` in plain torch."""
+    if upstream is None:
+        return reference(student, teacher, target, options)
     ignored = target == options.ignore_index
     log_p, log_q, transform_slope = _log_probabilities(student, teacher, options)
     parts, slopes = _parts(log_p, log_q, options.divergence, options.beta)

@@ -39,6 +39,7 @@ class Terms(NamedTuple):
         temperature: divides the logits, after the softcap.
         label_smoothing: the share of a target distributed evenly over all classes.
         z_loss: the factor of `logsumexp(logits)^2` in the loss.
+        ignore_index: the target of ignored tokens.
     """
 
     scale: float = 1.0
@@ -46,9 +47,7 @@ class Terms(NamedTuple):
     temperature: float = 1.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-
-
-DEFAULT_TERMS = Terms()
+    ignore_index: int = -100
 
 
 class RowResults(NamedTuple):
@@ -116,19 +115,13 @@ def _targets_and_weights(
 
 
 def reference(
-    logits: Tensor,
-    target: Tensor,
-    terms: Terms = DEFAULT_TERMS,
-    ignore_index: int = -100,
-    class_weight: Tensor | None = None,
-    *,
-    statistics: bool = True,
+    logits: Tensor, target: Tensor, terms: Terms, class_weight: Tensor | None = None, *, statistics: bool = True
 ) -> RowResults:
     """Returns the results of (M, V) logits in plain torch, differentiable: the specification and the tests' oracle.
 
     Entropies and argmaxes are empty unless `statistics` is set.
     """
-    valid = target != ignore_index
+    valid = target != terms.ignore_index
     x, _ = _transformed(logits, valid, terms)
     in_vocabulary, y, weights = _targets_and_weights(x, target, valid, class_weight)
     logps = x.log_softmax(-1)
@@ -154,15 +147,10 @@ def _p_log_p(probabilities: Tensor, logps: Tensor) -> Tensor:
 
 
 def reference_gradient(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    terms: Terms = DEFAULT_TERMS,
-    ignore_index: int = -100,
-    class_weight: Tensor | None = None,
+    logits: Tensor, target: Tensor, upstream: Upstream, terms: Terms, class_weight: Tensor | None = None
 ) -> Tensor:
     """Returns the gradient with respect to (M, V) logits in plain torch, in fp32 (fp64 for fp64 logits)."""
-    valid = target != ignore_index
+    valid = target != terms.ignore_index
     x, slope = _transformed(logits, valid, terms)
     in_vocabulary, y, weights = _targets_and_weights(x, target, valid, class_weight)
     zero = x.new_zeros(x.shape[0])

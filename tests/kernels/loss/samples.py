@@ -8,14 +8,14 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.linear_cross_entropy import SweepOptions
-from ligerzoo.kernels.linear_divergence import TeacherInputs
+from ligerzoo.kernels.linear_divergence import TeacherInputs, _SweepOptions
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import numbers, targets
 
-TERMS = Terms(scale=0.7, softcap=3.0, temperature=1.3, label_smoothing=0.1, z_loss=0.01)
+TERMS = Terms(scale=0.7, softcap=3.0, temperature=1.3, label_smoothing=0.1, z_loss=0.01, ignore_index=5)
 
 
 def new(*shape: int, device: str) -> Tensor:
@@ -32,12 +32,12 @@ def classes(device: str, ignore_index: int = -100) -> Tensor:
 
 def cross_entropy_forward(device: str) -> list[dict[str, Any]]:
     logits, class_weight = new(5, 33, device=device), new(33, 7, device=device)[:, 0]
-    plain = {"class_weight": None, "terms": Terms(), "ignore_index": -100, "statistics": False}
+    plain = {"class_weight": None, "terms": Terms(), "statistics": False}
     return [
         {"logits": logits, "target": classes(device), **plain},
         {
             "logits": transposed(logits).half(), "target": classes(device, 5), "class_weight": class_weight,
-            "terms": TERMS, "ignore_index": 5, "statistics": True,
+            "terms": TERMS, "statistics": True,
         },
         {"logits": logits[:0], "target": classes(device)[:0], **plain},
     ]  # fmt: skip
@@ -45,13 +45,12 @@ def cross_entropy_forward(device: str) -> list[dict[str, Any]]:
 
 def cross_entropy_backward(device: str) -> list[dict[str, Any]]:
     logits, upstream, normalizer = new(5, 33, device=device), new(5, device=device), new(2, 5, device=device)
-    plain = {"class_weight": None, "terms": Terms(), "ignore_index": -100}
+    plain = {"class_weight": None, "terms": Terms()}
     return [
         {"logits": logits, "target": classes(device), "normalizer": normalizer, "upstream": upstream, **plain},
         {
             "logits": transposed(logits).half(), "target": classes(device, 5), "normalizer": normalizer,
             "upstream": upstream[:1].expand(5), "class_weight": new(33, 7, device=device)[:, 0], "terms": TERMS,
-            "ignore_index": 5,
         },
         {
             "logits": logits[:0], "target": classes(device)[:0], "normalizer": normalizer[:, :0].contiguous(),
@@ -63,7 +62,7 @@ def cross_entropy_backward(device: str) -> list[dict[str, Any]]:
 def linear_cross_entropy_sweep(device: str) -> list[dict[str, Any]]:
     hidden, weight, upstream = new(5, 7, device=device), new(33, 7, device=device), new(5, device=device)
     plain = {"target": classes(device), "class_weight": None, "terms": Terms()}
-    options = SweepOptions(ignore_index=-100, budget=0, triton=fused(device), statistics=False)
+    options = SweepOptions(budget=0, triton=fused(device), statistics=False)
     return [
         {
             **plain, "head": HeadInputs(hidden, weight), "upstream": Upstream(loss=upstream), "options": options,
@@ -71,12 +70,13 @@ def linear_cross_entropy_sweep(device: str) -> list[dict[str, Any]]:
         },
         {
             **plain, "head": HeadInputs(transposed(hidden).half(), weight.half()), "target": classes(device, 5),
-            "upstream": Upstream(loss=upstream[:1].expand(5)), "options": options._replace(ignore_index=5, budget=512),
-            "needs": Needs(True, False),
+            "upstream": Upstream(loss=upstream[:1].expand(5)), "options": options._replace(budget=512),
+            "terms": Terms(ignore_index=5), "needs": Needs(True, False),
         },
         {
             **plain, "head": HeadInputs(hidden, transposed(weight), weight[:, 0]), "class_weight": weight[:, 1],
-            "upstream": Upstream(logp=upstream, entropy=upstream, logsumexp=upstream[:1].expand(5)), "terms": TERMS,
+            "upstream": Upstream(logp=upstream, entropy=upstream, logsumexp=upstream[:1].expand(5)),
+            "terms": TERMS._replace(ignore_index=-100),
             "options": options._replace(budget=None, statistics=True), "needs": Needs(False, True, True),
         },
         {
@@ -130,28 +130,29 @@ def divergence_backward(device: str) -> list[dict[str, Any]]:
 
 def linear_divergence_sweep(device: str) -> list[dict[str, Any]]:
     hidden, weight, upstream = new(5, 7, device=device), new(33, 7, device=device), new(5, device=device)
-    plain = {"target": classes(device), "budget": None, "triton": fused(device)}
+    plain = {"target": classes(device), "options": _SweepOptions(None, fused(device))}
     return [
         {
             **plain, "student": HeadInputs(hidden, weight, weight[:, 0]),
             "teacher": TeacherInputs(hidden.flip(0), weight, weight[:, 1]), "upstream": upstream,
-            "options": DivergenceOptions("forward_kl", 0.0, 1.0, -100), "budget": 0, "needs": Needs(True, True, True),
+            "divergence": DivergenceOptions("forward_kl", 0.0, 1.0, -100), "options": _SweepOptions(0, fused(device)),
+            "needs": Needs(True, True, True),
         },
         {
             **plain, "student": HeadInputs(hidden.half(), weight.half()),
             "teacher": TeacherInputs(hidden, weight, None), "target": classes(device, 5),
             "upstream": upstream[:1].expand(5),
-            "options": DivergenceOptions("jsd", 0.3, 2.0, 5, 0.7, 3.0, 0.9, 2.0), "needs": Needs(True, False),
+            "divergence": DivergenceOptions("jsd", 0.3, 2.0, 5, 0.7, 3.0, 0.9, 2.0), "needs": Needs(True, False),
         },
         {
             **plain, "student": HeadInputs(hidden, weight), "teacher": TeacherInputs(hidden @ weight.T, None, None),
-            "upstream": None, "options": DivergenceOptions("cosine", 0.0, 1.0, -100), "triton": False,
-            "needs": Needs(False, False),
+            "upstream": None, "divergence": DivergenceOptions("cosine", 0.0, 1.0, -100),
+            "options": _SweepOptions(0, False), "needs": Needs(False, False),
         },
         {
             **plain, "student": HeadInputs(hidden[:0], weight), "teacher": TeacherInputs(hidden[:0], weight, None),
             "target": classes(device)[:0], "upstream": upstream[:0],
-            "options": DivergenceOptions("tvd", 0.0, 1.0, -100), "needs": Needs(True, True),
+            "divergence": DivergenceOptions("tvd", 0.0, 1.0, -100), "needs": Needs(True, True),
         },
     ]  # fmt: skip
 
