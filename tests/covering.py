@@ -1,6 +1,6 @@
 """Small sets of combinations of options in which every pair (or every three) of values occurs."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -50,6 +50,11 @@ def long_cases(options: Mapping[str, Sequence[Any]]) -> list[Any]:
     rows = covering(options)
     taken = covering_rows([[id(value) for value in row.values()] for row in rows], strength=1)
     return [pytest.param(row, marks=() if i in taken else pytest.mark.thorough) for i, row in enumerate(rows)]
+
+
+def representatives(values: Iterable[Any], *taken: Any) -> list[Any]:
+    """Returns the values as parameters of a test, of which `make test` runs those in `taken`."""
+    return [pytest.param(value, marks=() if value in taken else pytest.mark.thorough) for value in values]
 
 
 every_backend = pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])

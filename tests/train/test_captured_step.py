@@ -15,6 +15,7 @@ from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig
 from ligerzoo.train import captured_step
 from ligerzoo.train.captured_step import CapturedStep
 from ligerzoo.train.optimizers import SkipNonFinite, StepInBackward, clip_grad_norm, make_optimizer, schedule, set_lr
+from tests.covering import representatives
 from tests.train.graphs import RecordedGraph, replace_graphs
 
 SIZES: dict[str, Any] = {
@@ -114,7 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", representatives(CASES, "packed", "checkpointed", "skip"))
 def test_captured_steps_have_the_bits_of_a_plain_loop(case: str, graphs: list[RecordedGraph]) -> None:
     given = CASES[case]
     accumulate = given.get("accumulate", 1)

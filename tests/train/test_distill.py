@@ -30,7 +30,12 @@ def train(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"divergence": "forward_kl", "temperature": 2.0, "hard_weight": 0.01}], ids=str
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.thorough),
+        {"divergence": "forward_kl", "temperature": 2.0, "hard_weight": 0.01},
+    ],
+    ids=str,
 )
 def test_the_student_approaches_the_teacher(
     changes: dict[str, Any], checkpoint: Path, teacher: Path, data: Path, tmp_path: Path

@@ -75,7 +75,7 @@ def test_the_reward_rises(
     assert "polyline" in (tmp_path / "run" / "reward.svg").read_text()
 
 
-@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("lora_rank", [None, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_stopped_run_continues_bit_for_bit(
     checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     lora_rank: int | None,

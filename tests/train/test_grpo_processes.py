@@ -25,7 +25,6 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"prompts": 5, "old_logps": "recomputed", "beta": 0.05, "loss_type": "gspo", "temperature": 0.8},
     "few rows": {"prompts": 1, "batch_size": 1, "seq_length": 256, "loss_type": "dr_grpo", "mask_truncated": True},
 }
-FAST = ("full",)
 
 
 def train_part(rank: int, given: dict[str, Any], stop_at: int | None) -> None:
@@ -56,9 +55,8 @@ def reward(tmp_path: Path) -> Path:
     return write_reward(tmp_path / "reward.py", LOW_TOKENS)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_as_one(name: str, checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path) -> None:
     """The same completions, since each has its seed; the same losses and weights, up to the order of sums."""
     case = {"eval_data": (str(prompts),), "eval_every": 2, "sample_every": 1, **CASES[name]}

@@ -25,6 +25,7 @@ from ligerzoo.train.data.samples import as_state, from_state
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import distill, grpo, preference, sft
 from ligerzoo.vision.processor import Processor
+from tests.covering import representatives
 from tests.train.tiny_run import options
 from tests.train.tiny_vision import (
     END,
@@ -352,9 +353,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.thorough) if kind == "qwen3_5_moe" else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", representatives(KINDS, "qwen2_vl", "gemma3", "qwen3_vl"))
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
 def test_packed_rows_have_the_gradients_of_each_conversation(
     kind: str, dtype: torch.dtype, tolerance: float, chats: Path, load_processor: Callable[[str], Processor]
@@ -553,7 +552,7 @@ def test_a_dry_run_finds_images_after_the_first_samples(
 
 
 @pytest.mark.filterwarnings("ignore:.*the loss is exactly 0")  # the teacher is the student
-@pytest.mark.parametrize("method", ["dpo", "grpo", "distill"])
+@pytest.mark.parametrize("method", representatives(["dpo", "grpo", "distill"], "grpo"))
 def test_other_methods_save_the_processor(method: str, qwen: Path, tmp_path: Path) -> None:
     """A vision-language model that is trained on texts still reads images."""
     given: dict[str, Any] = {"max_steps": 1, "seq_length": 128}

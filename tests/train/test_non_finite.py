@@ -56,6 +56,7 @@ def names(output: Path) -> list[str]:
     return [path.name for path in checkpoints(output)]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SKIPS)
 @pytest.mark.parametrize("method, more", [
     ("sft", {}), ("sft", {"ema": 0.5}), ("sft", {"lora_rank": 2}), ("dpo", {"accumulate": 2}), ("kto", {}),

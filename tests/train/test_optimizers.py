@@ -21,7 +21,7 @@ from ligerzoo.train.optimizers import (
     parameter_groups,
     set_lr,
 )
-from tests.covering import covering
+from tests.covering import covering, long_cases
 from tests.train.optimizer_cases import (
     adamw_rule,
     parameters_of,
@@ -194,7 +194,7 @@ def test_the_second_moment_in_bf16_decays_in_expectation_only_if_rounded_stochas
 INTERRUPTED: dict[str, list[Any]] = {"kind": list(KINDS), "dtype": [torch.float32, BF16], "skips": [False, True]}
 
 
-@pytest.mark.parametrize("case", covering(INTERRUPTED), ids=str)
+@pytest.mark.parametrize("case", long_cases(INTERRUPTED), ids=str)
 def test_a_loaded_run_continues_bit_for_bit(case: dict[str, Any]) -> None:
     torch.manual_seed(1)
     start = wide_model(case["dtype"])

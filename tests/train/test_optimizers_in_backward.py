@@ -22,6 +22,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
+@pytest.mark.long
 @kinds
 @pytest.mark.parametrize("make", [
     partial(tiny_llama, tie_word_embeddings=True), partial(tiny_llama, dtype=torch.bfloat16), tiny_moe,

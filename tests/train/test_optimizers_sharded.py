@@ -86,7 +86,7 @@ def compare_all(rank: int, in_backward: bool) -> None:
                 compare(make, name, options, in_backward)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_equals_that_of_one_process(in_backward: bool) -> None:
     on_all_processes(partial(compare_all, in_backward=in_backward))
 

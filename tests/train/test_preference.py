@@ -17,6 +17,7 @@ from ligerzoo.train.data.batches import collate
 from ligerzoo.train.log import read_log
 from ligerzoo.train.preferences import mismatched
 from ligerzoo.train.recipes import preference
+from tests.covering import representatives
 from tests.train.preference_data import labelled, options, pairs, write
 from tests.train.test_resume import assert_equal, stop_after, untimed_log
 from tests.train.tiny_run import arguments, run_script, write_checkpoint
@@ -46,7 +47,7 @@ def steps(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry for entry in log if "loss" in entry]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", representatives(METHODS, "dpo", "kto"))
 def test_every_method_learns(method: str, model: Path, files: dict[str, Path], tmp_path: Path) -> None:
     data = files[method]
     given = options(model, data, tmp_path / "run", method=method, max_steps=15, lr=3e-3, eval_data=(str(data),))
@@ -68,7 +69,7 @@ def test_every_method_learns(method: str, model: Path, files: dict[str, Path], t
     assert (tmp_path / "run" / "loss.svg").read_text().count(f"{method} loss") == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", representatives(METHODS, "dpo", "kto"))
 def test_micro_batches_train_as_one_batch(method: str, model: Path, files: dict[str, Path], tmp_path: Path) -> None:
     given = {"method": method, "max_steps": 3}
     one = train(options(model, files[method], tmp_path / "one", batch_size=4, **given))
@@ -82,7 +83,7 @@ def test_micro_batches_train_as_one_batch(method: str, model: Path, files: dict[
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "dpo"},
+        pytest.param({"method": "dpo"}, marks=pytest.mark.thorough),
         {"method": "kto"},
         {"method": "dpo", "precompute_reference": True, "lora_rank": 4},
     ],
@@ -110,7 +111,7 @@ def test_a_stopped_run_continues_bit_for_bit(
 # References
 
 
-@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("lora_rank", representatives([None, 4], 4))
 def test_a_precomputed_reference_changes_nothing(
     lora_rank: int | None, model: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:

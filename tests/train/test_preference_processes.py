@@ -28,8 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
 UNEQUAL = ("seconds", "tokens_per_second", "memory_gib", "mfu", "samples", "nll_loss", "eval_nll_loss")
 """Times, and means over tokens, which micro-batches weight by their pairs."""
 
-FAST = ("dpo, adapters", "kto")
-
 
 def train(given: dict[str, Any]) -> int:
     recipe: Any = distill if given["method"] == "distill" else preference
@@ -55,9 +53,8 @@ def train_in_two(given: dict[str, Any], stop_at: int | None = None) -> None:
     on_all_processes(partial(train_part, given=given, stop_at=stop_at))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny", initializer_range=0.1)
     case = CASES[name]

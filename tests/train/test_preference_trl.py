@@ -49,7 +49,13 @@ def records(method: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "method, variant", [("dpo", None), ("dpo", "ipo"), ("kto", None), ("kto", "apo_zero_unpaired")]
+    "method, variant",
+    [
+        ("dpo", None),
+        ("kto", None),
+        pytest.param("dpo", "ipo", marks=pytest.mark.thorough),
+        pytest.param("kto", "apo_zero_unpaired", marks=pytest.mark.thorough),
+    ],
 )
 def test_losses_agree_with_trl(
     method: str, variant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

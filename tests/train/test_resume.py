@@ -75,7 +75,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.
     monkeypatch.setattr(sft.RunLog, "step", logged)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
 def test_a_stopped_run_continues_bit_for_bit(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int,
     capsys: pytest.CaptureFixture[str],
@@ -273,7 +273,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(ligerzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_gives_the_same_weights(
     checkpoint: Path, data: Path, tmp_path: Path, kills: int
 ) -> None:

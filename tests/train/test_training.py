@@ -14,6 +14,7 @@ from ligerzoo.train.checks import check_optimizer
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_state import checkpoints
+from tests.covering import representatives
 from tests.train.test_resume import assert_equal, stop_after, train, untimed_log
 from tests.train.tiny_run import arguments, options, write_data
 
@@ -44,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", representatives(VARIANTS, "lora", "ema", "muon", "in-backward"))
 def test_a_stopped_run_continues_bit_for_bit(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -58,7 +58,7 @@ def numbers(output: Path, name: str) -> list[float]:
     return [entry[name] for entry in read_log(output / "log.jsonl") if name in entry]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one(checkpoint: Path, data: Path, tmp_path: Path, name: str) -> None:
     variant = {**VARIANTS[name], "eval_data": (str(data),), "eval_every": 3}
     one, two, parts = (tmp_path / run for run in ("one", "two", "parts"))
@@ -98,6 +98,7 @@ def refused_part(rank: int, given: dict[str, Any], pid: int) -> None:
         train(given)
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """The command with random weights, which no process holds as a whole, killed after its third checkpoint.
 
@@ -171,7 +172,13 @@ def broken_part(rank: int, given: dict[str, Any], step: int) -> None:
     Path(f"{given['output']}-{rank}.txt").write_text(str(raised.value))
 
 
-@pytest.mark.parametrize("step, what", [(3, "gradients of the last 3 steps"), (6, "weights are infinite or NaN")])
+@pytest.mark.parametrize(
+    "step, what",
+    [
+        pytest.param(3, "gradients of the last 3 steps", marks=pytest.mark.slow),
+        (6, "weights are infinite or NaN"),
+    ],
+)
 def test_a_model_that_is_broken_in_one_process_is_never_saved(
     checkpoint: Path, data: Path, tmp_path: Path, step: int, what: str
 ) -> None:
@@ -186,6 +193,7 @@ def test_a_model_that_is_broken_in_one_process_is_never_saved(
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_two_processes_train_images_as_one(tmp_path: Path) -> None:
     """Also in steps in which only one of them has images."""
     checkpoint, data = write_vision_checkpoint(tmp_path / "tiny", "qwen2_vl"), write_conversations(tmp_path / "chats")
