@@ -184,6 +184,7 @@ def insert_after(path: Path, line: str, inserted: str) -> None:
     path.write_text(text.replace(line, line + inserted), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) -> None:
     """Adds the guide's files to a copy of the package, and runs the parity tests that the guide names."""
     for name in ("ligerzoo", "tests"):

@@ -316,6 +316,7 @@ def test_frozen_tower(model: Gemma3) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
+@pytest.mark.thorough
 @every_backend
 def test_compiled(model: Gemma3, backend: str) -> None:
     """Full graph."""

@@ -255,7 +255,7 @@ def test_activation_checkpointing_changes_nothing(model: CausalLM, device: str) 
     "model, recompute",
     [
         ("dense", True),
-        ("mixture", False),
+        pytest.param("mixture", False, marks=pytest.mark.thorough),
         pytest.param("dense", False, marks=pytest.mark.thorough),
         pytest.param("mixture", True, marks=pytest.mark.thorough),
     ],

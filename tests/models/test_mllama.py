@@ -407,6 +407,7 @@ def small() -> Mllama:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_compiled(device: str) -> None:
     """Full graph, also with recomputation of blocks."""
     model = small().to(device)
