@@ -14,7 +14,7 @@ from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.models.apertus import ApertusConfig
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     Without an object `rope_parameters`, the default scaling applies unless `rope_scaling` has entries. As in
@@ -26,8 +26,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return rope_fields(raw, default_theta)
 
 
-def write_entries(config: ApertusConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: ApertusConfig, entries: dict[str, Any]) -> dict[str, Any]:
     return {**entries, "rope_scaling": {"rope_type": "default", **(config.rope_scaling or {})}}
 
 
@@ -36,7 +35,7 @@ RULES = (Rename("attention_layernorm", "input_layernorm"), Rename("feedforward_l
 ARCHITECTURE = Architecture(
     "apertus",
     accepted={"hidden_act": ("xielu",), "post_norm": (False,), "qk_norm": (True,), "mlp_bias": (False,)},
-    read_rope=read_rope,
-    write_entries=write_entries,
+    read_rope=_read_rope,
+    write_entries=_write_entries,
     layouts=lambda config: (Layout(RULES),),
 )

@@ -22,13 +22,12 @@ _read = first_spelling(
 _write = written_as(num_experts="moe_num_experts", num_experts_per_tok="moe_k")
 
 
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json under the names of our fields. There is no sliding window."""
     return {**_read(raw), "sliding_window": None}
 
 
-def write_entries(config: Ernie4_5MoeConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: Ernie4_5MoeConfig, entries: dict[str, Any]) -> dict[str, Any]:
     del entries["sliding_window"]
     return _write(config, entries)
 
@@ -37,8 +36,8 @@ ARCHITECTURE = Architecture(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
     accepted={"moe_gate": ("topk",), "moe_use_aux_free": (True,), "compression_ratio": (1.0,)},
-    read_entries=read_entries,
-    write_entries=write_entries,
+    read_entries=_read_entries,
+    write_entries=_write_entries,
     layouts=lambda config: (
         Layout((Rename("mlp.moe_statics.e_score_correction_bias", _BIAS), *PER_EXPERT)),
         Layout((Rename("mlp.gate.moe_statics.e_score_correction_bias", _BIAS),)),

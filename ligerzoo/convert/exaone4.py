@@ -12,7 +12,7 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.models.exaone4 import Exaone4Config
 
 
-def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns config.json, without a `layer_types` that has no effect."""
     types = raw.get("layer_types")
     count, window = (raw.get(name, getattr(Exaone4Config, name)) for name in ("num_hidden_layers", "sliding_window"))
@@ -20,11 +20,10 @@ def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, "layer_types": None} if is_plain else raw
 
 
-def write_entries(config: Exaone4Config, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: Exaone4Config, entries: dict[str, Any]) -> dict[str, Any]:
     if config.sliding_window is None and config.layer_types is None:
         entries["layer_types"] = ["full_attention"] * config.num_hidden_layers
     return entries
 
 
-ARCHITECTURE = Architecture("exaone4", read_entries=read_entries, write_entries=write_entries)
+ARCHITECTURE = Architecture("exaone4", read_entries=_read_entries, write_entries=_write_entries)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
-from ligerzoo.convert.gemma3_text import read_rope
+from ligerzoo.convert.gemma3_text import ARCHITECTURE as TEXT
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
 from ligerzoo.models.gemma3 import Gemma3Config
 
@@ -29,7 +29,7 @@ _TOP_LEVEL = {
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of all levels of config.json under the names of our fields.
 
     `final_logit_softcapping` is ignored. `tie_word_embeddings` is read from the top level only. Token ids at the top
@@ -45,8 +45,7 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": None, **given, "vision_config": vision}
 
 
-def write_entries(config: Gemma3Config, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: Gemma3Config, entries: dict[str, Any]) -> dict[str, Any]:
     vision = {
         "model_type": "siglip_vision_model", "hidden_act": GELU_TANH, "vision_use_head": False,
         **entries.pop("vision_config"),
@@ -89,9 +88,9 @@ ARCHITECTURE = Architecture(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     accepted={"hidden_activation": (GELU_TANH,), "use_bidirectional_attention": (False,)},
-    read_entries=read_entries,
-    read_rope=read_rope,
-    write_entries=write_entries,
+    read_entries=_read_entries,
+    read_rope=TEXT.read_rope,
+    write_entries=_write_entries,
     layouts=lambda config: (Layout(RULES, FILES), Layout(RULES, MODULES)),
     extra_tensors=r"(model\.)?vision_tower\.(vision_model\.)?head\..+",
 )

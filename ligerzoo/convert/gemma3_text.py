@@ -13,7 +13,7 @@ from ligerzoo.convert.fields import rope_of_layer_types
 from ligerzoo.models.gemma3_text import Gemma3TextConfig
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq` from either spelling.
 
     transformers 4 writes entries of these names. transformers 5 writes `rope_parameters`, an object per layer type,
@@ -27,6 +27,6 @@ ARCHITECTURE = Architecture(
     "gemma3_text",
     "Gemma3ForCausalLM",
     accepted={"hidden_activation": (GELU_TANH,)},
-    read_rope=read_rope,
+    read_rope=_read_rope,
     classifier_class="Gemma3TextForSequenceClassification",
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, refuse, written_as
-from ligerzoo.convert.qwen2_moe import layouts
+from ligerzoo.convert.qwen2_moe import expert_layouts
 
 ROUTER_ENTRIES: dict[str, tuple[object, ...]] = {
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)
@@ -18,7 +18,7 @@ ROUTER_ENTRIES: dict[str, tuple[object, ...]] = {
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
 
 
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json; `n_routed_experts` takes precedence over `num_local_experts`.
 
     Raises:
@@ -29,13 +29,13 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, "num_experts": first_given(raw, "n_routed_experts", "num_local_experts")}
 
 
-write_entries = written_as(num_experts="n_routed_experts")
+_write_entries = written_as(num_experts="n_routed_experts")
 
 ARCHITECTURE = Architecture(
     "glm4_moe",
     accepted=ROUTER_ENTRIES,
-    read_entries=read_entries,
-    write_entries=write_entries,
-    layouts=layouts,
+    read_entries=_read_entries,
+    write_entries=_write_entries,
+    layouts=expert_layouts,
     keeps_extra_layers=True,
 )

@@ -13,18 +13,17 @@ from ligerzoo.convert import deepseek_v3
 from ligerzoo.models.glm4_moe_lite import MLP_TYPES, Glm4MoeLiteConfig
 
 
-def write_entries(config: Glm4MoeLiteConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: Glm4MoeLiteConfig, entries: dict[str, Any]) -> dict[str, Any]:
     if config.mlp_layer_types is None and config.first_k_dense_replace != 1:
         types = [MLP_TYPES[config.has_mixture(layer)] for layer in range(config.num_hidden_layers)]
         entries = {**entries, "mlp_layer_types": types}
-    return deepseek_v3.write_entries(config, entries)
+    return deepseek_v3.ARCHITECTURE.write_entries(config, entries)
 
 
 ARCHITECTURE = replace(
     deepseek_v3.ARCHITECTURE,
     model_type="glm4_moe_lite",
     hf_class="Glm4MoeLiteForCausalLM",
-    write_entries=write_entries,
+    write_entries=_write_entries,
     quantized_formats=frozenset(),
 )

@@ -17,13 +17,12 @@ from ligerzoo.convert.layout import Interleaved, Layout, ModuleRules, Rename, Tr
 from ligerzoo.models.gpt_oss import YARN, GptOssConfig
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from either spelling. Without a rope entry the default YaRN applies."""
     return rope_fields(raw if rope_entry(raw) else {**raw, "rope_scaling": YARN}, default_theta)
 
 
-def write_entries(config: GptOssConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: GptOssConfig, entries: dict[str, Any]) -> dict[str, Any]:
     scaling = dict(config.rope_scaling or {"rope_type": "default"})  # transformers reads null as the default YaRN
     return {"num_local_experts": entries.pop("num_experts"), **entries, "rope_scaling": scaling}
 
@@ -39,8 +38,8 @@ ARCHITECTURE = Architecture(
     "gpt_oss",
     accepted={"partial_rotary_factor": (1.0,)},
     read_entries=first_spelling(num_experts=("num_experts", "num_local_experts")),
-    read_rope=read_rope,
-    write_entries=write_entries,
+    read_rope=_read_rope,
+    write_entries=_write_entries,
     layouts=lambda config: (Layout(RULES),),
     quantized_formats=frozenset({"mxfp4"}),
 )

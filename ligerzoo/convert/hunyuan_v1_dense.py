@@ -13,7 +13,7 @@ from ligerzoo.convert.fields import refuse
 from ligerzoo.convert.layout import Layout, Rename
 
 
-def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns config.json. As in transformers, `head_dim` counts; another `attention_head_dim` is refused."""
     refuse(raw, "attention_head_dim", unless=(None, raw.get("head_dim")), remedy="Set head_dim, which is used instead.")
     return raw
@@ -29,6 +29,6 @@ ARCHITECTURE = Architecture(
         "norm_type": ("rms",),
         "num_experts": (1,),
     },
-    read_entries=read_entries,
+    read_entries=_read_entries,
     layouts=lambda config: (Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
 )

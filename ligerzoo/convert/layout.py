@@ -23,7 +23,7 @@ class Rule(Protocol):
     """One rule of a layout."""
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        """Returns the slices that make up a parameter, or None if the rule doesn't apply to it.
+        """Returns the slices that make up a parameter that the rule finds, or None if it doesn't apply to it.
 
         Args:
             name: name of the parameter.
@@ -36,8 +36,17 @@ class Rule(Protocol):
         ...
 
 
+class _PathRule:
+    """A rule that finds parameters by one path."""
+
+    path: str
+
+    def path_in(self, name: str) -> str | None:
+        return self.path if _contains(name, self.path) else None
+
+
 @dataclass(frozen=True)
-class Rename:
+class Rename(_PathRule):
     """A tensor or module with another name in the checkpoint. Rules may swap names: each parameter is renamed once.
 
     Attributes:
@@ -49,12 +58,7 @@ class Rename:
     path: str
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        if not _contains(name, self.path):
-            return None
         return [TensorSlice(_replace_path(name, self.path, self.stored_path), shapes[name], name)]
-
-    def path_in(self, name: str) -> str | None:
-        return _found(self.path, name)
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,8 @@ class Fused:
     paths: tuple[str, ...]
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        position = next((i for i, path in enumerate(self.paths) if _contains(name, path)), None)
-        if position is None:
-            return None
-        path = self.paths[position]
+        path = next(path for path in self.paths if _contains(name, path))
+        position = self.paths.index(path)
         parts = [_replace_path(name, path, other) for other in self.paths]
         if not all(part in shapes for part in parts):  # only some parts have this parameter, such as an added bias
             return None
@@ -87,7 +89,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class PerExpert:
+class PerExpert(_PathRule):
     """One or more stored tensors per expert that form one parameter of shape (experts, rows, ...).
 
     Attributes:
@@ -99,21 +101,15 @@ class PerExpert:
     stored_paths: tuple[str, ...]
     path: str
 
-    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return self._slices_per_expert(name, shapes[name]) if _contains(name, self.path) else None
-
-    def _slices_per_expert(self, name: str, shape: Shape) -> Iterator[TensorSlice]:
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """Yields slices one at a time, because a malicious config.json may set any number of experts."""
-        experts, all_rows, *rest = shape
+        experts, all_rows, *rest = shapes[name]
         rows = all_rows // len(self.stored_paths)
         for expert in range(experts):
             for i, path in enumerate(self.stored_paths):
                 stored_name = _replace_path(name, self.path, path.format(expert=expert))
                 index = (expert, slice(i * rows, (i + 1) * rows))
                 yield TensorSlice(stored_name, (rows, *rest), name, index=index)
-
-    def path_in(self, name: str) -> str | None:
-        return _found(self.path, name)
 
 
 @dataclass(frozen=True)
@@ -131,18 +127,12 @@ class FusedByHead:
     parts: tuple[tuple[str, int, int], ...]
     heads: int
 
-    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        path = self.path_in(name)
-        return None if path is None else self._slices_by_head(name, path, shapes[name])
-
-    def path_in(self, name: str) -> str | None:
-        return next((path for path, *_ in self.parts if _contains(name, path)), None)
-
-    def _slices_by_head(self, name: str, path: str, shape: Shape) -> Iterator[TensorSlice]:
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """Yields slices one at a time, because a malicious config.json may set any number of heads."""
+        path = next(path for path, *_ in self.parts if _contains(name, path))
         head_rows = sum(rows for _, rows, _ in self.parts)
         stored_name = _replace_path(name, path, self.stored_path)
-        stored_shape = (self.heads * head_rows, *shape[1:])
+        stored_shape = (self.heads * head_rows, *shapes[name][1:])
         for head in range(self.heads):
             stored_first = head * head_rows
             for part_path, rows, first in self.parts:
@@ -152,9 +142,12 @@ class FusedByHead:
                     yield TensorSlice(stored_name, stored_shape, name, stored_index, index)
                 stored_first += rows
 
+    def path_in(self, name: str) -> str | None:
+        return next((path for path, *_ in self.parts if _contains(name, path)), None)
+
 
 @dataclass(frozen=True)
-class Interleaved:
+class Interleaved(_PathRule):
     """Stacked gate and up projections whose outputs alternate in the checkpoint; the parameter has the gate's first.
 
     Attributes:
@@ -166,8 +159,6 @@ class Interleaved:
     transposed: bool = False
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        if not _contains(name, self.path):
-            return None
         experts, outputs, *inputs = shapes[name]
         is_transposed = self.transposed and bool(inputs)
         stored_shape = (experts, *inputs, outputs) if is_transposed else (experts, outputs, *inputs)
@@ -180,12 +171,9 @@ class Interleaved:
             parts.append(TensorSlice(name, stored_shape, name, tuple(stored_index), index, is_transposed))
         return parts
 
-    def path_in(self, name: str) -> str | None:
-        return _found(self.path, name)
-
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(_PathRule):
     """Stacked matrices that are stored transposed, for products `x @ W`.
 
     Attributes:
@@ -195,13 +183,8 @@ class Transposed:
     path: str
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        if not _contains(name, self.path):
-            return None
         *stack, rows, columns = shapes[name]
         return [TensorSlice(name, (*stack, columns, rows), name, transposed=True)]
-
-    def path_in(self, name: str) -> str | None:
-        return _found(self.path, name)
 
 
 @dataclass(frozen=True)
@@ -217,7 +200,7 @@ class ModuleRules:
     rules: tuple[Rule, ...]
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return Layout(self.rules).slices_of(name, shapes) if self.path_in(name) else None
+        return Layout(self.rules).slices_of(name, shapes)
 
     def path_in(self, name: str) -> str | None:
         return self.prefix if name.startswith(self.prefix) else None
@@ -262,7 +245,7 @@ class Layout:
         """Yields the slices of one parameter. `shapes` holds the shapes of all parameters."""
         rules = list(_flat(self.rules, name))
         renames = [rule for rule in rules if isinstance(rule, Rename)]
-        others = (rule for rule in rules if not isinstance(rule, Rename))
+        others = (rule for rule in rules if not isinstance(rule, Rename) and rule.path_in(name) is not None)
         found = ((rule, slices) for rule in others if (slices := rule.slices(name, shapes)) is not None)
         rule, slices = next(found, (None, [TensorSlice(name, shapes[name], name)]))
         path = None if rule is None or isinstance(rule, Interleaved | Transposed) else rule.path_in(name)
@@ -318,10 +301,6 @@ def _joined(*parts: str) -> str:
 
 def _contains(name: str, path: str) -> bool:
     return f".{path}." in f".{name}."
-
-
-def _found(path: str, name: str) -> str | None:
-    return path if _contains(name, path) else None
 
 
 def _replace_path(name: str, old: str, new: str) -> str:

@@ -19,7 +19,7 @@ from ligerzoo.models.minimax_m2 import MiniMaxM2Config
 _BIAS = "mlp.gate.e_score_correction_bias"
 
 
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json under the names of our fields. There is no sliding window.
 
     Raises:
@@ -30,10 +30,10 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "linear attention is not supported", where="attn_type_list", got=repr(types)[:200], expected="ones only"
         )
-    return {**mixtral.read_entries(raw), "sliding_window": None}
+    return {**mixtral.ARCHITECTURE.read_entries(raw), "sliding_window": None}
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads the fields of the rotary embedding; `partial_rotary_factor` takes precedence over `rotary_dim`."""
     rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
     if rotary_dim is None:
@@ -46,14 +46,13 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return {**rope_fields(raw, default_theta), "partial_rotary_factor": rotated}
 
 
-def write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str, Any]:
     del entries["sliding_window"]
     if entries["partial_rotary_factor"] == 1:
         del entries["partial_rotary_factor"]
     else:
         entries["rotary_dim"] = config.rotary_size
-    return mixtral.write_entries(config, entries)
+    return mixtral.ARCHITECTURE.write_entries(config, entries)
 
 
 ARCHITECTURE = Architecture(
@@ -65,9 +64,9 @@ ARCHITECTURE = Architecture(
         "use_qk_norm": (True,),
         "use_routing_bias": (True,),
     },
-    read_entries=read_entries,
-    read_rope=read_rope,
-    write_entries=write_entries,
+    read_entries=_read_entries,
+    read_rope=_read_rope,
+    write_entries=_write_entries,
     layouts=lambda config: (
         Layout((Rename("block_sparse_moe.e_score_correction_bias", _BIAS), *mixtral.RULES)),
         Layout((Rename("mlp.e_score_correction_bias", _BIAS),)),

@@ -15,7 +15,7 @@ from ligerzoo.models.ministral3 import Ministral3Config
 _QUERY_SCALING = ("original_max_position_embeddings", "llama_4_scaling_beta")
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     Without a rope entry the default YaRN scaling applies. As in transformers, a top-level `rope_theta` is then ignored,
@@ -32,8 +32,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return {**rope, "rope_scaling": _complete(rope["rope_scaling"], max_position)}
 
 
-def write_entries(config: Ministral3Config, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: Ministral3Config, entries: dict[str, Any]) -> dict[str, Any]:
     return {**entries, "rope_scaling": _complete(config.rope_scaling or {}, config.max_position_embeddings)}
 
 
@@ -43,4 +42,4 @@ def _complete(scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
     return {"rope_type": "default", **defaults, **scaling}
 
 
-ARCHITECTURE = Architecture("ministral3", read_rope=read_rope, write_entries=write_entries)
+ARCHITECTURE = Architecture("ministral3", read_rope=_read_rope, write_entries=_write_entries)

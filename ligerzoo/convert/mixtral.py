@@ -17,9 +17,9 @@ RULES = (
     PerExpert((f"{_EXPERT}.w2.weight",), "mlp.experts.down_proj"),
 )
 
-read_entries = first_spelling(num_experts=("num_experts", "num_local_experts"))
-write_entries = written_as(num_experts="num_local_experts")
-
 ARCHITECTURE = Architecture(
-    "mixtral", read_entries=read_entries, write_entries=write_entries, layouts=lambda config: (Layout(RULES), Layout())
+    "mixtral",
+    read_entries=first_spelling(num_experts=("num_experts", "num_local_experts")),
+    write_entries=written_as(num_experts="num_local_experts"),
+    layouts=lambda config: (Layout(RULES), Layout()),
 )

@@ -15,7 +15,7 @@ from ligerzoo.convert.layout import Layout, ModuleRules, Rename
 from ligerzoo.models.mllama import MllamaConfig
 
 
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of all levels of config.json under the names of our fields.
 
     `tie_word_embeddings` is ignored: the head is never tied. As in transformers, `image_token_id` takes precedence over
@@ -31,8 +31,7 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_entries(config: MllamaConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: MllamaConfig, entries: dict[str, Any]) -> dict[str, Any]:
     text = {name: value for name, value in entries.items() if name != "bos_token_id" or value is not None}
     vision, image = text.pop("vision_config"), text.pop("image_token_index")
     return {
@@ -57,7 +56,7 @@ _MODULES = (
 ARCHITECTURE = Architecture(
     "mllama",
     "MllamaForConditionalGeneration",
-    read_entries=read_entries,
-    write_entries=write_entries,
+    read_entries=_read_entries,
+    write_entries=_write_entries,
     layouts=lambda config: (Layout(_RULES, _FILES), Layout(_RULES, _MODULES)),
 )

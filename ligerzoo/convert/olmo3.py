@@ -10,7 +10,7 @@ from ligerzoo.convert.fields import object_entry, rope_of_layer_types
 from ligerzoo.models.olmo3 import Olmo3Config
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq` from either spelling.
 
     transformers 4 writes `rope_theta` for all layers and `rope_scaling` for full-attention layers. transformers 5
@@ -24,7 +24,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return rope
 
 
-def write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json in the spelling of transformers 4, if version 5 reads the same thetas from it.
 
     Version 5 gives sliding-window layers its default theta then.
@@ -37,4 +37,4 @@ def write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any
     return {**entries, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-ARCHITECTURE = Architecture("olmo3", read_rope=read_rope, write_entries=write_entries)
+ARCHITECTURE = Architecture("olmo3", read_rope=_read_rope, write_entries=_write_entries)

@@ -18,7 +18,7 @@ _LONGROPE = ("longrope", "su", "yarn")
 """Rope types that all mean LongRoPE: early checkpoints call it `su` or `yarn`."""
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from either spelling."""
     rope = rope_fields(raw, default_theta)
     if rope["rope_scaling"] is not None:
@@ -28,8 +28,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return rope
 
 
-def write_entries(config: Phi3Config, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: Phi3Config, entries: dict[str, Any]) -> dict[str, Any]:
     if config.rope_scaling is not None:  # transformers 4 accepts only `type` and the two lists of factors
         scaling = dict(config.rope_scaling)
         entries["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
@@ -39,5 +38,5 @@ def write_entries(config: Phi3Config, entries: dict[str, Any]) -> dict[str, Any]
 QKV = Fused("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 
 ARCHITECTURE = Architecture(
-    "phi3", read_rope=read_rope, write_entries=write_entries, layouts=lambda config: (Layout((QKV, GATE_UP)),)
+    "phi3", read_rope=_read_rope, write_entries=_write_entries, layouts=lambda config: (Layout((QKV, GATE_UP)),)
 )

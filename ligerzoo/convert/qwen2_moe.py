@@ -22,19 +22,19 @@ PER_EXPERT = (
 )
 
 
-def layouts(config: object) -> tuple[Layout, ...]:
+def expert_layouts(config: object) -> tuple[Layout, ...]:
     """Returns the layouts of experts: stored one by one, or stacked under our names."""
     return Layout(PER_EXPERT), Layout()
 
 
-def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json under the names of our fields."""
+def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, **switched_window(raw)}
 
 
-def write_entries(config: SparseStepMoEConfig, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
+def _write_entries(config: SparseStepMoEConfig, entries: dict[str, Any]) -> dict[str, Any]:
     return {**entries, "use_sliding_window": config.sliding_window is not None}
 
 
-ARCHITECTURE = Architecture("qwen2_moe", read_entries=read_entries, write_entries=write_entries, layouts=layouts)
+ARCHITECTURE = Architecture(
+    "qwen2_moe", read_entries=_read_entries, write_entries=_write_entries, layouts=expert_layouts
+)

@@ -26,7 +26,7 @@ EXTRA_TENSORS = rf"model\.visual\..*|{PREDICTION_HEAD}|{ROTARY_BUFFERS}"
 KEPT_FP32 = r".*\.linear_attn\.(A_log|dt_bias|norm\.weight)"
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     The entries of M-RoPE have no effect on text, whose tokens have equal positions on all axes.
@@ -41,7 +41,7 @@ ARCHITECTURE = Architecture(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     accepted=ACCEPTED,
-    read_rope=read_rope,
+    read_rope=_read_rope,
     layouts=lambda config: (Layout(prefixes=PREFIXES),),
     extra_tensors=EXTRA_TENSORS,
     kept_fp32=KEPT_FP32,

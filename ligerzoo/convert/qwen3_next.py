@@ -7,15 +7,16 @@ names. The head for multi-token prediction (`mtp`) is not part of the model.
 
 from __future__ import annotations
 
-from ligerzoo.convert.architecture import Architecture
+from dataclasses import replace
+
 from ligerzoo.convert.fields import first_spelling
 from ligerzoo.convert.layout import FusedByHead, Layout
 from ligerzoo.convert.qwen2_moe import PER_EXPERT
-from ligerzoo.convert.qwen3_5_text import ACCEPTED, EXTRA_TENSORS, KEPT_FP32, read_rope
+from ligerzoo.convert.qwen3_5_text import ARCHITECTURE as TEXT
 from ligerzoo.models.qwen3_next import Qwen3NextConfig
 
 
-def layouts(config: Qwen3NextConfig) -> tuple[Layout, ...]:
+def _layouts(config: Qwen3NextConfig) -> tuple[Layout, ...]:
     """Returns the layouts of checkpoints, which depend on the number of heads."""
     heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
     group = config.linear_num_value_heads // heads
@@ -29,12 +30,11 @@ def layouts(config: Qwen3NextConfig) -> tuple[Layout, ...]:
     return Layout((*rules, *PER_EXPERT)), Layout(rules)
 
 
-ARCHITECTURE = Architecture(
-    "qwen3_next",
-    accepted=ACCEPTED,
+ARCHITECTURE = replace(
+    TEXT,
+    model_type="qwen3_next",
+    hf_class="Qwen3NextForCausalLM",
     read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
-    read_rope=read_rope,
-    layouts=layouts,
-    extra_tensors=EXTRA_TENSORS,
-    kept_fp32=KEPT_FP32,
+    layouts=_layouts,
+    classifier_class="",
 )

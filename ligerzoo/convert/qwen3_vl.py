@@ -51,7 +51,6 @@ def read_interleaved_rope(raw: Mapping[str, Any], default_theta: float) -> dict[
 
 
 def _write_entries(config: Qwen3VisionLMConfig, entries: dict[str, Any], *, model_type: str) -> dict[str, Any]:
-    """Returns the entries of config.json from those named like the fields of the config."""
     sections = {"mrope_section": list(entries.pop("mrope_section")), "mrope_interleaved": True}
     top = {name: entries.pop(name) for name in (*VISION_TOKENS, "tie_word_embeddings")}
     vision = {"model_type": model_type, "hidden_act": GELU_TANH, **entries.pop("vision_config")}

@@ -13,7 +13,7 @@ _MODULES = {
     "CausalLMOutput": "output",
     "Gemma3VisionConfig": "gemma3",
     "Labels": "sequence_classifier",
-    "MllamaVisionConfig": "mllama_vision",
+    "MllamaVisionConfig": "mllama",
     "Qwen2VLVisionConfig": "qwen2_vl",
     "Qwen2_5VLVisionConfig": "qwen2_5_vl",
     "Qwen3VLVisionConfig": "qwen3_vision",

@@ -50,7 +50,7 @@ from ligerzoo.models.mixtral import Mixtral as Mixtral
 from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
 from ligerzoo.models.mllama import Mllama as Mllama
 from ligerzoo.models.mllama import MllamaConfig as MllamaConfig
-from ligerzoo.models.mllama_vision import MllamaVisionConfig as MllamaVisionConfig
+from ligerzoo.models.mllama import MllamaVisionConfig as MllamaVisionConfig
 from ligerzoo.models.nanochat import NanoChat as NanoChat
 from ligerzoo.models.nanochat import NanoChatConfig as NanoChatConfig
 from ligerzoo.models.olmo2 import Olmo2 as Olmo2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeGuard, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_dim, is_theta, scaling_error
@@ -47,8 +47,7 @@ def check_fields(config: Any) -> None:
             is_valid, expected = is_number and (value == 0 or is_positive(value)), "0, or a number from 1e-30 to 1e30"
         else:
             continue  # structured fields have separate checks
-        if not is_valid:
-            raise ConfigError("invalid value", where=name, got=repr(value), expected=expected)
+        refuse_unless(is_valid, name, value, expected)
 
 
 REQUIRED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
@@ -80,19 +79,28 @@ def _config_class_name(model_class: type) -> str:
     return "config"
 
 
+def refuse_unless(holds: bool, where: str, got: object, expected: str, what: str = "invalid value") -> None:
+    """Raises ConfigError unless a field has an accepted value."""
+    if not holds:
+        raise ConfigError(what, where=where, got=repr(got)[:200], expected=expected)
+
+
+def are_indices(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether `value` is a list of integers, 0 or more."""
+    return isinstance(value, list | tuple) and all(type(number) is int and number >= 0 for number in value)
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Raises ConfigError unless these fields, which are used as divisors, are positive numbers or None."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not is_positive(value):
-            raise ConfigError("invalid value", where=name, got=repr(value), expected="a positive number")
+        refuse_unless(value is None or is_positive(value), name, value, "a positive number")
 
 
 def check_theta(config: Any, name: str = "rope_theta") -> None:
     """Raises ConfigError unless this field can be the base of a rotary embedding."""
     value = getattr(config, name)
-    if not is_theta(value):
-        raise ConfigError("invalid value", where=name, got=repr(value), expected="a number above 1, up to 1e30")
+    refuse_unless(is_theta(value), name, value, "a number above 1, up to 1e30")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,19 +152,12 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.num_attention_heads % self.kv_heads:
-            raise ConfigError(
-                "invalid number of key-value heads",
-                where="num_key_value_heads",
-                got=self.kv_heads,
-                expected=f"a divisor of num_attention_heads, {self.num_attention_heads}",
-            )
+        where, what = "num_key_value_heads", "invalid number of key-value heads"
+        expected = f"a divisor of num_attention_heads, {self.num_attention_heads}"
+        refuse_unless(self.num_attention_heads % self.kv_heads == 0, where, self.kv_heads, expected, what)
         check_theta(self)
-        if not is_rotary_dim(self.rotary_size):
-            raise ConfigError(
-                "invalid number of rotated features", where="head_dim", got=self.rotary_size,
-                expected=f"an even number, 2 to {MAX_ROTARY_DIM}",
-            )  # fmt: skip
+        what, expected = "invalid number of rotated features", f"an even number, 2 to {MAX_ROTARY_DIM}"
+        refuse_unless(is_rotary_dim(self.rotary_size), "head_dim", self.rotary_size, expected, what)
         if self.rope_scaling is not None and (error := scaling_error(self.rope_scaling, self.rotary_size)):
             raise ConfigError(error, where="rope_scaling")
 
@@ -218,10 +219,8 @@ class PartialRotaryConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.partial_rotary_factor > 1:
-            raise ConfigError(
-                "invalid value", where="partial_rotary_factor", got=self.partial_rotary_factor, expected="at most 1"
-            )
+        factor = self.partial_rotary_factor
+        refuse_unless(factor <= 1, "partial_rotary_factor", factor, "at most 1")
         super().__post_init__()
 
     @property
@@ -233,20 +232,16 @@ class PartialRotaryConfig(DecoderConfig):
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def check_layer_types(config: Any, kinds: Sequence[str]) -> None:
-    """Raises ConfigError unless `layer_types` is None or lists one of these kinds for each layer."""
-    types = config.layer_types
-    if types is not None and (
-        not isinstance(types, list | tuple)
-        or len(types) != config.num_hidden_layers
-        or not all(isinstance(kind, str) and kind in kinds for kind in types)
-    ):
-        raise ConfigError(
-            "invalid layer types",
-            where="layer_types",
-            got=repr(types)[:200],
-            expected=f"a list of {config.num_hidden_layers} entries, each {' or '.join(kinds)}",
-        )
+def check_layer_types(config: Any, kinds: Sequence[str], name: str = "layer_types") -> None:
+    """Raises ConfigError unless this field is None or lists one of these kinds for each layer."""
+    types, layers = getattr(config, name), config.num_hidden_layers
+    is_valid = types is None or (
+        isinstance(types, list | tuple)
+        and len(types) == layers
+        and all(isinstance(kind, str) and kind in kinds for kind in types)
+    )
+    expected = f"a list of {layers} entries, each {' or '.join(kinds)}"
+    refuse_unless(is_valid, name, types, expected, "invalid layer types")
 
 
 @dataclass(frozen=True, kw_only=True)

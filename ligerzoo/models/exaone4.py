@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, PostNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
+from ligerzoo.models.config import WindowedConfig, heads, refuse_unless, rotary_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +38,9 @@ class Exaone4Config(WindowedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         pattern = self.sliding_window_pattern
-        if isinstance(pattern, str) and not re.fullmatch("[LG]+", pattern):
-            raise ConfigError(
-                "invalid pattern", where="sliding_window_pattern", got=repr(pattern)[:200],
-                expected="a positive integer, or a string of L (sliding window) and G (full attention)",
-            )  # fmt: skip
+        is_pattern = not isinstance(pattern, str) or re.fullmatch("[LG]+", pattern) is not None
+        expected = "a positive integer, or a string of L (sliding window) and G (full attention)"
+        refuse_unless(is_pattern, "sliding_window_pattern", pattern, expected, "invalid pattern")
 
     def slides(self, layer: int) -> bool:
         pattern = self.sliding_window_pattern

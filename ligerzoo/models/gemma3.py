@@ -39,7 +39,7 @@ from ligerzoo.layers import (
     scatter_embeddings,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import check_fields
+from ligerzoo.models.config import check_fields, refuse_unless
 from ligerzoo.models.gemma3_text import Gemma3DecoderConfig, gemma3_decoder
 
 
@@ -66,11 +66,9 @@ class Gemma3VisionConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                "invalid value", where="vision_config, hidden_size", got=self.hidden_size,
-                expected=f"a multiple of num_attention_heads, {self.num_attention_heads}",
-            )  # fmt: skip
+        size, num_heads = self.hidden_size, self.num_attention_heads
+        expected = f"a multiple of num_attention_heads, {num_heads}"
+        refuse_unless(size % num_heads == 0, "vision_config, hidden_size", size, expected)
 
     @property
     def patches_per_side(self) -> int:
@@ -148,7 +146,7 @@ class Gemma3(CausalLM):
             config,
             gemma3_decoder(c),
             LMHead(c.hidden_size, c.vocab_size),
-            vision_tower=vision_tower(v),
+            vision_tower=siglip_tower(v),
             multi_modal_projector=PoolingProjector(norm, v.hidden_size, c.hidden_size, pool_size=c.pool_size),
         )
 
@@ -213,7 +211,7 @@ class Gemma3(CausalLM):
         return F.pad(token_type_ids == 1, (0, tokens - token_type_ids.shape[1]), value=False).to(x.device)
 
 
-def vision_tower(config: Gemma3VisionConfig) -> ImageTower:
+def siglip_tower(config: Gemma3VisionConfig) -> ImageTower:
     """Builds the vision tower, from pixels to patch features."""
     c = config
 

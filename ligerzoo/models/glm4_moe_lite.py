@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ligerzoo.errors import ConfigError
+from ligerzoo.models.config import check_layer_types
 from ligerzoo.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 
 MLP_TYPES = ("dense", "sparse")
@@ -45,16 +45,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types = self.mlp_layer_types
-        if types is not None and (
-            not isinstance(types, list | tuple)
-            or len(types) != self.num_hidden_layers
-            or not all(isinstance(kind, str) and kind in MLP_TYPES for kind in types)
-        ):
-            raise ConfigError(
-                "invalid layer types", where="mlp_layer_types", got=repr(types)[:200],
-                expected=f"a list of {self.num_hidden_layers} entries, each {' or '.join(MLP_TYPES)}",
-            )  # fmt: skip
+        check_layer_types(self, MLP_TYPES, "mlp_layer_types")
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE."""

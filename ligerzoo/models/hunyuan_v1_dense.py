@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import RMSNorm, RotaryEmbedding, RotaryNormAttention
 from ligerzoo.layers.rope_scaling import is_positive, is_theta
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig, heads
+from ligerzoo.models.config import DecoderConfig, heads, refuse_unless
 from ligerzoo.models.llama import llama_decoder
 
 
@@ -40,11 +39,9 @@ class HunYuanDenseV1Config(DecoderConfig):
         alpha = (self.rope_scaling or {}).get("alpha")
         if alpha is None:
             return
-        if not (is_positive(alpha) and alpha <= 1e6 and self.head_size > 2 and is_theta(self._stretched_theta(alpha))):
-            raise ConfigError(
-                "invalid value", where="rope_scaling, alpha", got=repr(alpha)[:200],
-                expected="a number up to 1e6 that gives a theta above 1, and a head_dim above 2",
-            )  # fmt: skip
+        expected = "a number up to 1e6 that gives a theta above 1, and a head_dim above 2"
+        is_valid = is_positive(alpha) and alpha <= 1e6 and self.head_size > 2 and is_theta(self._stretched_theta(alpha))
+        refuse_unless(is_valid, "rope_scaling, alpha", alpha, expected)
 
     def _stretched_theta(self, alpha: float) -> float:
         """NTK-aware scaling: theta for `alpha` times the context."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
     Decoder,
     Embedding,
@@ -18,7 +17,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.config import PartialRotaryConfig, check_layer_types, heads, rotary_arguments
+from ligerzoo.models.config import PartialRotaryConfig, check_layer_types, heads, refuse_unless, rotary_arguments
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -53,12 +52,10 @@ class GatedDeltaConfig(PartialRotaryConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_types(self, LAYER_TYPES)
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ConfigError(
-                "invalid number of value heads of linear attention", where="linear_num_value_heads",
-                got=self.linear_num_value_heads,
-                expected=f"a multiple of linear_num_key_heads, {self.linear_num_key_heads}",
-            )  # fmt: skip
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        what = "invalid number of value heads of linear attention"
+        expected = f"a multiple of linear_num_key_heads, {keys}"
+        refuse_unless(values % keys == 0, "linear_num_value_heads", values, expected, what)
 
     def is_linear(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses linear attention."""

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Context, Embedding, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import is_positive
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
+from ligerzoo.models.config import DecoderConfig, heads, refuse_unless, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
@@ -57,13 +56,9 @@ class Ministral3Config(DecoderConfig):
         super().__post_init__()
         growth = (self.rope_scaling or {}).get("llama_4_scaling_beta")
         is_zero = isinstance(growth, int | float) and not isinstance(growth, bool) and growth == 0
-        if not (growth is None or is_zero or is_positive(growth)):
-            raise ConfigError(
-                "invalid value",
-                where="rope_scaling, llama_4_scaling_beta",
-                got=repr(growth)[:200],
-                expected="a positive number, or 0 or null for no query scaling",
-            )
+        expected = "a positive number, or 0 or null for no query scaling"
+        is_valid = growth is None or is_zero or is_positive(growth)
+        refuse_unless(is_valid, "rope_scaling, llama_4_scaling_beta", growth, expected)
 
     @property
     def query_growth(self) -> float:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Embedding, Experts, MoE, RotaryEmbedding, Router
-from ligerzoo.models.config import heads, rotary_arguments
+from ligerzoo.models.config import heads, refuse_unless, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
@@ -37,13 +36,8 @@ class MixtralConfig(MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.router_jitter_noise >= 1:
-            raise ConfigError(
-                "invalid value",
-                where="router_jitter_noise",
-                got=self.router_jitter_noise,
-                expected="a number in [0, 1)",
-            )
+        noise = self.router_jitter_noise
+        refuse_unless(noise < 1, "router_jitter_noise", noise, "a number in [0, 1)")
 
 
 class Mixtral(MoECausalLM):

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context, DeepSeekMoE, Experts, GatedMLP, Linear, Router, SharedExpertMoE, SigmoidRouter
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, refuse_unless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +28,9 @@ class RoutedConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                "more experts per token than experts",
-                where="num_experts_per_tok",
-                got=self.num_experts_per_tok,
-                expected=f"at most num_experts, {self.num_experts}",
-            )
+        chosen, experts = self.num_experts_per_tok, self.num_experts
+        expected, what = f"at most num_experts, {experts}", "more experts per token than experts"
+        refuse_unless(chosen <= experts, "num_experts_per_tok", chosen, expected, what)
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE instead of a dense MLP."""
@@ -82,18 +77,17 @@ class DeepSeekMoEConfig(RoutedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_experts % self.n_group or (self.n_group > 1 and self.num_experts < 2 * self.n_group):
-            raise ConfigError(
-                "the experts do not form groups of equal size", where="n_group", got=self.n_group,
-                expected=f"1, or a divisor of the number of experts, {self.num_experts}, with two per group or more",
-            )  # fmt: skip
-        selectable = self.topk_group * (self.num_experts // self.n_group)
-        if self.topk_group > self.n_group or self.num_experts_per_tok > selectable:
-            raise ConfigError(
-                "more experts per token than the selected groups have, or more selected groups than there are",
-                where="topk_group", got=self.topk_group,
-                expected=f"at most n_group, {self.n_group}, and enough groups for {self.num_experts_per_tok} experts",
-            )  # fmt: skip
+        experts, chosen, groups, selected = self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group
+        refuse_unless(
+            experts % groups == 0 and (groups == 1 or experts >= 2 * groups), "n_group", groups,
+            f"1, or a divisor of the number of experts, {experts}, with two per group or more",
+            "the experts do not form groups of equal size",
+        )  # fmt: skip
+        refuse_unless(
+            selected <= groups and chosen <= selected * (experts // groups), "topk_group", selected,
+            f"at most n_group, {groups}, and enough groups for {chosen} experts",
+            "more experts per token than the selected groups have, or more selected groups than there are",
+        )  # fmt: skip
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE."""
@@ -139,10 +133,8 @@ class SparseStepMoEConfig(MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.mlp_only_layers
-        if not isinstance(layers, list | tuple) or not all(type(layer) is int for layer in layers):
-            raise ConfigError(
-                "invalid layer indices", where="mlp_only_layers", got=repr(layers)[:200], expected="a list of integers"
-            )
+        are_integers = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
+        refuse_unless(are_integers, "mlp_only_layers", layers, "a list of integers", "invalid layer indices")
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context, GatedMLP, RMSNorm, WindowedVisionTower
+from ligerzoo.models.config import are_indices, refuse_unless
 from ligerzoo.models.qwen2_vl import Qwen2VisionLM, Qwen2VisionLMConfig
 from ligerzoo.models.vision_lm import VisionTowerConfig, patch_merger, tower_parts
 
@@ -46,17 +46,11 @@ class Qwen2_5VLVisionConfig(VisionTowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise ConfigError(
-                "window smaller than one token", where="vision_config, window_size", got=self.window_size,
-                expected=f"at least patch_size * spatial_merge_size, {self.patch_size * self.spatial_merge_size}",
-            )  # fmt: skip
-        blocks = self.fullatt_block_indexes
-        if not isinstance(blocks, list | tuple) or not all(type(block) is int and block >= 0 for block in blocks):
-            raise ConfigError(
-                "invalid block indices", where="vision_config, fullatt_block_indexes", got=repr(blocks)[:200],
-                expected="a list of integers, 0 or more",
-            )  # fmt: skip
+        least = f"at least patch_size * spatial_merge_size, {self.patch_size * self.spatial_merge_size}"
+        what = "window smaller than one token"
+        refuse_unless(self.window >= 1, "vision_config, window_size", self.window_size, least, what)
+        blocks, where = self.fullatt_block_indexes, "vision_config, fullatt_block_indexes"
+        refuse_unless(are_indices(blocks), where, blocks, "a list of integers, 0 or more", "invalid block indices")
 
     @property
     def patch_features(self) -> int:
@@ -85,7 +79,7 @@ class Qwen2_5VL(Qwen2VisionLM):
     config: Qwen2_5VLConfig
 
     def __init__(self, config: Qwen2_5VLConfig) -> None:
-        super().__init__(config, vision_tower(config.vision_config))
+        super().__init__(config, windowed_tower(config.vision_config))
 
     def embed(
         self, x: Tensor, context: Context, *, second_per_grid_ts: Tensor | Sequence[float] | None = None, **vision: Any
@@ -115,7 +109,7 @@ class Qwen2_5VL(Qwen2VisionLM):
         return super().embed(x, context, frame_interval=interval, **vision)
 
 
-def vision_tower(config: Qwen2_5VLVisionConfig) -> WindowedVisionTower:
+def windowed_tower(config: Qwen2_5VLVisionConfig) -> WindowedVisionTower:
     """Builds the vision tower, from patches to embeddings of `out_hidden_size` features."""
     c = config
 

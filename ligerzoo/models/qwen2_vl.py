@@ -84,10 +84,10 @@ class Qwen2VL(Qwen2VisionLM):
     config: Qwen2VLConfig
 
     def __init__(self, config: Qwen2VLConfig) -> None:
-        super().__init__(config, vision_tower(config.vision_config))
+        super().__init__(config, qwen2_tower(config.vision_config))
 
 
-def vision_tower(config: Qwen2VLVisionConfig) -> VisionTower:
+def qwen2_tower(config: Qwen2VLVisionConfig) -> VisionTower:
     """Builds the vision tower, from patches to embeddings of `hidden_size` features."""
     c = config
 

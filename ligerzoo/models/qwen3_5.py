@@ -21,7 +21,7 @@ from ligerzoo.models.qwen3_vision import (
     Qwen3VisionLM,
     Qwen3VisionLMConfig,
     interleaved_rotary,
-    vision_tower,
+    qwen3_tower,
 )
 
 
@@ -51,4 +51,4 @@ class Qwen3_5(Qwen3VisionLM):
 
     def __init__(self, config: Qwen3_5Config) -> None:
         decoder = qwen3_5_decoder(config, interleaved_rotary(config))
-        super().__init__(config, decoder, vision_tower(config.vision_config))
+        super().__init__(config, decoder, qwen3_tower(config.vision_config))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ligerzoo.models.moe import MoECausalLM
 from ligerzoo.models.qwen3_5 import Qwen3_5VisionLMConfig
 from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeTextConfig, qwen3_5_moe_decoder
-from ligerzoo.models.qwen3_vision import Qwen3VisionConfig, Qwen3VisionLM, interleaved_rotary, vision_tower
+from ligerzoo.models.qwen3_vision import Qwen3VisionConfig, Qwen3VisionLM, interleaved_rotary, qwen3_tower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +30,4 @@ class Qwen3_5Moe(Qwen3VisionLM, MoECausalLM):
 
     def __init__(self, config: Qwen3_5MoeConfig) -> None:
         decoder = qwen3_5_moe_decoder(config, interleaved_rotary(config))
-        super().__init__(config, decoder, vision_tower(config.vision_config))
+        super().__init__(config, decoder, qwen3_tower(config.vision_config))

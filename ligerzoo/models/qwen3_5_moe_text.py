@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Decoder, LMHead, RotaryEmbedding, SharedExpertMoE
+from ligerzoo.models.config import refuse_unless
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig, shared_expert_moe
 
@@ -37,8 +37,8 @@ class Qwen3_5MoeTextConfig(GatedDeltaConfig, MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sliding_window is not None:
-            raise ConfigError("not supported", where="sliding_window", got=self.sliding_window, expected="None")
+        window = self.sliding_window
+        refuse_unless(window is None, "sliding_window", window, "None", "not supported")
 
 
 class Qwen3_5MoeText(MoECausalLM):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import GatedMLP, LMHead, SharedExpertMoE
+from ligerzoo.models.config import refuse_unless
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
@@ -39,8 +39,8 @@ class Qwen3NextConfig(GatedDeltaConfig, SparseStepMoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sliding_window is not None:
-            raise ConfigError("not supported", where="sliding_window", got=self.sliding_window, expected="None")
+        window = self.sliding_window
+        refuse_unless(window is None, "sliding_window", window, "None", "not supported")
 
 
 class Qwen3Next(MoECausalLM):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
     MLP,
     DeepStackVisionTower,
@@ -16,7 +15,7 @@ from ligerzoo.layers import (
     ResampledPositionEmbedding,
 )
 from ligerzoo.layers.rotary import are_interleaved_sections
-from ligerzoo.models.config import rotary_arguments
+from ligerzoo.models.config import are_indices, refuse_unless, rotary_arguments
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
 
 
@@ -40,12 +39,8 @@ class Qwen3VisionConfig(VisionTowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positions = self.num_position_embeddings
-        if math.isqrt(positions) ** 2 != positions:
-            raise ConfigError(
-                "invalid value", where="vision_config, num_position_embeddings", got=positions,
-                expected="a square number",
-            )  # fmt: skip
+        positions, where = self.num_position_embeddings, "vision_config, num_position_embeddings"
+        refuse_unless(math.isqrt(positions) ** 2 == positions, where, positions, "a square number")
 
     @property
     def patch_features(self) -> int:
@@ -69,13 +64,10 @@ class Qwen3VLVisionConfig(Qwen3VisionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        blocks = self.deepstack_visual_indexes
-        are_indices = isinstance(blocks, list | tuple) and all(type(block) is int and block >= 0 for block in blocks)
-        if not are_indices or len(set(blocks)) < len(blocks):
-            raise ConfigError(
-                "invalid block indices", where="vision_config, deepstack_visual_indexes", got=repr(blocks)[:200],
-                expected="a list of different integers, 0 or more",
-            )  # fmt: skip
+        blocks, where = self.deepstack_visual_indexes, "vision_config, deepstack_visual_indexes"
+        are_different = are_indices(blocks) and len(set(blocks)) == len(blocks)
+        expected, what = "a list of different integers, 0 or more", "invalid block indices"
+        refuse_unless(are_different, where, blocks, expected, what)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +87,10 @@ class Qwen3VisionLMConfig(VisionLMConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pairs = self.rotary_size // 2
-        if not are_interleaved_sections(self.mrope_section, pairs):
-            raise ConfigError(
-                "invalid sections", where="mrope_section", got=repr(self.mrope_section),
-                expected=f"a second and third number of at most a third of {pairs}, the number of feature pairs",
-            )  # fmt: skip
+        sections, pairs = self.mrope_section, self.rotary_size // 2
+        expected = f"a second and third number of at most a third of {pairs}, the number of feature pairs"
+        is_valid = are_interleaved_sections(sections, pairs)
+        refuse_unless(is_valid, "mrope_section", sections, expected, "invalid sections")
 
 
 class Qwen3VisionLM(VisionLM):
@@ -119,7 +109,7 @@ def interleaved_rotary(config: Qwen3VisionLMConfig) -> InterleavedSectionedRotar
     return InterleavedSectionedRotaryEmbedding(c.mrope_section, *frequencies)
 
 
-def vision_tower(config: Qwen3VisionConfig, deepstack_blocks: Sequence[int] = ()) -> DeepStackVisionTower:
+def qwen3_tower(config: Qwen3VisionConfig, deepstack_blocks: Sequence[int] = ()) -> DeepStackVisionTower:
     """Builds the vision tower, from patches to embeddings and DeepStack features of `out_hidden_size` features.
 
     Args:

@@ -21,7 +21,7 @@ from ligerzoo.models.qwen3_vision import (
     Qwen3VisionLMConfig,
     Qwen3VLVisionConfig,
     interleaved_rotary,
-    vision_tower,
+    qwen3_tower,
 )
 
 
@@ -48,4 +48,4 @@ class Qwen3VL(Qwen3VisionLM):
 
         decoder = qwen3_decoder(c, interleaved_rotary(c), mlp, bias=c.attention_bias)
         v = c.vision_config
-        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes))
+        super().__init__(c, decoder, qwen3_tower(v, v.deepstack_visual_indexes))

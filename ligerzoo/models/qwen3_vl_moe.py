@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ligerzoo.errors import ConfigError
+from ligerzoo.models.config import refuse_unless
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
 from ligerzoo.models.qwen3 import qwen3_decoder
 from ligerzoo.models.qwen3_moe import qwen3_moe_mlp
@@ -19,7 +19,7 @@ from ligerzoo.models.qwen3_vision import (
     Qwen3VisionLMConfig,
     Qwen3VLVisionConfig,
     interleaved_rotary,
-    vision_tower,
+    qwen3_tower,
 )
 
 
@@ -44,8 +44,8 @@ class Qwen3VLMoeConfig(SparseStepMoEConfig, Qwen3VisionLMConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, only in (("norm_topk_prob", True), ("sliding_window", None)):
-            if (value := getattr(self, name)) != only:
-                raise ConfigError("not supported by Qwen3-VL-MoE", where=name, got=repr(value), expected=repr(only))
+            value = getattr(self, name)
+            refuse_unless(value == only, name, value, repr(only), "not supported by Qwen3-VL-MoE")
 
 
 class Qwen3VLMoe(Qwen3VisionLM, MoECausalLM):
@@ -57,4 +57,4 @@ class Qwen3VLMoe(Qwen3VisionLM, MoECausalLM):
         c = config
         decoder = qwen3_decoder(c, interleaved_rotary(c), lambda layer: qwen3_moe_mlp(c, layer), bias=c.attention_bias)
         v = c.vision_config
-        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes))
+        super().__init__(c, decoder, qwen3_tower(v, v.deepstack_visual_indexes))

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Embedding, GatedMLP, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig, heads, rotary_arguments
+from ligerzoo.models.config import WindowedConfig, are_indices, heads, refuse_unless, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
@@ -49,18 +48,10 @@ class SmolLM3Config(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        flags = self.no_rope_layers
-        if flags is not None and (
-            not isinstance(flags, list | tuple)
-            or len(flags) < self.num_hidden_layers
-            or any(type(flag) is not int or flag not in (0, 1) for flag in flags)
-        ):
-            raise ConfigError(
-                "invalid per-layer flags",
-                where="no_rope_layers",
-                got=repr(flags)[:200],
-                expected=f"a list of at least {self.num_hidden_layers} flags, each 0 or 1",
-            )
+        flags, layers = self.no_rope_layers, self.num_hidden_layers
+        is_valid = flags is None or (are_indices(flags) and len(flags) >= layers and max(flags) <= 1)
+        expected = f"a list of at least {layers} flags, each 0 or 1"
+        refuse_unless(is_valid, "no_rope_layers", flags, expected, "invalid per-layer flags")
 
     def rotates(self, layer: int) -> bool:
         """Whether this layer, counted from 0, has rotary positions."""

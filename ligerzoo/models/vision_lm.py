@@ -30,7 +30,7 @@ from ligerzoo.layers import (
 )
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_rotary_dim
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig, check_fields
+from ligerzoo.models.config import DecoderConfig, are_indices, check_fields, refuse_unless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,9 @@ class VisionTowerConfig(ABC):
                 expected="features per head to be a multiple of 4 (2-D rotary embedding), "
                 f"at most {2 * MAX_ROTARY_DIM}",
             )  # fmt: skip
-        if self.spatial_merge_size**2 * self.patch_features >= 2**63:
-            raise ConfigError(
-                "invalid value", where="vision_config, spatial_merge_size", got=self.spatial_merge_size,
-                expected="fewer than 2^63 features in a block of patches",
-            )  # fmt: skip
+        side, where = self.spatial_merge_size, "vision_config, spatial_merge_size"
+        expected = "fewer than 2^63 features in a block of patches"
+        refuse_unless(side**2 * self.patch_features < 2**63, where, side, expected)
 
     @property
     @abstractmethod
@@ -100,17 +98,12 @@ class VisionLMConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sections, pairs = self.mrope_section, self.rotary_size // 2
-        are_sizes = isinstance(sections, list | tuple) and all(type(size) is int and size >= 0 for size in sections)
-        if not are_sizes or len(sections) != 3 or sum(sections) != pairs:
-            raise ConfigError(
-                "invalid sections", where="mrope_section", got=repr(sections)[:200],
-                expected=f"three integers, 0 or more, that add up to {pairs}, half of the rotated features",
-            )  # fmt: skip
-        if self.vision_config.token_features != self.hidden_size:
-            raise ConfigError(
-                "the tower's output features differ from the decoder's", where="vision_config",
-                got=self.vision_config.token_features, expected=f"hidden_size, {self.hidden_size}",
-            )  # fmt: skip
+        is_valid = are_indices(sections) and len(sections) == 3 and sum(sections) == pairs
+        expected = f"three integers, 0 or more, that add up to {pairs}, half of the rotated features"
+        refuse_unless(is_valid, "mrope_section", sections, expected, "invalid sections")
+        features, size = self.vision_config.token_features, self.hidden_size
+        what = "the tower's output features differ from the decoder's"
+        refuse_unless(features == size, "vision_config", features, f"hidden_size, {size}", what)
 
     @property
     def all_layers(self) -> int:

@@ -36,7 +36,7 @@ from ligerzoo.models import (
     Qwen3VLVisionConfig,
 )
 from ligerzoo.models.gemma3 import Gemma3VisionConfig
-from ligerzoo.models.mllama_vision import MllamaVisionConfig
+from ligerzoo.models.mllama import MllamaVisionConfig
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
