@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,15 @@ from ligerzoo.layers.linear import INIT_STD, check_features, linear
 from ligerzoo.layers.plain import dequantized
 
 
+def scaled_and_capped(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+    """Returns logits times a scale, then soft-capped: `softcap * tanh(logits / softcap)`."""
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 class LMHead(nn.Module):
-    """Linear layer over the vocabulary; given a target, it returns the loss without materializing all logits.
+    """Linear layer over the vocabulary: `logits`, or the `loss` without materializing all logits.
 
     Tie its weight to an embedding with `head.weight = embedding.weight`. The weight may be quantized by torchao, see
     `ligerzoo.integrations.torchao.is_linear`. The loss then computes with the dequantized weight.
@@ -78,26 +85,42 @@ class LMHead(nn.Module):
         num_items: int | Tensor | None = None,
         objective: Callable[..., Any] | None = None,
     ) -> Any:
-        """Computes logits, or the loss if `target` is given.
+        """Calls `logits`, or `loss` if `target` is given: within this module's hooks, as DistributedDataParallel and
+        FSDP2 require."""
+        check_features(self, hidden, self.hidden_size)
+        return self.logits(hidden) if target is None else self.loss(hidden, target, num_items, objective)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Computes logits of hidden states, (..., H) -> (..., V) in the dtype of `hidden`."""
+        return scaled_and_capped(self.product(hidden), self.logit_scale, self.softcap)
+
+    @overload
+    def loss(self, hidden: Tensor, target: Tensor, num_items: int | Tensor | None = None) -> Tensor: ...
+
+    @overload
+    def loss(
+        self, hidden: Tensor, target: Tensor, num_items: int | Tensor | None, objective: Callable[..., Any] | None
+    ) -> Any: ...
+
+    def loss(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        num_items: int | Tensor | None = None,
+        objective: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Computes the loss of hidden states.
 
         Args:
             hidden: hidden states, (..., H).
             target: token ids that the hidden states should predict, (...), already shifted; -100 is ignored.
-            num_items: divisor of the summed loss. Default: the number of targets that are not -100.
+            num_items: divisor of the summed cross entropy. Default: the number of targets that are not -100.
             objective: replaces `ligerzoo.kernels.linear_cross_entropy`. Called with hidden states, weight, target and
-                this head's `softcap`, `logit_scale`, `logits_budget`, `backend` and, if it has one, `bias`. The call
-                runs inside this module's forward hooks, as DistributedDataParallel and FSDP2 require.
+                this head's `softcap`, `logit_scale`, `logits_budget`, `backend` and, if it has one, `bias`.
 
         Returns:
-            Logits (..., V) in the dtype of `hidden`; with `target` the loss, 0-d fp32; with `target` and `objective`
-            the result of `objective`.
+            The cross entropy, 0-d fp32; with `objective` its result.
         """
-        check_features(self, hidden, self.hidden_size)
-        if target is None:
-            logits = self.product(hidden)
-            if self.logit_scale != 1.0:
-                logits = logits * self.logit_scale
-            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if objective is None:
             objective = partial(linear_cross_entropy, num_items=num_items)
         bias = {} if self.bias is None else {"bias": self.bias}

@@ -23,6 +23,9 @@ def test_logits_or_their_loss(budget: int, device: str) -> None:
     for got, gradient in zip(torch.autograd.grad(loss, (hidden, head.weight)), required, strict=True):
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-6 * gradient.abs().max().item() * 10)
     torch.testing.assert_close(head(hidden, targets, num_items=10), expected * (targets != -100).sum() / 10)
+    assert torch.equal(head.logits(hidden), logits)
+    assert torch.equal(head.loss(hidden, targets), loss)
+    assert head.loss(hidden, targets, None, lambda *_, **options: options["logits_budget"]) == budget
 
 
 def test_logits_budget_is_passed_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

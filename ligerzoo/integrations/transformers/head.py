@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
 from ligerzoo.layers import LMHead
+from ligerzoo.layers.head import scaled_and_capped
 
 
 class Head(nn.Linear):
@@ -56,9 +56,7 @@ class LogitOptions:
 
     def logits(self, product: Tensor) -> Tensor:
         """Returns the logits: the product of hidden states and weight (..., V), scaled and soft-capped."""
-        if self.logit_scale != 1.0:
-            product = product * self.logit_scale
-        return product if self.softcap is None else self.softcap * torch.tanh(product / self.softcap)
+        return scaled_and_capped(product, self.logit_scale, self.softcap)
 
     def loss(self, product: Tensor, target: Tensor, num_items: int | Tensor | None) -> Tensor:
         """Returns the loss, 0-d fp32, of a product (..., V) that exists already; see `Head.forward`."""
