@@ -1,8 +1,17 @@
-"""Checks a device that a user names, and knows where bfloat16 is slow."""
+"""Devices: the check of one that a user names, and copies from and to it without a host sync."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from ligerzoo.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def available_device(device: str | torch.device | None, *, where: str = "argument device") -> torch.device:
@@ -35,3 +44,51 @@ def hint_of_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
     if not units or any(units):
         return None
     return "This CPU has no units for bfloat16: --dtype float32 is several times faster, and takes twice the memory."
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on the device."""
+    is_upload = x.device.type == "cpu" and device.type == "cuda"
+    return x.pin_memory().to(device, non_blocking=True) if is_upload else x.to(device)
+
+
+def upload(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Returns integers, or equally long lists of them, as an int64 tensor on the device."""
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
+
+
+class DelayedReads(Generic[T]):
+    """Copies of tensors of the last steps, which the host reads later, so that a GPU always has work.
+
+    Args:
+        device: device of the tensors.
+        lag: number of steps that the device may be ahead of the host. Always 0 on a CPU.
+
+    Attributes:
+        lag: as given, or 0.
+    """
+
+    def __init__(self, device: torch.device, lag: int) -> None:
+        self.lag = lag if device.type == "cuda" else 0
+        self._steps: deque[tuple[T, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, label: T, x: Tensor) -> None:
+        """Starts to copy the tensor of a step, which the label names."""
+        copy = x.to("cpu", non_blocking=True, copy=True)  # pinned
+        event = None
+        if x.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._steps.append((label, copy, event))
+
+    def pop(self, *, waits: bool) -> Iterator[tuple[T, Any]]:
+        """Yields label and values of all steps but the last `lag` ones, or of all: then it waits for them."""
+        while len(self._steps) > (0 if waits else self.lag):
+            label, copy, event = self._steps.popleft()
+            if event is not None:
+                event.synchronize()
+            yield label, copy.tolist()
+
+    def clear(self) -> None:
+        """Drops all steps."""
+        self._steps.clear()

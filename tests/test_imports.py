@@ -42,7 +42,7 @@ ARROWS = {
     "convert": ("errors models", ""),
     "hub": ("convert device errors files kernels models", "vision"),
     "adapters": ("convert errors files hub layers models", ""),
-    "generate": ("errors kernels layers models", ""),
+    "generate": ("device errors kernels layers models", ""),
     "memory": ("adapters errors kernels models", ""),
     "info": ("convert errors files models text", "memory"),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),

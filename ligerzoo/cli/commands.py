@@ -305,7 +305,7 @@ def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, To
 
 def set_default_length(model: CausalLM, options: argparse.Namespace, max_new_tokens: int) -> None:
     """Sets the largest number of new tokens, unless the user or generation_config.json has set it."""
-    from ligerzoo.generate.generation_config import limits_length
+    from ligerzoo.generate.options import limits_length
 
     if options.max_new_tokens is None and not limits_length(model.generation_config):
         options.max_new_tokens = max_new_tokens

@@ -5,16 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligerzoo.generate.decode_batch import independent_length
-from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.prompts import Prompts
+from ligerzoo.device import upload
+from ligerzoo.generate.graphs import independent_length
+from ligerzoo.generate.options import is_integer, require, type_name
+from ligerzoo.generate.prompts import Prompts, SupportsGenerate
 from ligerzoo.generate.sampling import Sampler
-from ligerzoo.generate.slot_sequences import make_sequences
-from ligerzoo.generate.transfer import upload
+from ligerzoo.generate.sequences import make_sequences
+from ligerzoo.layers import KVCache, RollingLayerCache
 
 
 class Drafter(AbstractContextManager["Drafter"]):
@@ -77,7 +80,7 @@ class DraftModel(Drafter):
     """A smaller model of the same vocabulary that generates the drafts.
 
     It draws with the random numbers of the sampler, so that it draws what the large model draws where their
-    distributions agree; see `ligerzoo.generate.speculative`.
+    distributions agree; see `ligerzoo.generate.decode_loop`.
 
     Args:
         model: the smaller model.
@@ -121,3 +124,110 @@ class DraftModel(Drafter):
 
     def __exit__(self, *error: object) -> None:
         self._sequences.__exit__(*error)
+
+
+_DRAFT_TOKENS = 5
+_NGRAM_SIZE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """How draft tokens are guessed, for speculative decoding of one prompt. Names are those of transformers.
+
+    The model verifies the draft tokens in one forward. The result is the one without drafts, up to rounding errors.
+
+    Args:
+        prompt_lookup_num_tokens: number of draft tokens, which are those that followed the last tokens when they first
+            occurred in the prompt or in the continuation.
+        max_matching_ngram_size: how many last tokens are looked up, at most. Default: 2.
+        assistant_model: a smaller ligerzoo model of the same vocabulary and device, which generates draft tokens.
+        num_assistant_tokens: number of draft tokens of `assistant_model`. Default: 5.
+
+    Raises:
+        LigerzooError: an option is invalid, or both kinds of drafts are chosen.
+    """
+
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int | None = None
+    assistant_model: SupportsGenerate | None = None
+    num_assistant_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
+            value = getattr(self, name)
+            is_valid = value is None or (is_integer(value) and value > 0)
+            require(is_valid, name, repr(value), "a positive integer, or None")
+        for name, needed in (
+            ("max_matching_ngram_size", "prompt_lookup_num_tokens"),
+            ("num_assistant_tokens", "assistant_model"),
+        ):
+            is_used = getattr(self, name) is None or getattr(self, needed) is not None
+            require(is_used, name, f"a value without {needed}", f"it together with {needed}")
+        model = self.assistant_model
+        is_model = model is None or (callable(model) and hasattr(model, "config") and hasattr(model, "new_cache"))
+        require(is_model, "assistant_model", type_name(model), "a ligerzoo.models.CausalLM")
+        is_one = model is None or self.prompt_lookup_num_tokens is None
+        expected = "one of prompt_lookup_num_tokens and assistant_model"
+        require(is_one, "assistant_model", "a model and prompt_lookup_num_tokens", expected)
+
+    @property
+    def count(self) -> int:
+        """Number of draft tokens in each verification; 0 without speculative decoding."""
+        if self.assistant_model is not None:
+            return self.num_assistant_tokens or _DRAFT_TOKENS
+        return self.prompt_lookup_num_tokens or 0
+
+    def check(
+        self, model: SupportsGenerate, prompts: Prompts, copies: int, use_cache: object, cache: KVCache | None
+    ) -> None:
+        """Raises LigerzooError if the drafts of these options cannot be verified in this call of `generate`.
+
+        Args:
+            model: the model that verifies the drafts.
+            prompts: the prompts of the call.
+            copies: sequences per prompt.
+            use_cache: as given.
+            cache: KV cache of the caller. If it is empty, it keeps all tokens from then on.
+        """
+        option = "prompt_lookup_num_tokens" if self.assistant_model is None else "assistant_model"
+        plain = f"Leave out {option}."
+        where = "inputs_embeds" if prompts.inputs.is_floating_point() else "input_ids"
+        require(prompts.rows == 1, where, f"{prompts.rows} prompts with {option}", "one prompt", plain)
+        require(copies == 1, "num_return_sequences", f"{copies} with {option}", "1", plain)
+        require(use_cache is not False, "use_cache", f"False with {option}", "True", plain)
+        has_cache = hasattr(model, "new_cache")
+        expected = f"a ligerzoo.models.CausalLM, with {option}"
+        require(has_cache, "model", f"a {type_name(model)} without new_cache", expected, plain)
+        for name, one in (("model", model), ("assistant_model", self.assistant_model)):
+            is_recurrent = one is not None and one.new_cache().is_recurrent  # type: ignore[attr-defined]
+            got = f"a {type_name(one)}, whose recurrent layers cannot remove rejected drafts"
+            require(not is_recurrent, name, got, "a model with self-attention only", plain)
+        if cache is not None and any(isinstance(layer, RollingLayerCache) for layer in cache.layers):
+            got = f"a cache whose sliding windows have dropped tokens, with {option}"
+            remedy = "Call cache.keep_all_tokens() before the first token."
+            require(cache.length == 0, "past_key_values", got, "a cache of all tokens", remedy)
+            cache.keep_all_tokens()
+        if self.assistant_model is not None:
+            self._check_assistant(self.assistant_model, model, prompts)
+
+    def drafter(self, prompts: Prompts, max_new_tokens: int) -> Drafter | None:
+        """Returns what guesses the tokens of a call of `generate`; None without speculative decoding."""
+        if self.count == 0:
+            return None
+        if self.assistant_model is None:
+            return PromptLookup(self.count, self.max_matching_ngram_size or _NGRAM_SIZE, prompts.device)
+        ids, mask = prompts.ids, prompts.padding_mask
+        prompt = ids if mask is None else ids[mask][None]
+        return DraftModel(self.assistant_model, self.count, prompt, max_new_tokens)
+
+    def _check_assistant(self, assistant: Any, model: SupportsGenerate, prompts: Prompts) -> None:
+        name, remedy = "assistant_model", "Use prompt_lookup_num_tokens, which needs no second model."
+        size, expected_size = (getattr(m.config, "vocab_size", None) for m in (assistant, model))
+        got = f"a model with a vocabulary of {size} tokens"
+        require(size == expected_size, name, got, f"{expected_size} tokens, the vocabulary of the model", remedy)
+        device = getattr(assistant, "device", prompts.device)
+        is_same = device == prompts.device
+        require(is_same, name, f"a model on {device}", f"one on {prompts.device}, like the prompt", "Use .to(device).")
+        others = [*prompts.model_inputs, *(["inputs_embeds"] if prompts.inputs.is_floating_point() else [])]
+        expected = "token ids only, which assistant_model can read"
+        require(not others, (others or [""])[0], "a value, with assistant_model", expected, remedy)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.device import upload
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.options import require
+from ligerzoo.generate.options import SamplingOptions, require
 from ligerzoo.generate.processors import (
     ALWAYS,
     BiasedSequence,
@@ -23,8 +24,6 @@ from ligerzoo.generate.processors import (
     RowState,
     UserProcessors,
 )
-from ligerzoo.generate.sampling_options import SamplingOptions
-from ligerzoo.generate.transfer import upload
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.logit_filter import filter_bounds
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens

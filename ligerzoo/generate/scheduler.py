@@ -11,18 +11,90 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.device import DelayedReads, to_device, upload
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.cache_memory import default_cache_tokens
-from ligerzoo.generate.cache_options import CacheOptions
-from ligerzoo.generate.captured import CapturedCall
-from ligerzoo.generate.chunked_prefill import CHUNK_TOKENS, ChunkedPrefill
 from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.logps import packed_logps, unpack, with_top_logps
-from ligerzoo.generate.options import check_devices, invalid, is_integer, require
-from ligerzoo.generate.request import Request, RequestOptions, as_prompt
+from ligerzoo.generate.graphs import CapturedCall
+from ligerzoo.generate.options import CacheOptions, check_devices, invalid, is_integer, require
+from ligerzoo.generate.request import Request, RequestOptions, as_prompt, packed_logps, score, unpack, with_top_logps
 from ligerzoo.generate.sampling import Sampler, draw_seeds
-from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
-from ligerzoo.generate.transfer import upload
+from ligerzoo.generate.slots import PREFILL_TOKENS, Slots, default_cache_tokens
+
+CHUNK_TOKENS = 64
+"""Tokens of a chunk on a CPU. It bounds the time for which the others wait."""
+
+GPU_CHUNK_TOKENS = 256
+"""Tokens of a chunk on a GPU. It bounds the memory of the logits of a prompt."""
+
+
+class ChunkedPrefill:
+    """A prompt that is processed into a separate KV cache.
+
+    Args:
+        model: the model. Runs uncompiled after `model.compile()`.
+        prompt: (T,) int64 token ids on the CPU.
+        options: of the KV cache.
+        request: the request of the prompt, for the caller.
+        row: the row that the sequence will have, for the caller.
+        scores: whether to compute the log-probabilities of the prompt's tokens.
+        has_top: whether to find the most likely tokens, too.
+
+    Attributes:
+        prompt, request, row, scores: as given.
+        cache: the KV cache.
+        logits: (1, V) fp32 logits after the prompt; None until all chunks are processed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompt: Tensor,
+        options: CacheOptions,
+        request: int,
+        row: int,
+        *,
+        scores: bool = False,
+        has_top: bool = False,
+    ) -> None:
+        self.prompt, self.request, self.row, self.scores = prompt, request, row, scores
+        self.cache = options.new_cache(model)
+        self.logits: Tensor | None = None
+        self._has_top = has_top
+        self._model: Any = model._call_impl
+        self._device: torch.device = next(model.parameters()).device
+        self._done = 0
+
+    def step(self) -> Tensor | None:
+        """Processes the next chunk.
+
+        Returns:
+            If the prompt is scored, the packed log-probabilities of its tokens that follow those of the chunk, see
+            `with_top_logps`. The first token of the prompt has no log-probability.
+        """
+        start, self._done = self._done, min(self._done + self._chunk_tokens, len(self.prompt))
+        ids = to_device(self.prompt[start : self._done + 1], self._device)  # with the token that follows
+        count = self._done - start
+        output = self._model(
+            ids[None, :count], None, None, past_key_values=self.cache, use_cache=True,
+            logits_to_keep=count if self.scores else 1,
+        )  # fmt: skip
+        if self._done == len(self.prompt):
+            self.logits = output.logits[:, -1].float()
+        if not self.scores:
+            return None
+        logits, following = output.logits[0, : len(ids) - 1], ids[1:]
+        scored = score(logits, following)
+        return with_top_logps(scored, logits) if self._has_top else scored
+
+    @property
+    def columns(self) -> Tensor:
+        """(T,) int64 on the CPU, the sequence indices of the tokens in the cache."""
+        return torch.arange(len(self.prompt))
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return CHUNK_TOKENS if self._device.type == "cpu" else GPU_CHUNK_TOKENS
+
 
 _MIN_NEW_TOKENS = 256  # a request starts when there is room for these or its `max_new_tokens`, whichever is less
 
@@ -69,6 +141,18 @@ class BrokenLogitsError(LigerzooError):
             got="NaN, inf or only -inf", expected="finite logits; -inf for some tokens only",
             remedy="Check the weights for NaN, or use bfloat16 or float32 instead of float16.",
         )  # fmt: skip
+
+
+class _Step(NamedTuple):
+    """What a step has computed: the columns of each request in the tokens and log-probabilities.
+
+    Attributes:
+        columns: by request, see `unpack`.
+        is_prompt: whether the tokens are those of a prompt.
+    """
+
+    columns: dict[int, Sequence[int]]
+    is_prompt: bool = False
 
 
 class Scheduler:
@@ -137,14 +221,14 @@ class Scheduler:
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
         self.device: torch.device = next(model.parameters()).device
         self._sampler = Sampler(batch_size, self._model.config.vocab_size, self.device, exact=exact)
-        self._call = CapturedCall[tuple[Tensor, Tensor]]()
+        self._call = CapturedCall[tuple[Tensor, Tensor]](self._sampler)
         self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
         self._running: dict[int, int] = {}  # row -> request
         self._prefill: ChunkedPrefill | None = None
         self._in_chunks = self.device.type == "cpu"
-        self._results = _Results(self.device, LAG if self.device.type == "cuda" else 0)
+        self._results: DelayedReads[_Step] = DelayedReads(self.device, LAG)
         self._updates: list[Update] = []
         self._added = 0
 
@@ -235,7 +319,7 @@ class Scheduler:
         try:
             with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
                 self._start_step()
-                self._read(0 if not self._running else self._results.lag)
+                self._read(waits=not self._running)
         except BrokenLogitsError:
             raise
         except BaseException:  # the host and the KV cache may hold different tokens
@@ -278,10 +362,10 @@ class Scheduler:
         if logits is None:
             return
         self._sampler.prepare()
-        self._newest, result = self._call(self._choose, logits, self._sampler.graph_key, self._slots.pool)
+        self._newest, result = self._call(self._choose, logits, self._slots.pool)
         if any(self._requests[index].options.top_logps for index in self._running.values()):
             result = with_top_logps(result, logits)
-        self._results.push({index: [row] for row, index in self._running.items()}, result)
+        self._results.push(_Step({index: [row] for row, index in self._running.items()}), result)
         for row, index in list(self._running.items()):
             request = self._requests[index]
             request.started += 1
@@ -308,7 +392,7 @@ class Scheduler:
             return
         request = self._requests[prefill.request]
         if prefill.logits is None and (scored := prefill.step()) is not None:
-            self._results.push({prefill.request: range(scored.shape[1])}, scored, is_prompt=True)
+            self._results.push(_Step({prefill.request: range(scored.shape[1])}, is_prompt=True), scored)
         if request.max_new_tokens == 0 and prefill.logits is not None:
             self._prefill = None
             return
@@ -366,21 +450,20 @@ class Scheduler:
             return self._slots.fit(len(self._running), longest)
 
         if not fit():
-            self._read(0)  # their tokens are prefilled later; some requests may have finished
+            self._read(waits=True)  # their tokens are prefilled later; some requests may have finished
         while not fit():
             row = max(self._running, key=lambda row: (self._requests[self._running[row]].length, self._running[row]))
             self._waiting = deque(sorted([*self._waiting, self._running[row]]))
             self._leave(row)
 
-    def _read(self, lag: int) -> None:
-        """Reads the tokens of all steps but the last `lag` ones."""
-        while len(self._results) > lag:
+    def _read(self, *, waits: bool) -> None:
+        """Reads the tokens of earlier steps, or of all; see `DelayedReads.pop`."""
+        for step, rows in self._results.pop(waits=waits):
             broken = []
-            step = self._results.pop()
             for index, columns in step.columns.items():
                 if (request := self._requests.get(index)) is None:  # finished or cancelled
                     continue
-                read = unpack(step.rows, columns, request.options.top_logps)
+                read = unpack(rows, columns, request.options.top_logps)
                 if any(map(math.isnan, read.logps)):
                     broken.append(index)
                     self._finish(index)
@@ -406,57 +489,3 @@ class Scheduler:
         del self._running[row]
         self._slots.release([row])
         self._sampler.release([row])
-
-
-class _Read(NamedTuple):
-    """What the host reads of one step.
-
-    Attributes:
-        columns: the columns of each request.
-        rows: tokens, log-probabilities and, if a request asks for them, those of the most likely tokens; see `unpack`.
-        is_prompt: whether the tokens are those of a prompt.
-    """
-
-    columns: dict[int, Sequence[int]]
-    rows: list[list[float]]
-    is_prompt: bool
-
-
-class _Results:
-    """Tokens and log-probabilities of the last steps, which the host reads later.
-
-    Args:
-        device: device of the tokens.
-        lag: number of steps that the device may be ahead of the host.
-
-    Attributes:
-        lag: as given.
-    """
-
-    def __init__(self, device: torch.device, lag: int) -> None:
-        self._on_gpu = device.type == "cuda"
-        self.lag = lag
-        self._steps: deque[tuple[dict[int, Sequence[int]], Tensor, bool, torch.cuda.Event | None]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def push(self, columns: dict[int, Sequence[int]], result: Tensor, *, is_prompt: bool = False) -> None:
-        """Copies the tokens and log-probabilities of a step to the host; see `_Read`."""
-        copied = result.to("cpu", non_blocking=True, copy=True)  # pinned
-        event = None
-        if self._on_gpu:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._steps.append((columns, copied, is_prompt, event))
-
-    def pop(self) -> _Read:
-        """Waits for the oldest step, and returns it."""
-        columns, copied, is_prompt, event = self._steps.popleft()
-        if event is not None:
-            event.synchronize()
-        return _Read(columns, copied.tolist(), is_prompt)
-
-    def clear(self) -> None:
-        """Drops all steps."""
-        self._steps.clear()

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ligerzoo.device import upload
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, require, type_name
-from ligerzoo.generate.transfer import upload
+from ligerzoo.generate.prompts import SupportsGenerate
 
 StoppingCriterion = Callable[[Tensor, None], Any]
 """Decides which rows are finished, as those of transformers.

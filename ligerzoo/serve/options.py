@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from ligerzoo.errors import LigerzooError, quote
-from ligerzoo.generate.sampling_options import SMALLEST_DIVISOR
+from ligerzoo.generate.options import SMALLEST_DIVISOR
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 32

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.logps import MAX_TOP_LOGPS
+from ligerzoo.generate.request import MAX_TOP_LOGPS
 from ligerzoo.serve import chat_prompt
 from ligerzoo.serve.chat_prompt import ChatPrompt
 from ligerzoo.serve.continuation import Piece, TokenText

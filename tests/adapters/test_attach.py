@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ligerzoo import adapters
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.captured import can_capture
+from ligerzoo.generate.graphs import can_capture
 from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions, project_jointly
@@ -361,12 +361,12 @@ def test_a_gated_mlp_saves_no_product_of_gate_and_up(monkeypatch: pytest.MonkeyP
 
 
 def test_decoding_is_captured_only_while_adapters_are_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ligerzoo.generate import captured
+    from ligerzoo.generate import graphs
 
     model = llama()
     adapters.add_lora(model, dropout=0.1)
-    assert all(map(captured._is_known, model.modules()))
+    assert all(map(graphs._is_known, model.modules()))
     with adapters.adapters_disabled(model):
-        assert not all(map(captured._is_known, model.modules()))
-    assert not all(map(captured._is_known, model.train().modules()))
+        assert not all(map(graphs._is_known, model.modules()))
+    assert not all(map(graphs._is_known, model.train().modules()))
     assert not can_capture(model)  # on a CPU

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ligerzoo.generate import captured
-from ligerzoo.generate.captured import DecodeGraph
-from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate import graphs
+from ligerzoo.generate.graphs import DecodeBatch, DecodeGraph
 
 
 class EagerGraph:
@@ -67,7 +66,7 @@ def step(graph: DecodeGraph, model: Any, tokens: Tensor) -> Tensor:
 
 def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces captured graphs by the stand-in, without a change of `can_capture`."""
-    monkeypatch.setattr(captured, "capture", capture)
-    monkeypatch.setattr(captured, "_memory_for_idle_caches", lambda device: 2**20)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "_memory_for_idle_caches", lambda device: 2**20)
     monkeypatch.setattr(DecodeGraph, "step", step)
     monkeypatch.setattr(DecodeGraph, "pool", property(lambda graph: (0, id(graph)) if graph._graphs else None))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Scheduler, captured, slot_sequences, slots
+from ligerzoo.generate import Scheduler, graphs, slots
+from ligerzoo.generate import sequences as sequences_module
 from ligerzoo.kernels.fp8 import FP8, to_storage
 from ligerzoo.layers import Attention, KVCache, LayerCache, RecurrentLayerCache
 from tests.generate.graphs import replace_graphs
@@ -53,7 +54,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Lets `generate` decode through graphs; on a CPU, they run eagerly."""
     monkeypatch.setattr(slots, "_MIN_CAPACITY", 16)
     if device == "cpu":
-        for module in (slot_sequences, slots):
+        for module in (sequences_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: True)
         replace_graphs(monkeypatch)
 
@@ -105,7 +106,7 @@ def test_captured_calls_generate_the_tokens(model: Any, prompts: list[Tensor], e
 def test_eager_calls_generate_the_tokens(
     model: Any, prompts: list[Tensor], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_sequences, "can_capture", lambda model: False)
+    monkeypatch.setattr(sequences_module, "can_capture", lambda model: False)
     for prompt, tokens in zip(prompts, expected, strict=True):
         out = model.generate(prompt[None], cache_dtype=FP8, **OPTIONS)
         assert out[0, len(prompt) :].tolist() == tokens
@@ -131,7 +132,7 @@ def test_graphs_of_both_dtypes_are_kept(device: str) -> None:
     ids = torch.randint(VOCAB, (1, 9), device=device)
     for dtype in (None, FP8, None):
         model.generate(ids, cache_dtype=dtype, **{**OPTIONS, "max_new_tokens": 4})
-    idle = captured._GRAPHS[model]._idle
+    idle = graphs._GRAPHS[model]._idle
     assert [graph.cache.dtype for graph in idle.values()] == [FP8, None]
     fp8, plain = (graph.cache.nbytes for graph in idle.values())
     assert plain == fp8 * model.dtype.itemsize

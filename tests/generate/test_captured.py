@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.generate import captured, slot_sequences, slots
-from ligerzoo.generate.captured import can_capture, release_decode_graphs
+from ligerzoo.generate import graphs, slots
+from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate.graphs import can_capture, release_decode_graphs
 from ligerzoo.models import (
     DeepseekV3,
     DeepseekV3Config,
@@ -97,7 +98,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
     """Generates eagerly, or captured, with the same seed."""
 
     def run(model: Any, *inputs: Tensor | None, capture: bool, **options: Any) -> Tensor:
-        for module in (slot_sequences, slots):
+        for module in (sequences_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: capture)
         torch.manual_seed(5)
         options = {"max_new_tokens": 40, "eos_token_id": NO_END, "pad_token_id": 0} | options
@@ -140,7 +141,7 @@ def test_finished_rows_leave(generate: Callable[..., Tensor], device: str) -> No
     options = {"eos_token_id": list(range(0, VOCAB, 12)), "max_new_tokens": 60}
     expected = generate(model, *inputs, capture=False, **options)
     assert torch.equal(generate(model, *inputs, capture=True, **options), expected)
-    assert {graph.rows for graph in captured._GRAPHS[model]._idle.values()} > {6}
+    assert {graph.rows for graph in graphs._GRAPHS[model]._idle.values()} > {6}
 
 
 @pytest.mark.long
@@ -247,9 +248,9 @@ def test_idle_graphs_are_bounded_and_released(generate: Callable[..., Tensor], d
     model = build("llama", device)
     for rows in range(1, 20):
         generate(model, *prompts(rows, 3, device, padded=False), capture=True, max_new_tokens=4)
-    assert 0 < len(captured._GRAPHS[model]._idle) <= captured._MAX_GRAPHS
+    assert 0 < len(graphs._GRAPHS[model]._idle) <= graphs._MAX_GRAPHS
     release_decode_graphs(model)
-    assert model not in captured._GRAPHS
+    assert model not in graphs._GRAPHS
     generate(model, *prompts(2, 3, device, padded=False), capture=True, max_new_tokens=4)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Completion, Scheduler
-from ligerzoo.generate.logps import packed_logps, score, unpack, with_top_logps
-from ligerzoo.generate.many import _completion
+from ligerzoo.generate.api import _completion
+from ligerzoo.generate.request import packed_logps, score, unpack, with_top_logps
 from tests.generate.models import VOCAB
 from tests.generate.test_scheduler import (
     OPTIONS,

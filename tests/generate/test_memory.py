@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.generate import captured, slot_sequences, slots
-from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate import graphs, slots
+from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate.graphs import DecodeBatch
 from ligerzoo.models import Llama, LlamaConfig
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, TINY, VOCAB
@@ -106,7 +107,7 @@ def test_random_calls_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(slots, "_SPARSE_STEPS", 3)
     if device == "cpu":
         replace_graphs(monkeypatch)
-        for module in (slot_sequences, slots):
+        for module in (sequences_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: True)
     model, step = build(device), FailingStep(monkeypatch)
     calls = 1000 if device == "cuda" else 60
@@ -120,7 +121,7 @@ def test_random_calls_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch, de
     assert kept_bytes(model, device) == kept
     assert used_gpu_bytes(device) - used <= 32 * 2**20  # what drivers keep of hundreds of graphs that are gone
     assert torch.equal(model.generate(ids, max_new_tokens=9, eos_token_id=NO_END), expected)
-    assert captured._GRAPHS[model]._idle  # graphs were captured
+    assert graphs._GRAPHS[model]._idle  # graphs were captured
 
 
 def used_gpu_bytes(device: str) -> int:
@@ -149,7 +150,7 @@ def test_a_call_needs_weights_a_cache_and_the_pool_of_its_graph(rows: int) -> No
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         model.generate(ids, max_new_tokens=300, eos_token_id=NO_END)
-    [graph] = captured._GRAPHS[model]._idle.values()
+    [graph] = graphs._GRAPHS[model]._idle.values()
     segments = torch.cuda.memory_snapshot()
     pool = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == graph.pool)
     assert pool > 0

@@ -20,8 +20,9 @@ from torchao.quantization import (
     quantize_,
 )
 
-from ligerzoo.generate import captured, slot_sequences, slots
-from ligerzoo.generate.captured import can_capture, decode_graphs
+from ligerzoo.generate import graphs, slots
+from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate.graphs import can_capture, decode_graphs
 from ligerzoo.integrations.torchao import is_linear
 from ligerzoo.layers.quantized import as_int8, is_quantized, stored_tensors
 from ligerzoo.models import CausalLM
@@ -49,7 +50,7 @@ class OnGPU:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(CausalLM, "device", OnGPU())
-        monkeypatch.setattr(captured, "uses_triton", lambda tensor, backend: True)
+        monkeypatch.setattr(graphs, "uses_triton", lambda tensor, backend: True)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
         replace_graphs(monkeypatch)
 
     def run(model: Any, ids: Tensor, *, capture: bool) -> Tensor:
-        for module in (slot_sequences, slots):
+        for module in (sequences_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: capture)
         tokens: Tensor = model.generate(ids, max_new_tokens=12, eos_token_id=NO_END, pad_token_id=0)
         return tokens

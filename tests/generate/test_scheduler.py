@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ligerzoo.device import DelayedReads
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Completion, Scheduler, Update, chunked_prefill, generate_many
-from ligerzoo.generate import captured as captured_module
+from ligerzoo.generate import Completion, Scheduler, Update, generate_many
+from ligerzoo.generate import graphs as captured_module
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
-from ligerzoo.generate.cache_memory import cache_bytes_per_token
-from ligerzoo.generate.captured import can_capture, release_decode_graphs
-from ligerzoo.generate.scheduler import _Results
+from ligerzoo.generate.graphs import can_capture, release_decode_graphs
+from ligerzoo.generate.slots import cache_bytes_per_token
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import long_cases
@@ -39,10 +39,12 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Lets the host read the tokens some steps late, as on a GPU."""
     if request.param > 0:
 
-        def results(device: torch.device, lag: int) -> _Results:
-            return _Results(device, request.param)
+        def reads(device: torch.device, lag: int) -> DelayedReads[Any]:
+            late = DelayedReads[Any](device, lag)
+            late.lag = request.param
+            return late
 
-        monkeypatch.setattr(scheduler_module, "_Results", results)
+        monkeypatch.setattr(scheduler_module, "DelayedReads", reads)
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "captured"])
@@ -78,7 +80,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills prompts of more tokens in chunks, on a CPU."""
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", tokens)
-    monkeypatch.setattr(chunked_prefill, "CHUNK_TOKENS", tokens)
 
 
 def draw(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:

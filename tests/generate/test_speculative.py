@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import DecodeStep, Sampler, SamplingOptions, captured, decode_loop, filter_logits, slot_sequences
+from ligerzoo.generate import Sampler, SamplingOptions, filter_logits, generate
+from ligerzoo.generate import sequences as sequences_module
 from ligerzoo.generate import slots as slots_module
+from ligerzoo.generate.decode_loop import choose_with_drafts
 from ligerzoo.generate.drafts import PromptLookup
-from ligerzoo.generate.speculative import choose_with_drafts
+from ligerzoo.generate.graphs import _GRAPHS
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import long_cases
 from tests.generate.families import FAMILIES, pair
@@ -53,8 +55,7 @@ def drafts(kind: str, family: str) -> dict[str, Any]:
 @pytest.fixture
 def in_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of fixed size, as on a GPU, but with eager steps."""
-    monkeypatch.setattr(slot_sequences, "can_capture", lambda model: True)
-    monkeypatch.setattr(decode_loop, "CapturedStep", DecodeStep)
+    monkeypatch.setattr(sequences_module, "can_capture", lambda model: True)
     monkeypatch.setattr(slots_module, "_MIN_CAPACITY", 16)
 
 
@@ -147,11 +148,9 @@ def test_captured_forwards_verify_drafts(family: str, options: str) -> None:
     for _ in range(2):  # the second call finds the graphs of the first
         got = run(model, ids, max_new_tokens=100, assistant_model=helper, num_assistant_tokens=3, **OPTIONS[options])
         assert_same(got, expected)
-    graphs = [
-        {count for graph in captured._GRAPHS[m]._idle.values() for count in graph._graphs} for m in (model, helper)
-    ]
-    assert 4 in graphs[0]
-    assert graphs[1] == {1, 2}
+    counts = [{count for graph in _GRAPHS[m]._idle.values() for count in graph._graphs} for m in (model, helper)]
+    assert 4 in counts[0]
+    assert counts[1] == {1, 2}
     assert_same(run(model, ids, max_new_tokens=100, prompt_lookup_num_tokens=5, **OPTIONS[options]), expected)
 
 
@@ -334,7 +333,7 @@ def test_conversations_with_a_cache(family: str, new_cache: str, kind: str, sequ
         expected = run(model, history, max_new_tokens=limit, **options)
         with pytest.MonkeyPatch.context() as patch:
             if sequences == "slots":
-                patch.setattr(slot_sequences, "can_capture", lambda model: True)
+                patch.setattr(sequences_module, "can_capture", lambda model: True)
             got = run(
                 model, history, max_new_tokens=limit, past_key_values=cache, **options, **drafts(kind, family)
             )  # fmt: skip
@@ -498,7 +497,7 @@ def test_caches_that_cannot_drop_tokens_are_refused() -> None:
 
 def test_a_model_without_new_cache_is_refused() -> None:
     with pytest.raises(LigerzooError, match=r"^model: .*a Scripted without new_cache; expected a ligerzoo\.models"):
-        decode_loop.generate(Scripted([[1, 2, 3]]), PROMPT[:1], max_new_tokens=3, prompt_lookup_num_tokens=2)
+        generate(Scripted([[1, 2, 3]]), PROMPT[:1], max_new_tokens=3, prompt_lookup_num_tokens=2)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "itself", "assistant"])

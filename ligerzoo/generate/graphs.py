@@ -1,9 +1,9 @@
-"""Decode steps that run as captured CUDA graphs: the host launches one graph per token instead of hundreds of kernels.
+"""Decode steps of a fixed number of rows over a KV cache of fixed size, which run as captured CUDA graphs.
 
-A graph serves one batch size, and one capacity and set of options of the KV cache. It is captured when a batch decodes
-its third token, stays with the model, and serves all later calls of the same shape. It reads the weights where they
-are, so training between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured
-again.
+The host launches one graph per token instead of hundreds of kernels. A graph serves one batch size, and one capacity
+and set of options of the KV cache. It is captured when a batch decodes its third token, stays with the model, and
+serves all later calls of the same shape. It reads the weights where they are, so training between calls is seen; if a
+weight was replaced by another tensor, all graphs of the model are captured again.
 """
 
 from __future__ import annotations
@@ -12,25 +12,77 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
-from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
-from ligerzoo.generate.step import DecodeStep
+from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions
+from ligerzoo.generate.sampling import Sampler
 from ligerzoo.kernels.cuda_graph import capture
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
-from ligerzoo.kernels.sampling import SampledTokens
-from ligerzoo.layers import Experts, Linear, LMHead
+from ligerzoo.layers import Attention, Experts, Linear, LMHead, RotaryEmbedding
 from ligerzoo.layers.lora import LoRALinear
 from ligerzoo.layers.lora_head import LoRAHead
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
 from ligerzoo.layers.quantized import is_quantized, stored_tensors
 
-if TYPE_CHECKING:
-    from ligerzoo.generate.slot_sequences import SlotSequences
+
+class DecodeBatch:
+    """A KV cache of fixed size, and the decode step over it: newest tokens in, logits out. It runs eagerly.
+
+    Each row has its own positions, so there is neither padding nor a padding mask.
+
+    Args:
+        model: the model.
+        rows: P.
+        capacity: maximum number of tokens in each row.
+        options: of the KV cache.
+
+    Attributes:
+        rows, capacity, options: as given.
+        cache: the KV cache.
+        device: device of the weights.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions = DEFAULT_CACHE) -> None:
+        self.rows, self.capacity, self.options = rows, capacity, options
+        self.cache = options.new_cache(model, capacity)
+        self.device: torch.device = next(model.parameters()).device
+
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens that the cache has memory for."""
+        return self.rows * self.capacity
+
+    def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+        """Runs the model on the newest tokens, (P, T).
+
+        Returns:
+            (P * T, V) fp32 logits after each token, row by row, valid until the next step.
+        """
+        kept = tokens.shape[1]
+        output = model(tokens, None, None, past_key_values=self.cache, use_cache=True, logits_to_keep=kept)
+        logits: Tensor = output.logits.flatten(0, 1).float()
+        return logits
+
+
+def has_static_decoding(model: nn.Module) -> bool:
+    """Whether a model can decode in a `DecodeBatch`: its KV caches can have a fixed size, and attention is causal."""
+    attentions = (module for module in getattr(model, "model", model).modules() if isinstance(module, Attention))
+    is_causal = all(attention.is_causal for attention in attentions)
+    return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]
+
+
+def independent_length(model: nn.Module) -> int | None:
+    """Returns the length of a sequence up to which no token depends on later ones; None for no limit.
+
+    Beyond it, the rotary frequencies depend on the longest row (rope types dynamic and longrope).
+    """
+    lengths = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    lengths.append(model.new_cache().max_valid_length)  # type: ignore[operator]
+    return min((length for length in lengths if length is not None), default=None)
+
 
 _MAX_GRAPHS = 16
 _PACKAGES = ("ligerzoo", "torch")  # of layers whose forward never depends on values
@@ -123,9 +175,12 @@ def release_decode_graphs(model: nn.Module) -> None:
 
 
 class CapturedCall(Generic[T]):
-    """Calls of a function of logits, which run as a captured graph from the second call with the same key on.
+    """Calls of a function of logits, which run as a captured graph from the second call on the same memory on.
 
     The graph is small. Each `CapturedCall` captures it again, since it depends on the options of sampling.
+
+    Args:
+        sampler: what the function chooses tokens with.
     """
 
     _graph: torch.cuda.CUDAGraph | None = None
@@ -133,37 +188,28 @@ class CapturedCall(Generic[T]):
     _key: tuple[Any, ...] | None = None
     _result: T
 
-    def __call__(self, function: Callable[[Tensor], T], logits: Tensor, key: tuple[Any, ...] | None, pool: Any) -> T:
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __call__(self, function: Callable[[Tensor], T], logits: Tensor, pool: Any) -> T:
         """Returns what the function returns for the logits, valid until the next call.
 
         Args:
-            function: launches kernels only. Calls with equal keys launch the same ones on the same memory.
+            function: launches kernels only; the same ones on the same memory where `Sampler.graph_key` is the same.
             logits: its argument.
-            key: see `Sampler.graph_key`. None runs it eagerly.
-            pool: memory pool of the graph that computes the logits. None runs it eagerly.
+            pool: memory pool of the graph that computes the logits. None runs the function eagerly.
         """
+        if pool is None or (sampler_key := self._sampler.graph_key) is None:
+            self._key = None
+            return function(logits)
         # The first steps, another graph of the model for more tokens, or a sampler that has grown
-        if key is None or pool is None or logits is not self._logits or (*key, pool) != self._key:
-            self._logits, self._graph = logits, None
-            self._key = None if key is None else (*key, pool)
+        if logits is not self._logits or (*sampler_key, pool) != self._key:
+            self._logits, self._graph, self._key = logits, None, (*sampler_key, pool)
             return function(logits)
         if self._graph is None:
             self._graph, self._result = capture(partial(function, logits), pool)
         self._graph.replay()
         return self._result
-
-
-class CapturedStep(DecodeStep):
-    """A decode step whose choice of tokens is a second captured graph."""
-
-    sequences: SlotSequences
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._call = CapturedCall[tuple[SampledTokens, Tensor]]()
-
-    def _choose(self, logits: Tensor) -> tuple[SampledTokens, Tensor]:
-        return self._call(super()._choose, logits, self.sampler.graph_key, self.sequences.pool)
 
 
 def can_capture(model: nn.Module) -> bool:
