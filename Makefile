@@ -38,10 +38,11 @@ demo: $(VENV)/installed
 	$(BIN)/ligerzoo demo
 	$(BIN)/ligerzoo demo --vision
 
-# The first run executes the Triton kernels on the CPU, in Triton's interpreter. The second tests everything else.
+# The first run executes the Triton kernels on the CPU, in Triton's interpreter. The second tests everything else. The
+# thorough one also runs the tests of kernels in plain torch; those of fp64 run so within the interpreter, too.
 test: $(VENV)/installed-dev
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
-	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreted tests/kernels
+	$(PYTEST) -m 'not interpreted'
 
 test-thorough: $(VENV)/installed-dev
 	TRITON_INTERPRET=1 $(PYTEST) --run-slow tests/kernels

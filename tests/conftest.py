@@ -36,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_repeated_checkpoints(items)
     mark_combinations(items)
+    for item in items:
+        if item.path.is_relative_to(KERNEL_TESTS):
+            _mark_for_interpreter(item)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -50,6 +53,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = {item for item in items if any(map(item.get_closest_marker, markers))}
     config.hook.pytest_deselected(items=list(deselected))
     items[:] = [item for item in items if item not in deselected]
+
+
+def _mark_for_interpreter(item: pytest.Item) -> None:
+    if not item.get_closest_marker("plain"):
+        item.add_marker(pytest.mark.interpreted)
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        item.add_marker(pytest.mark.skip(reason="runs only without the interpreter"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

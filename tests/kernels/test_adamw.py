@@ -154,7 +154,7 @@ def test_an_update_is_visible_to_autograd(device: str) -> None:
         loss.backward()
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("case", long_cases({name: OPTIONS[name] for name in (
     "dtype", "gradient_dtype", "state_dtype", "key", "first_group", "skip")}), ids=str)  # fmt: skip
 @pytest.mark.parametrize("is_stochastic", [False, True])

@@ -11,7 +11,7 @@ from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.kernels.stochastic_rounding import FIRST_KEY, words_like
 from tests.covering import covering
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, needs_triton
+from tests.kernels.machine import needs_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OPTIONS: dict[str, list[Any]] = {
@@ -182,7 +182,7 @@ def test_messages(change: dict[str, Any], message: str) -> None:
         adamw_update_fp8(**{**arguments, **change})
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_compiles(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")

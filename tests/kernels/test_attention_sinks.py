@@ -131,7 +131,7 @@ def test_the_kernel_of_a_gpu(device: str) -> None:
     assert attention_kernel(q.float(), k.float(), v.float(), True) is None
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_it_compiles(head_dim: int, dtype: torch.dtype) -> None:

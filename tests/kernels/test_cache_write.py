@@ -89,7 +89,7 @@ def test_gpus_without_the_conversion_use_the_reference(device: str, monkeypatch:
         write_to_cache(*tensors, backend="triton")
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", OPTIONS["stored"])
 def test_it_compiles(dtype: torch.dtype, stored: str) -> None:

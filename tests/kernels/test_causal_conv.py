@@ -15,7 +15,7 @@ from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge
 from tests.kernels.compiling import compile_both_passes
 from tests.kernels.layouts import sliced
-from tests.kernels.machine import DTYPES, INTERPRETING, needs_triton
+from tests.kernels.machine import DTYPES, needs_triton
 from tests.kernels.oracles import numbers
 from tests.kernels.test_delta_rule import starts_of
 
@@ -149,7 +149,7 @@ def test_messages(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_all_kernels_compile(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.compiling import compile_both_passes
 from tests.kernels.operations import Operation, every_operation
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.plain
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ COMPILED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
 def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     (heads, head_dim), softcap = case["heads"], case["softcap"]

@@ -13,7 +13,6 @@ from ligerzoo import layers
 from ligerzoo.kernels import ClampedSwiGLU, Routing, decode_experts, experts_mlp, route
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.decode_experts import reference
-from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.layers import GatedMLP, set_backend
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE
 from ligerzoo.layers.routers import Router
@@ -202,7 +201,7 @@ COMPILED: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
 def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     (tokens, features, inner, experts, k), dtype = case["shape"], case["dtype"]

@@ -16,7 +16,7 @@ from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes, layouts_of_sums
 from tests.kernels.layouts import sliced
-from tests.kernels.machine import HALF_DTYPE, INTERPRETING, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, needs_triton, on_gpu_too
 
 BOUNDS = [0, 1, 6, 70, 134, 140]
 """Segments of 1, 5, 64, 64 and 6 tokens."""
@@ -228,7 +228,7 @@ def test_padding_leaves_the_state(device: str) -> None:
     torch.testing.assert_close(o[:, 66:], expected_o)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="plain torch's rounding of the dtypes, and Triton's on a GPU")
+@pytest.mark.plain
 def test_fp32_gates_and_states_with_half_tokens(device: str) -> None:
     torch.manual_seed(0)
     q, k, v, g, beta, state = tensors(1, 100, device=device)
@@ -343,7 +343,7 @@ def test_messages(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("dims", "dtype", "packed"),
     [
@@ -363,7 +363,7 @@ def test_every_head_size_compiles(dims: tuple[int, int], dtype: torch.dtype, pac
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_the_step_compiles(dims: tuple[int, int]) -> None:
     pytest.importorskip("triton")
@@ -419,7 +419,7 @@ def test_no_launch_uses_the_instructions_that_ptxas_miscompiles() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_no_kernel_of_half_precision_has_those_instructions(dims: tuple[int, int]) -> None:
     pytest.importorskip("triton")
@@ -429,7 +429,7 @@ def test_no_kernel_of_half_precision_has_those_instructions(dims: tuple[int, int
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("heads", [(1, 1), (1, 2)], ids=str)
 def test_order_of_sums_depends_neither_on_length_nor_on_packing(heads: tuple[int, int]) -> None:
     """Else a segment would differ from the segment alone."""

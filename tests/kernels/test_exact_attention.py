@@ -9,7 +9,7 @@ from ligerzoo.kernels.exact_attention import reference
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import HALF_DTYPE, INTERPRETING, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS = {
@@ -69,7 +69,7 @@ def test_equals_cudnn_to_the_bit(heads: tuple[int, int], head_dim: int, spread: 
         assert torch.equal(exact_attention(q[:, part], k, v, last, scale=scale), whole[:, part])
 
 
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.plain
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiles_for_hopper(tokens: int, head_dim: int) -> None:

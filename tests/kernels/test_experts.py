@@ -240,7 +240,7 @@ def test_only_the_hidden_rows_are_saved(device: str) -> None:
     assert sorted(t.nbytes for t in own) == [6 * 4, 64 * 2 * 4, 64 * 2 * 2 * 17 * 4]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter copies kernel arguments")
+@pytest.mark.plain
 def test_frozen_inputs_allocate_nothing(device: str) -> None:
     inputs = make(64, 36, 20, 5, 2, torch.float32, device)
 

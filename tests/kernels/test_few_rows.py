@@ -10,7 +10,7 @@ from ligerzoo.kernels.linears import reference
 from tests.covering import covering, long_cases
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import HALF_DTYPE, INTERPRETING, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, ROUNDED_DTYPES, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 SHAPES: dict[str, list[Any]] = {
@@ -119,7 +119,7 @@ COMPILED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @torch.no_grad()
 @pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
 def test_it_compiles(case: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligerzoo import kernels
-from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.models import Mixtral, MixtralConfig
 from tests.kernels.accuracy import as_tuple
 from tests.kernels.operations import OPERATIONS, Operation
@@ -88,6 +87,6 @@ assert counter.get_total_flops() == 2 * 5 * 7 * 8, counter.get_total_flops()
 """
 
 
-@pytest.mark.skipif(INTERPRETING, reason="imports do not depend on the interpreter")
+@pytest.mark.plain
 def test_the_counter_is_not_imported_with_the_kernels() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import latent_decode_attention
-from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.latent_decode_attention import reference
 from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as
@@ -121,7 +120,7 @@ COMPILED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
 def test_it_compiles(case: dict[str, Any]) -> None:
     shape, dtype = case["shape"], case["dtype"]

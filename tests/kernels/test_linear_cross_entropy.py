@@ -162,7 +162,7 @@ def gradients_and_loss(hidden: Tensor, weight: Tensor, target: Tensor, **options
     return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the same matrix products as without")
+@pytest.mark.plain
 def test_small_weights_in_fp16(device: str) -> None:
     """Backward scales their gradients up with the loss, as in any fp16 training."""
     hidden, weight, target = make(64, 32, 400, dtype=torch.float16, device=device, ignored=0.0)
@@ -344,7 +344,7 @@ def test_gradient_accumulation_with_num_items_is_exact(pieces: int, as_tensor: b
         assert_as_exact_as(*case)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
     rows, features, classes = (8192, 512, 1000) if ON_GPU else (256, 16, 33)

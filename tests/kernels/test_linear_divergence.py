@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import linear_jsd, linear_kl_div, linear_tvd
-from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.op_recorder import Recorder, launch_nothing
@@ -136,7 +135,7 @@ def test_results_do_not_depend_on_the_chunks(of: str, rows_per_chunk: SetChunk, 
             assert_as_exact_as(*case)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
     rows, features, classes = (8192, 512, 1000) if ON_GPU else (256, 16, 33)
@@ -179,7 +178,7 @@ def run_of(inputs: list[Tensor], **options: Any) -> Recorder:
     return recorder
 
 
-@pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
+@pytest.mark.plain
 def test_the_logits_of_both_fit_the_budget_together(device: str) -> None:
     inputs = make(9, 2, 2**16, device=device, ignored=0.0)  # 2.25 MiB of logits each
     sizes = run_of(inputs, logits_budget=2).allocated

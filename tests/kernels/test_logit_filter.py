@@ -11,7 +11,7 @@ from ligerzoo.kernels import FilterBounds, filter_bounds
 from tests.covering import covering
 from tests.kernels import compiling
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, needs_triton, on_gpu_too
+from tests.kernels.machine import needs_triton, on_gpu_too
 
 ROWS = 6
 backends = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -98,7 +98,7 @@ def test_broken_rows_leave_the_others_alone(backend: Any, device: str) -> None:
         assert torch.equal(actual[::2], expected[::2])
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [1, 97, 128256, 262144])
 def test_it_compiles(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
-from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.glu import glu_linear, linear_reference
 from ligerzoo.kernels.lora import LowRank
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
@@ -118,7 +117,7 @@ def test_no_rows(device: str) -> None:
     judge(function, reference, tensors)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("rank", [8, MAX_RANK])
 def test_no_product_uses_wgmma(rank: int) -> None:
     """See `delta_chunks.PREPARE` for the reason."""

@@ -89,7 +89,7 @@ def test_gradients_are_deterministic(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("rank", [8, 16, 32])
 def test_no_product_uses_wgmma(rank: int) -> None:
     """See `delta_chunks.PREPARE` for the reason."""

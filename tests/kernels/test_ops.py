@@ -137,7 +137,7 @@ def judge_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> No
         assert_as_exact_as(*case, ulps=8)  # inductor fuses and reorders the operations around the kernels
 
 
-@pytest.mark.skipif(INTERPRETING, reason="inductor's code does not depend on the interpreter")
+@pytest.mark.plain
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.inductor
 @pytest.mark.thorough  # takes 15 s; tests/kernels/test_poisoned_memory.py compiles a kernel

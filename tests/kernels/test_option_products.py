@@ -218,7 +218,7 @@ KNOWN_CRASH = {"label_smoothing": 0.1, "class_weight": "fp32", "backend": "auto"
 """Crashed Triton's OptimizeThreadLocality, in every dtype."""
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize(
     "choice",
     [
@@ -269,7 +269,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETING, reason="takes hours")
+@pytest.mark.plain
 @settings(
     max_examples=1000, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from ligerzoo.kernels.dispatch import INTERPRETING
-
 
 def newly_allocated() -> list[torch.Tensor]:
     like = torch.ones(3)
@@ -21,7 +19,7 @@ def test_a_test_can_opt_out() -> None:
     assert torch.Tensor.new_empty is torch._C.TensorBase.new_empty
 
 
-@pytest.mark.skipif(INTERPRETING, reason="inductor's code does not depend on the interpreter")
+@pytest.mark.plain
 @pytest.mark.inductor
 def test_compiled_code_is_not_poisoned() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:

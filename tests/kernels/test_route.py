@@ -123,7 +123,7 @@ COMPILED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
 def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     (n_tokens, n_experts, k), dtype = case.values()
@@ -132,7 +132,7 @@ def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
         route(torch.zeros(n_tokens, n_experts, dtype=dtype), k, backend="triton")
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 def test_the_largest_shape_compiles() -> None:
     with compiling_for_hopper():
         route(torch.zeros(64, 512), 16, backend="triton")

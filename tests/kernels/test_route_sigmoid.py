@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import Routing, route_sigmoid
-from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.route import SigmoidOptions, sigmoid_reference
 from ligerzoo.layers import SigmoidRouter
 from tests.kernels import compiling
@@ -101,7 +100,7 @@ def test_the_bias_selects_and_does_not_weight(device: str) -> None:
     assert routing.weights.item() == pytest.approx(torch.tensor(-7.0).sigmoid().item(), rel=1e-5)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("shape", [Shape(1, 256, 8, 8, 4), Shape(64, 128, 8), Shape(32, 64, 4)], ids=str)
 def test_it_compiles(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
@@ -110,7 +109,7 @@ def test_it_compiles(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
         route_sigmoid(logits, bias, shape.experts_per_token, **options(shape), backend="triton")
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 def test_the_largest_shape_compiles() -> None:
     with compiling_for_hopper():
         options = {"num_groups": 16, "num_selected_groups": 4}

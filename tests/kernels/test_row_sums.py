@@ -14,7 +14,7 @@ from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, judge
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.layouts import offset, padded, transposed
-from tests.kernels.machine import HALF_DTYPE, INTERPRETING, kernel_file, needs_hopper, needs_triton
+from tests.kernels.machine import HALF_DTYPE, kernel_file, needs_hopper, needs_triton
 from tests.kernels.oracles import numbers
 
 LAYOUTS = [torch.clone, offset, padded, transposed]
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_in_every_call(device: str, addmm_calls: list[tu
         assert torch.equal(linear(x[start:end], weight), y[start:end])
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @torch.no_grad()
 @pytest.mark.parametrize("outputs", [1, 40, 3000])
 def test_it_compiles(outputs: int) -> None:

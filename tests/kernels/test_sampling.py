@@ -17,7 +17,7 @@ from tests.covering import covering, long_cases
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import ROUNDED_DTYPES, needs_triton, on_gpu_too
 
 OPTIONS: dict[str, list[Any]] = {
     "dtype": list(ROUNDED_DTYPES),
@@ -171,7 +171,7 @@ def test_the_lower_token_id_of_equal_logits_is_chosen(backend: Any, device: str)
 COMPILED: dict[str, list[Any]] = {"columns": [97, 128256, 262144], "dtype": [torch.float32, torch.bfloat16]}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
 def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

@@ -6,7 +6,7 @@ import torch
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.stochastic_rounding import FIRST_KEY, reference
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, needs_triton
+from tests.kernels.machine import needs_triton
 
 BF16 = torch.bfloat16
 backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
@@ -81,7 +81,7 @@ def test_skipping(backend: Any, device: str) -> None:
     assert not rounded(x, backend=backend, skip=torch.ones(1, device=device)).any()
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.plain
 @pytest.mark.parametrize("skip", [None, torch.zeros(1)])
 def test_it_compiles(skip: Any) -> None:
     pytest.importorskip("triton")
