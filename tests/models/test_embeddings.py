@@ -39,6 +39,7 @@ def written(row: Tiny, directory: Path) -> CausalLM:
     return AutoModel.from_pretrained(directory, dtype=torch.float32)
 
 
+@pytest.mark.every_layer
 @pytest.mark.parametrize("row", list(one_of_each()), ids=str)
 @torch.no_grad()
 def test_resizing_round_trips(row: Tiny, tmp_path: Path, device: str) -> None:

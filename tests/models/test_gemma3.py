@@ -97,6 +97,7 @@ def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 @prompts(*PROMPTS)
 @pytest.mark.every_checkpoint
+@pytest.mark.long
 def test_logits_loss_and_gradients(models: tuple[Gemma3, PreTrainedModel], rows: list[Row]) -> None:
     ours, theirs = models
     p = prompt_for(ours, rows)
@@ -119,6 +120,8 @@ def test_logits_loss_and_gradients(models: tuple[Gemma3, PreTrainedModel], rows:
 
 
 @prompts("images, two of them side by side", "a padded batch")
+@pytest.mark.every_layer
+@pytest.mark.long
 @torch.no_grad()
 def test_bf16_logits(directory: Path, device: str, rows: list[Row]) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device)

@@ -83,6 +83,7 @@ def labels_for(p: Prompt, vocab_size: int) -> Tensor:
 
 @pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
 @pytest.mark.every_checkpoint
+@pytest.mark.long
 def test_logits_loss_and_gradients(models: tuple[Mllama, PreTrainedModel], rows: list[Row]) -> None:
     ours, theirs = models
     p = prompt_for(ours, rows)
@@ -111,6 +112,7 @@ def test_logits_loss_and_gradients(models: tuple[Mllama, PreTrainedModel], rows:
         )
 
 
+@pytest.mark.every_layer
 @torch.no_grad()
 def test_bf16_logits(directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device)

@@ -105,6 +105,7 @@ def under_our_names(theirs: PreTrainedModel, ours: SequenceClassifier, directory
 CASES = [(row, problem) for i, row in enumerate(ROWS) for j, problem in enumerate(PROBLEMS) if i == 0 or i % 3 == j]
 
 
+@pytest.mark.every_layer
 @pytest.mark.parametrize("row, problem", CASES, ids=str)
 def test_logits_loss_and_gradients(row: Tiny, problem: str, tmp_path: Path, device: str) -> None:
     number = PROBLEMS[problem]
@@ -148,6 +149,7 @@ def test_saving_writes_what_was_loaded(base: Mapping[str, Any], tmp_path: Path) 
     assert configs[0] == configs[1]
 
 
+@pytest.mark.every_layer
 @pytest.mark.filterwarnings(NEW_HEAD)
 @pytest.mark.parametrize(
     "row", [row for row in TEXT_CHECKPOINTS if row.name.endswith(("plain", "on the hub"))], ids=str

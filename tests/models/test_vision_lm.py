@@ -157,6 +157,7 @@ def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
 
 
 @pytest.mark.every_layer
+@pytest.mark.long
 @every_prompt
 @torch.no_grad()
 def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
