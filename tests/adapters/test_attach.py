@@ -107,7 +107,7 @@ def test_the_fused_name_shares_a() -> None:
         ({"trained": "nrm"}, "trained: matches nothing; got 'nrm'"),
         ({"rank": 0}, "add_lora: rank=0; expected an integer"),
         ({"alpha": 0.0}, "alpha=0.0; expected a positive number"),
-        ({"dropout": 1.0}, r"dropout=1.0; expected a number in \[0, 1\)"),
+        ({"dropout": 1.0}, r"dropout=1.0; expected a number from 0 to 1, not 1"),
         ({"dora": True}, "experts have no dora.*Leave the experts out"),
         ({"dropout": 0.1}, "experts have no dropout"),
     ],
