@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_ragged_prompts_equal_transformers(family: str, case: str) -> None:
@@ -71,6 +72,7 @@ def test_ragged_prompts_equal_transformers(family: str, case: str) -> None:
         assert (expected[:, 17:] == 0).any()  # some row ended before another
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("has_ids", [False, True])
@@ -110,6 +112,7 @@ def test_copies_are_sampled_independently() -> None:
     assert torch.equal(ids[:, :17], IDS.repeat_interleave(4, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("new_cache", [None, "growing", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_are_those_of_one_forward(family: str, new_cache: str | None) -> None:

@@ -282,7 +282,7 @@ def test_deferred_logits_behave_as_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "qwen3_moe", "phi3"))]
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2_vl", "gemma2", "qwen3_moe", "phi3"))]
 )
 def test_compiled_models_compute_with_the_kernels(family: str) -> None:
     model = tiny(family).train()

@@ -22,7 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 from ligerzoo.errors import LigerzooError  # noqa: E402
-from tests.covering import covering  # noqa: E402
+from tests.covering import long_cases  # noqa: E402
 from tests.integrations.clients import TOKENS, ours, theirs, tokenizer  # noqa: E402
 
 # transformers reads config.json of version 4.
@@ -123,7 +123,7 @@ def generated(model: Any, rows: int = 2, **options: Any) -> tuple[Tensor, list[s
 
 
 @pytest.mark.filterwarnings("ignore:.*assistant.*:UserWarning")
-@pytest.mark.parametrize("case", covering({"option": tuple(OPTIONS), "model_type": ("llama", "phi3")}), ids=str)
+@pytest.mark.parametrize("case", long_cases({"option": tuple(OPTIONS), "model_type": ("llama", "phi3")}), ids=str)
 def test_options(case: dict[str, str], checkpoints: dict[str, Path]) -> None:
     found = []
     for load in (ours, theirs):

@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from ligerzoo import AutoModel, Tokenizer, cli
+from tests.covering import representatives
 from tests.integrations.clients import COMPARED, assert_same, ours, theirs, tokenizer
 
 # transformers reads config.json of version 4.
@@ -68,7 +69,7 @@ def tasks(directory: Path) -> TaskManager:
     return TaskManager(include_path=str(directory), include_defaults=False)
 
 
-@pytest.mark.parametrize("model_type", COMPARED)
+@pytest.mark.parametrize("model_type", representatives(COMPARED, "llama", "qwen2_vl"))
 def test_evaluation(model_type: str, checkpoints: dict[str, Path], tasks: TaskManager) -> None:
     found: list[Any] = []
     for load in (ours, theirs):
@@ -121,7 +122,7 @@ def responses(model: Any, names: list[str], tasks: TaskManager, **options: Any) 
     return {name: [one for row in rows for one in row["filtered_resps"]] for name, rows in results["samples"].items()}
 
 
-@pytest.mark.parametrize("batch_size, clients", [(1, 1), (3, 4)])
+@pytest.mark.parametrize("batch_size, clients", [pytest.param(1, 1, marks=pytest.mark.thorough), (3, 4)])
 def test_served_completions(
     served: str, checkpoints: dict[str, Path], tasks: TaskManager, batch_size: int, clients: int
 ) -> None:

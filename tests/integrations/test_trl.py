@@ -25,7 +25,7 @@ from trl import (
 )
 
 from ligerzoo.errors import LigerzooError
-from tests.covering import long_cases
+from tests.covering import long_cases, representatives
 from tests.integrations.clients import (
     COMPARED,
     PLACEHOLDERS,
@@ -155,7 +155,7 @@ def test_sft_in_bf16(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("model_type", COMPARED)
+@pytest.mark.parametrize("model_type", representatives(COMPARED, "llama", "qwen2_vl"))
 def test_checkpoints(model_type: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Evaluates, resumes, keeps the best model, and loads into transformers."""
     data, kept = rows(TEXT["text"][0]), {"save_strategy": "steps", "save_steps": 1}
