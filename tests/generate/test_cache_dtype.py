@@ -26,7 +26,7 @@ class RoundingCache(LayerCache):
         return super().append(*(to_storage(x, FP8).to(x.dtype) for x in (keys, values)))
 
 
-OTHERS = {"mistral", "gemma3_text", "mixtral", "qwen3_moe"}
+OTHERS = {"mistral", "gemma3_text", "mixtral", "phi3", "qwen3_moe"}
 """Models whose caches are those of others: of Gemma 2, with a window in some layers, or of Llama."""
 
 

@@ -38,7 +38,8 @@ class PeakMemory(TorchDispatchMode):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"do_sample": True}, {"do_sample": True, "top_k": 50}, {"do_sample": True, "top_p": 0.9, "min_p": 0.1},
+        {}, {"do_sample": True}, pytest.param({"do_sample": True, "top_k": 50}, marks=pytest.mark.thorough),
+        pytest.param({"do_sample": True, "top_p": 0.9, "min_p": 0.1}, marks=pytest.mark.thorough),
         {"do_sample": True, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2, "suppress_tokens": [1, 2]},
     ],
     ids=str,

@@ -564,6 +564,7 @@ class Interruption:
             raise self.error
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("late", "captured")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("forwards", [1, 2, 9])
@@ -591,6 +592,7 @@ class Failure:
         return scores[:, 1:]  # of another shape
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("late", "captured")
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt(), LigerzooError("x"), torch.OutOfMemoryError()], ids=repr)
 def test_an_exception_in_a_step_removes_all_requests(model: Any, error: BaseException | None) -> None:

@@ -234,6 +234,7 @@ def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, rows: int | Non
     return out if isinstance(out, Tensor) else out.sequences
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mode", GENERATION)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
@@ -248,6 +249,7 @@ def test_generation_is_that_of_transformers(model_type: str, mode: str, tmp_path
     assert torch.equal(generated(model, ids, mask, **GENERATION[mode](model)), generated(other, ids, mask, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["greedy", "beams", "no cache"])
 @pytest.mark.parametrize(
     "model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.thorough)]
