@@ -17,8 +17,8 @@ from ligerzoo.cli.options import (
     add_model_arguments,
     add_parser,
 )
-from ligerzoo.train.options import add_arguments, read_options
-from ligerzoo.train.recipes import RECIPES, recipe_source
+from ligerzoo.train.methods import METHODS
+from ligerzoo.train.options import add_arguments, options_of
 
 DEFAULT_METHOD = "sft"
 DATA_KINDS = ("text", "completion", "chat", "preference", "labelled")
@@ -29,13 +29,13 @@ def training_method(arguments: Sequence[str] | None) -> str:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--method", nargs="?")
     method: str | None = parser.parse_known_args(arguments)[0].method
-    return method if method in RECIPES else DEFAULT_METHOD
+    return method if method in METHODS else DEFAULT_METHOD
 
 
 def methods_with(flag: str) -> list[str]:
     """Returns the methods that have an option, such as `--variant`."""
-    name = flag.removeprefix("--").replace("-", "_")
-    return [method for method in RECIPES if any(name == option.name for option in read_options(recipe_source(method)))]
+    option = flag.removeprefix("--").replace("-", "_")
+    return [name for name, one in METHODS.items() if any(option == given.name for given in options_of(one.options))]
 
 
 def add_train(subparsers: Subparsers, method: str) -> None:
@@ -57,11 +57,10 @@ Ctrl-C saves and stops; --resume continues. A second Ctrl-C stops at once.""",
     )
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; with --method pretrain also a config.json")
     parser.add_argument(
-        "--method", choices=tuple(RECIPES), default=DEFAULT_METHOD, help="what to train (default: %(default)s)"
+        "--method", choices=tuple(METHODS), default=DEFAULT_METHOD, help="what to train (default: %(default)s)"
     )
-    add_arguments(
-        parser, (option for option in read_options(recipe_source(method)) if option.name not in ("model", "method"))
-    )
+    options = options_of(METHODS[method].options)
+    add_arguments(parser, (option for option in options if option.name not in ("model", "method")))
     parser.add_argument("--print-recipe", action="store_true", help="print the script with these options, run nothing")
 
 

@@ -23,18 +23,18 @@ DEFAULT_SEQ_LENGTH = 2048
 
 def train(options: argparse.Namespace) -> int:
     """Trains a model with the recipe of the method, or prints the recipe."""
-    from ligerzoo.train.options import fill_in, read_options
-    from ligerzoo.train.recipes import RECIPES, recipe_source
+    from ligerzoo.train.methods import METHODS, printed_recipe
+    from ligerzoo.train.options import options_of
 
-    source = recipe_source(options.method)
-    names = {option.name for option in read_options(source)}
+    method = METHODS[options.method]
+    names = {option.name for option in options_of(method.options)}
     given = {name: value for name, value in vars(options).items() if name in names}
     if options.print_recipe:
-        print(fill_in(source, given), end="")
+        print(printed_recipe(options.method, given), end="")
         return 0
-    recipe = import_module(RECIPES[options.method])
+    recipe = import_module(method.module)
     with warnings_as_lines():
-        code: int = recipe.main(recipe.Options(**given))
+        code: int = recipe.main(method.options(**given))
     return code
 
 

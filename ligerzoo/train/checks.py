@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,67 +12,6 @@ from ligerzoo.memory import LOW_BIT
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import share_unchanged
-
-_ADAPTER_OPTIONS = ("lora_alpha", "lora_dropout", "lora_targets", "dora")
-
-LARGEST_WARMUP_OF_WSD = 0.9
-"""The decay takes the last tenth of the steps."""
-
-
-def check_combinations(options: Any) -> None:
-    """Refuses options of all recipes that exclude each other.
-
-    Raises:
-        ConfigError: Two options exclude each other.
-    """
-    recomputes = options.mixed_precision or options.activation_checkpointing
-    has_adapter_options = any(getattr(options, name, None) for name in _ADAPTER_OPTIONS)
-    _refuse(
-        (options.max_steps and options.epochs, "options max_steps and epochs", "only one of them may be given", None),
-        (options.mixed_precision and options.dtype != "float32", "option mixed_precision", "needs dtype float32",
-         f"dtype {options.dtype}"),
-        (has_adapter_options and not options.lora_rank, "option lora_rank",
-         "is needed by the other options of adapters", None),
-        (options.lora_rank and options.train_only, "options lora_rank and train_only", "only one of them may be given",
-         None),
-        (options.device == "meta", "option device", "has no memory for weights", options.device),
-        (options.ema == 1, "option ema", "is the decay of averaged weights, which would never change", options.ema),
-        (recomputes and options.activation_budget not in ("auto", "none"), "option activation_budget",
-         "excludes mixed_precision and activation_checkpointing", options.activation_budget),
-        (options.schedule == "wsd" and options.warmup > LARGEST_WARMUP_OF_WSD, "option warmup",
-         f"leaves no steps for the decay of schedule wsd; at most {LARGEST_WARMUP_OF_WSD} does", options.warmup),
-    )  # fmt: skip
-
-
-def check_batch_combinations(options: Any) -> None:
-    """Refuses options of `BatchOptions` that exclude each other.
-
-    Raises:
-        ConfigError: Two options exclude each other.
-    """
-    in_backward = "option optimizer_in_backward"
-    _refuse(
-        (options.optimizer_in_backward and options.max_grad_norm, in_backward,
-         "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {options.max_grad_norm}"),
-        (options.optimizer_in_backward and options.accumulate > 1, in_backward, "needs accumulate 1",
-         f"accumulate {options.accumulate}"),
-    )  # fmt: skip
-
-
-def check_capture(options: Any, device: torch.device) -> None:
-    """Refuses `capture` "on" where no step can be captured.
-
-    Raises:
-        ConfigError: The device is not a GPU.
-    """
-    _refuse((options.capture == "on" and device.type != "cuda", "option capture", "needs a GPU", f"device {device}"))
-
-
-def _refuse(*cases: tuple[Any, str, str, Any]) -> None:
-    """Raises ConfigError for the first case that is wrong: (whether it is wrong, where, what, got)."""
-    for is_wrong, where, what, got in cases:
-        if is_wrong:
-            raise ConfigError(what, where=where, got=got)
 
 
 def check_model(model: CausalLM, optimizer: str) -> None:

@@ -18,7 +18,7 @@ from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample
 from ligerzoo.train.evaluation import evaluating
-from ligerzoo.train.starting import padding_token
+from ligerzoo.train.run_data import padding_token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def continue_prompts(
     return shown
 
 
-def evaluate(
+def evaluate_loss(
     model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompts: Iterable[Prompt]
 ) -> dict[str, Any]:
     """Returns what a run logs of an evaluation: the loss, and greedy continuations. All processes must call it.

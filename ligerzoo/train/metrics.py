@@ -8,8 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.losses import LossOutput
 from ligerzoo.train import processes
+from ligerzoo.train.log import CountedBatch, first_sources
 
 T = TypeVar("T")
 
@@ -33,6 +35,24 @@ def forward_backward(
         loss += part.loss.detach()
         metrics.append(part.metrics)
     return loss, mean_metrics(metrics, sizes)
+
+
+def num_items(batches: Sequence[CountedBatch], device: torch.device, where: str = "") -> int | Tensor:
+    """Returns the divisor of the summed loss over the tokens of a step, see `processes.divisor`.
+
+    Args:
+        batches: the micro-batches of this process.
+        device: device of the loss.
+        where: begins the message of the error.
+
+    Raises:
+        LigerzooError: No token is trained, in any process.
+    """
+    (count,) = processes.total(sum(batch.trained_tokens for batch in batches))
+    if not count:
+        remedy = "Look at the data with --dry-run."
+        raise LigerzooError("no token is trained", where=f"{where}{first_sources(batches)}", remedy=remedy)
+    return processes.divisor(count, device)
 
 
 def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> dict[str, Tensor]:

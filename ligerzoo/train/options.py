@@ -1,31 +1,22 @@
-"""Options of recipes: a dataclass alone defines their names, types, defaults and descriptions.
-
-The dataclass is called `Options`, and a string below each field describes it:
+"""Options of recipes: dataclasses, of which the command line makes its arguments. This module does not import torch.
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(RunOptions):
-        beta: Positive = 0.1
-        \"\"\"strength of the regularization\"\"\"
-        lr: Positive = 1e-6
+    class MyOptions(RunOptions):
+        beta: Positive = option("strength of the regularization", 0.1)
+        lr: Positive = 1e-6  # another default of an option of RunOptions
 
-It inherits the options that all recipes have from a class in run_options.py. A field that exists there has another
-default here, and the description of the other one unless it has its own.
-
-The command line derives its arguments from the source, without importing the recipe, since torch takes seconds to
-import. The annotations are the names of `VALUE_TYPES`, `Literal[...]`, or `tuple[str, ...]` for one or more values; a
-field with `| None` may be None.
+A field is `str`, `bool`, one of the types below, `Literal[...]`, or `tuple[str, ...]` for one or more values. With
+`| None` it may be None.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ligerzoo.checks import (
     AT_LEAST_1,
@@ -41,20 +32,7 @@ from ligerzoo.checks import (
 )
 from ligerzoo.errors import ConfigError, line_for_user
 
-Count: TypeAlias = int
-Number: TypeAlias = int
-Positive: TypeAlias = float
-NotNegative: TypeAlias = float
-Fraction: TypeAlias = float
-Budget: TypeAlias = str
-
 T = TypeVar("T")
-
-CLASS = "Options"
-"""The name of the dataclass in the source of a recipe."""
-
-COMMON = Path(__file__).with_name("run_options.py")
-"""The source of the classes that it may inherit from."""
 
 
 def _is_budget(value: str) -> bool:
@@ -64,102 +42,118 @@ def _is_budget(value: str) -> bool:
         return False
 
 
-VALUE_TYPES = {
-    "str": TEXT,
-    "bool": FLAG,
-    "Count": AT_LEAST_1,
-    "Number": integer(0, 2**63 - 1),
-    "Positive": POSITIVE,
-    "NotNegative": NOT_NEGATIVE._replace(expected="a number, 0 or more"),
-    "Budget": TEXT._replace(expected='a positive number of GiB, "auto" or "none"', contains=_is_budget),
-    "Fraction": FRACTION,
-}
-"""The type of a value by the annotation of the field."""
+Count = Annotated[int, AT_LEAST_1]
+Seed = Annotated[int, integer(0, 2**63 - 1)]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE._replace(expected="a number, 0 or more")]
+Fraction = Annotated[float, FRACTION]
+Budget = Annotated[str, TEXT._replace(expected='a positive number of GiB, "auto" or "none"', contains=_is_budget)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One option, as the source of a recipe defines it.
+def option(description: str, default: Any = dataclasses.MISSING, *, may_change: bool = False) -> Any:
+    """Returns a field of a dataclass of options.
+
+    Args:
+        description: the help of the command line.
+        default: its default value; without one, the option is required.
+        may_change: whether it may differ when a run is resumed.
+    """
+    return dataclasses.field(default=default, metadata={"description": description, "may_change": may_change})
+
+
+class Option(NamedTuple):
+    """An option of a class.
 
     Attributes:
         name: name of the field.
-        annotation: annotation of the field.
+        values: the values that it accepts; of each item, if it has several.
         default: default value; MISSING if the option is required.
-        description: the string below the field.
+        description: the help of the command line.
+        group: what the option is about: the first line of the docstring of the class that introduces it.
+        may_change: whether it may differ when a run is resumed.
+        is_optional: whether it may be None.
+        is_tuple: whether it has one or more values.
     """
 
     name: str
-    annotation: str
+    values: Values
     default: Any
     description: str
-
-    @property
-    def value_type(self) -> Values:
-        """The type of the value, or of each value if the option has several."""
-        return value_type(self.annotation)
+    group: str
+    may_change: bool
+    is_optional: bool
+    is_tuple: bool
 
     @property
     def metavar(self) -> str:
         """A letter or word for the value in the help."""
-        kind = self.value_type
-        return (
-            "FILE" if self.name.endswith("data") else "TEXT" if kind.parse is str else "N" if kind.parse is int else "X"
-        )
-
-    @property
-    def is_required(self) -> bool:
-        """Whether the option has no default."""
-        return self.default is dataclasses.MISSING
-
-    @property
-    def has_several_values(self) -> bool:
-        """Whether the value is a tuple."""
-        return self.annotation.startswith("tuple")
+        if self.name.endswith("data"):
+            return "FILE"
+        return {str: "TEXT", int: "N"}.get(self.values.parse, "X")  # type: ignore[call-overload, no-any-return]
 
 
-def value_type(annotation: str) -> Values:
-    """Returns the type of the values that an annotation describes."""
-    name = annotation.removesuffix(" | None")
-    if name.startswith("Literal["):
-        choices = ast.literal_eval(name.removeprefix("Literal"))
-        return one_of(choices)
-    return VALUE_TYPES["str" if name == "tuple[str, ...]" else name]
+def options_of(options_class: type) -> tuple[Option, ...]:
+    """Returns the options of a dataclass, inherited ones first."""
+    hints = get_type_hints(options_class, include_extras=True)
+    found = []
+    for field in dataclasses.fields(options_class):
+        parts = (hints[field.name], *get_args(hints[field.name]))
+        lineage = [one for one in options_class.__mro__ if field.name in getattr(one, "__dataclass_fields__", ())]
+        described = [one.__dataclass_fields__[field.name].metadata for one in lineage]  # type: ignore[attr-defined]
+        metadata = next(filter(None, described))
+        found.append(
+            Option(
+                field.name, _values(parts), field.default, metadata["description"],
+                str(lineage[-1].__doc__).partition("\n")[0].rstrip("."), metadata["may_change"],
+                type(None) in parts, any(get_origin(part) is tuple for part in parts),
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
-def read_options(source: str) -> list[Option]:
-    """Reads the options of a recipe from its source, inherited ones first."""
-    options: dict[str, Option] = {}
-    for definition in _lineage(_class(source, CLASS)):
-        for field, following in zip(definition.body, [*definition.body[1:], None], strict=True):
-            if isinstance(field, ast.AnnAssign):
-                name = _name(field)
-                options[name] = Option(
-                    name,
-                    ast.unparse(field.annotation),
-                    ast.literal_eval(field.value) if field.value else dataclasses.MISSING,
-                    _text(following) or options[name].description,
-                )
-    return list(options.values())
+def _values(parts: Iterable[Any]) -> Values:
+    """Returns the values that an annotation describes, given it and its arguments."""
+    for part in parts:
+        if get_origin(part) is Annotated:
+            return part.__metadata__[0]  # type: ignore[no-any-return]
+        if get_origin(part) is Literal:
+            return one_of(get_args(part))
+        if part is bool:
+            return FLAG
+    return TEXT
+
+
+def check_options(options: Any) -> None:
+    """Raises ConfigError if a value of a dataclass of options is not one that its annotation describes."""
+    for one in options_of(type(options)):
+        value, accepts, expected = getattr(options, one.name), one.values.accepts, one.values.expected
+        if value is None and one.is_optional:
+            continue
+        is_valid = accepts(value)
+        if one.is_tuple:
+            is_valid = isinstance(value, tuple) and value != () and all(map(accepts, value))
+            expected = 'a tuple of texts, such as ("train.jsonl",)'
+        if not is_valid:
+            raise ConfigError("invalid value", where=f"option {one.name}", got=repr(value), expected=expected)
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Adds an argument for each option: `--seq-length` for the field `seq_length`.
+    """Adds an argument for each option, such as `--seq-length` for the field `seq_length`, in groups.
 
     The parsed namespace has an attribute for each option that was given, and none for the others.
     """
-    for option in options:
-        default = "" if option.default in (dataclasses.MISSING, None, False) else f" (default: {option.default})"
-        help_text = f"{option.description}{default}".replace("%", "%%")
-        flag = f"--{option.name.replace('_', '-')}"
-        if option.annotation == "bool":
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=help_text)
-            continue
-        kind = option.value_type
-        values: dict[str, Any] = {"type": argument_type(kind), "metavar": option.metavar}
-        parser.add_argument(
-            flag, action=_Several if option.has_several_values else "store", required=option.is_required,
-            default=argparse.SUPPRESS, help=help_text, **({"choices": kind.choices} if kind.choices else values),
-        )  # fmt: skip
+    groups: dict[str, Any] = {}
+    for one in options:
+        group = groups[one.group] = groups.get(one.group) or parser.add_argument_group(one.group)
+        default = "" if one.default in (dataclasses.MISSING, None, False) else f" (default: {one.default})"
+        given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{one.description}{default}".replace("%", "%%")}
+        if one.values is FLAG:
+            given["action"] = "store_true"
+        else:
+            given |= {"action": _Several if one.is_tuple else "store", "required": one.default is dataclasses.MISSING}
+            choices, parse = one.values.choices, argument_type(one.values)
+            given |= {"choices": choices} if choices else {"type": parse, "metavar": one.metavar}
+        group.add_argument(f"--{one.name.replace('_', '-')}", **given)
 
 
 class _Several(argparse.Action):
@@ -169,20 +163,19 @@ class _Several(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
 
-def run_script(main: Callable[[T], int], options_class: Callable[..., T], file: str) -> int:
-    """Runs a recipe as a script, with its defaults and the arguments of the command line.
+def run_script(main: Callable[[T], int], options_class: type[T], defaults: Mapping[str, Any]) -> int:
+    """Runs a recipe as a script, with the arguments of the command line. Returns the exit code.
 
     Args:
         main: the recipe. An error of the user that it raises is printed as one line.
-        options_class: the dataclass `Options` of the script.
-        file: path of the script.
-
-    Returns:
-        The exit code.
+        options_class: the class of its options.
+        defaults: options of the script, which arguments replace.
     """
     parser = argparse.ArgumentParser(description="Runs this recipe; each option replaces its default in the file.")
-    add_arguments(parser, read_options(Path(file).read_text(encoding="utf-8")))
-    given = vars(parser.parse_args())
+    add_arguments(
+        parser, (one._replace(default=defaults.get(one.name, one.default)) for one in options_of(options_class))
+    )
+    given = {**defaults, **vars(parser.parse_args())}
     try:
         return main(options_class(**given))
     except Exception as error:
@@ -190,62 +183,3 @@ def run_script(main: Callable[[T], int], options_class: Callable[..., T], file: 
             raise
         print(f"{parser.prog}: error: {line}", file=sys.stderr)
         return 1
-
-
-def fill_in(source: str, values: Mapping[str, Any]) -> str:
-    """Returns the source of a recipe with other defaults of the given options."""
-    lines, body = source.splitlines(keepends=True), _class(source, CLASS).body
-    own = {_name(field): field for field in body if isinstance(field, ast.AnnAssign)}
-    last = max(statement.end_lineno or 0 for statement in body if not isinstance(statement, ast.FunctionDef))
-    inherited = []
-    for option in read_options(source):
-        if option.name in values:
-            line = f"    {option.name}: {option.annotation.replace(chr(39), chr(34))} = {values[option.name]!r}\n"
-            if option.name in own:
-                assert own[option.name].end_lineno == own[option.name].lineno  # a field is one line
-                lines[own[option.name].lineno - 1] = line
-            else:
-                inherited.append(line)
-    lines[last:last] = inherited
-    return "".join(lines)
-
-
-def check_options(options: Any) -> None:
-    """Checks the values of a dataclass of options.
-
-    Raises:
-        ConfigError: A value does not have the type of its annotation.
-    """
-    for field in dataclasses.fields(options):
-        annotation, value = str(field.type), getattr(options, field.name)
-        if value is None and annotation.endswith("| None"):
-            continue
-        kind = value_type(annotation)
-        is_valid, expected = kind.accepts(value), kind.expected
-        if annotation.startswith("tuple"):
-            is_valid = isinstance(value, tuple) and value != () and all(map(kind.accepts, value))
-            expected = 'a tuple of texts, such as ("train.jsonl",)'
-        if not is_valid:
-            raise ConfigError("invalid value", where=f"option {field.name}", got=repr(value), expected=expected)
-
-
-def _class(source: str, name: str) -> ast.ClassDef:
-    return next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
-
-
-def _lineage(definition: ast.ClassDef) -> list[ast.ClassDef]:
-    """Returns a class after those that it inherits from."""
-    bases = [_class(COMMON.read_text(encoding="utf-8"), ast.unparse(base)) for base in definition.bases]
-    return [*(one for base in bases for one in _lineage(base)), definition]
-
-
-def _name(field: ast.AnnAssign) -> str:
-    assert isinstance(field.target, ast.Name)
-    return field.target.id
-
-
-def _text(statement: ast.stmt | None) -> str:
-    """Returns the string that a statement consists of, on one line; an empty one for other statements."""
-    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-        return ""
-    return " ".join(str(statement.value.value).split())

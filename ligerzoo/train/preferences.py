@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from ligerzoo.adapters import adapters_disabled
+from ligerzoo.losses import model_sequence_logps
+from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.data.batches import Batch, collate
 from ligerzoo.train.data.packing import pack_best_fit, row_length
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample
+from ligerzoo.train.methods import PreferenceOptions
+from ligerzoo.train.run import Run
+from ligerzoo.train.run_data import RunData
+from ligerzoo.train.run_model import open_reference
 
 
 def samples_of(batches: Iterable[Batch]) -> list[TrainedSample]:
@@ -93,10 +101,47 @@ def _prompt_length(sample: Sample) -> int:
     return next(index for index, label in enumerate(sample.labels) if label != UNTRAINED)
 
 
-def mean_log_ratio(log_ratios: Tensor) -> Tensor:
-    """Returns the mean of (N,) numbers of all processes, 0-d; 0 without any."""
-    (count,) = processes.total(len(log_ratios))
-    return processes.mean(log_ratios.sum()) * processes.world_size() / max(1, count)
+class Reference:
+    """The reference of a run: MODEL before training. With adapters it is the trained model without them.
+
+    Args:
+        run: the run, whose model is open.
+        options: its options. With `precompute_reference`, the log-probabilities of all data are computed now, and the
+            reference is freed.
+        data: its data.
+    """
+
+    def __init__(self, run: Run, options: PreferenceOptions, data: RunData) -> None:
+        self._run, self._table = run, None
+        self._model: CausalLM | None = run.model if options.lora_rank else open_reference(options, run.device)
+        if options.precompute_reference:
+            every = [data.once(paths) for paths in (options.data, options.eval_data) if paths]
+            self._table, self._model = ReferenceTable(chain(*every), self.logps), None
+
+    def logps(self, batch: Batch) -> Tensor:
+        """Returns the (N,) log-probabilities of a batch, in the order of `sequences_of`."""
+        if self._table is not None:
+            return self._table(batch)
+        assert self._model is not None
+        with adapters_disabled(self._model):
+            return self._sequence_logps(self._model, batch)
+
+    def kl_divergence(self, batches: Sequence[Batch]) -> Tensor:
+        """Estimates KTO's KL divergence of the model from the reference over all samples of a step, 0-d; at least 0."""
+        log_ratios = [torch.zeros(0, device=self._run.device)]
+        for batch in mismatched(batches):
+            logps = self._sequence_logps(self._run.model, batch)
+            log_ratios.append(logps - self.logps(batch).to(self._run.device))
+        every = torch.cat(log_ratios)
+        (count,) = processes.total(len(every))
+        return (processes.mean(every.sum()) * processes.world_size() / max(1, count)).clamp(min=0)
+
+    @torch.no_grad()
+    def _sequence_logps(self, model: CausalLM, batch: Batch) -> Tensor:
+        with self._run.autocast():
+            return model_sequence_logps(
+                model, **self._run.to_device({**batch.inputs, "sequences": sequences_of(batch)})
+            )
 
 
 class ReferenceTable:

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes
-from ligerzoo.train.completions import CompletionSampler, SampledCompletion
+from ligerzoo.train.completions import CompletionSampler, SampledCompletion, completion_seeds, samples_exactly
 from ligerzoo.train.data import PromptSample
+from ligerzoo.train.methods import GRPOOptions
 from ligerzoo.train.rewards import RewardFunction
+from ligerzoo.train.run import Run
 from ligerzoo.train.sampling_model import SamplingModel
 from ligerzoo.train.stopwatch import Stopwatch
 
@@ -21,53 +23,65 @@ T = TypeVar("T")
 
 
 class Rollouts:
-    """Samples completions of prompts and scores them; each process does its share.
+    """Samples completions of prompts and scores them; each process does its share. Prints whether that is exact.
 
     Args:
-        sampling_model: the model that samples.
-        sample: samples completions of it.
-        reward: scores them.
-        num_samples: completions of each prompt.
+        run: the run, whose model is open.
+        options: its options.
+        reward: scores completions.
+
+    Raises:
+        ConfigError: Exact sampling is asked for, and the model or its device does not support it.
     """
 
-    def __init__(
-        self, sampling_model: SamplingModel, sample: CompletionSampler, reward: RewardFunction, num_samples: int
-    ) -> None:
-        self._sampling_model, self._sample, self._reward = sampling_model, sample, reward
-        self._num_samples = num_samples
+    def __init__(self, run: Run, options: GRPOOptions, reward: RewardFunction) -> None:
+        self._model, self._reward = SamplingModel(run.model, mixed_precision=options.mixed_precision), reward
+        self._seed, self._num_samples, self._decode = options.seed, options.num_samples, run.tokenizer.decode
+        is_exact = samples_exactly(self._model.model, options.exact, options.seq_length)
+        reason = "--exact off" if options.exact == "off" else "the device, dtype or model does not support that"
+        processes.say(f"Log-probabilities of sampling are {'exact' if is_exact else f'not exact: {reason}'}")
+        self._sample, self._sample_greedily = (
+            CompletionSampler(
+                self._model.model, run.tokenizer, num_samples=num_samples, max_new_tokens=options.max_new_tokens,
+                temperature=temperature, batch_size=options.sampling_batch, exact=is_exact,
+            )
+            for num_samples, temperature in ((options.num_samples, options.temperature), (1, None))
+        )  # fmt: skip
 
-    def __call__(
-        self, prompts: Sequence[PromptSample], seeds: Sequence[int] | None = None, watch: Stopwatch | None = None
-    ) -> list[SampledCompletion]:
-        """Returns the completions of all prompts with rewards, in order. All processes must call it.
+    def __call__(self, prompts: Sequence[PromptSample], step: int, watch: Stopwatch) -> list[SampledCompletion]:
+        """Returns the completions of all prompts of a step with rewards, in order. All processes must call it.
 
         Args:
             prompts: the same in all processes.
-            seeds: a seed for each completion of all prompts; None for greedy ones.
+            step: number of the step, which the seeds of the completions depend on.
             watch: times "sampling" and "reward" of this process.
 
         Raises:
-            LigerzooError: sampling or the reward function failed in a process; all processes raise.
+            LigerzooError: Sampling or the reward function failed in a process; all processes raise.
         """
-        count, watch = self._num_samples, watch or Stopwatch(self._sampling_model.model.device)
-        own_prompts = share_of(prompts)
-        own_seeds = None
-        if seeds is not None:
-            groups = [seeds[first : first + count] for first in range(0, len(seeds), count)]
-            own_seeds = [seed for group in share_of(groups) for seed in group]
-        with self._sampling_model.current(), failing_together("sampling and the reward function"):
+        count = self._num_samples
+        seeds = completion_seeds(self._seed, step, len(prompts) * count)
+        groups = share_of([seeds[first : first + count] for first in range(0, len(seeds), count)])
+        return self._roll_out(self._sample, prompts, [seed for group in groups for seed in group], watch)
+
+    def _roll_out(
+        self, sample: CompletionSampler, prompts: Sequence[PromptSample], seeds: Sequence[int] | None, watch: Stopwatch
+    ) -> list[SampledCompletion]:
+        with self._model.current(), failing_together("sampling and the reward function"):
             with watch.time("sampling"):
-                completions = self._sample(own_prompts, own_seeds)
+                completions = sample(share_of(prompts), seeds)
             with watch.time("reward"):
                 completions = self._reward(completions)
         return [one for part in processes.gather(completions) for one in part]
 
     def evaluate(self, prompts: Sequence[PromptSample]) -> dict[str, Any]:
         """Returns what a run logs of an evaluation: mean reward and length of a greedy completion of each prompt."""
-        completions = self(prompts)
+        watch = Stopwatch(self._model.model.device)
+        completions = self._roll_out(self._sample_greedily, prompts, None, watch)
         rewards, lengths = [one.reward for one in completions], [len(one.tokens) for one in completions]
-        decode = self._sample.tokenizer.decode
-        shown = [{"prompt": decode(one.prompt.input_ids), "continuation": one.text} for one in completions[:SHOWN]]
+        shown = [
+            {"prompt": self._decode(one.prompt.input_ids), "continuation": one.text} for one in completions[:SHOWN]
+        ]
         return {
             "eval_reward": statistics.fmean(rewards), "eval_completion_length": statistics.fmean(lengths),
             "eval_truncated": statistics.fmean(one.finish_reason == "length" for one in completions),

@@ -1,57 +1,227 @@
-"""Runs a recipe: joins the processes, locks the output directory and opens the checkpoints of the run."""
+"""A training run: what all recipes do before, between and after the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ligerzoo import parallel
+from ligerzoo.memory import ActivationPlan
+from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together
-from ligerzoo.train import processes
+from ligerzoo.train import processes, run_model
+from ligerzoo.train.interrupt import StopRequest
+from ligerzoo.train.log import CountedBatch, RunLog
+from ligerzoo.train.metrics import num_items
+from ligerzoo.train.optimizer_step import OptimizerStep, describe_update
 from ligerzoo.train.output_lock import locked_output
+from ligerzoo.train.plot import plot_loss, plot_metric
+from ligerzoo.train.run_data import RunData, RunPrompts
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState, refuse_output
+from ligerzoo.train.tracking import check_tracker, open_tracker
 
-Options = TypeVar("Options", bound=RunOptions)
+FILES = ("log.jsonl", "samples.jsonl", "reward.svg", "loss.svg")
+"""Files that a run may write besides the model."""
 
 
-def run_together(
-    train: Callable[[Options, RunState, torch.device], int], options: Options, *, may_change: Collection[str]
-) -> int:
-    """Joins the processes of torchrun, if any, and leaves them after the run, unless they had been joined before.
+class Run:
+    """A run of a recipe: its processes, model, data, optimizer, log, checkpoints and Ctrl-C.
+
+        with Run(options) as run:
+            run.prepare(RunData(options, run.processor, run.outline, "auto", pin_memory=False))  # prints the plan
+            model = run.open_model()  # restored from the last checkpoint, with --resume
+            for step in run.steps(evaluate):  # after each step it evaluates, saves and stops, where that is due
+                loss, metrics = ...  # forward and backward of step.batches
+                norm = run.optimizer_step()
+                step.log(loss=loss, grad_norm=norm, metrics=metrics)
+        return run.exit_code
+
+    Entering joins the processes of torchrun, if any, locks the output directory, and opens the tokenizer and the shapes
+    of the model. A dry run writes nothing.
 
     Args:
-        train: what each process does. Returns the exit code.
         options: options of the run. `device` is that of a single process, or "cuda" or "cpu" for several; None for a
             GPU if there is one.
-        may_change: names of options that may change when the run is resumed.
+        new: whether a config without weights is a new model with random weights.
+
+    Attributes:
+        options: the options.
+        output: directory of the run.
+        device: device of this process.
+        processor: the processor of a model that reads images; otherwise the tokenizer.
+        tokenizer: the tokenizer.
+        outline: the model as it is trained, on the meta device.
+        model: the model; from `open_model` on.
+        optimizer_step: updates the weights; from `open_model` on.
+        state: the checkpoints.
+        log: the log; from `steps` on.
+        exit_code: 0, or 130 if Ctrl-C ended the run.
     """
-    was_joined = dist.is_initialized()
-    own = parallel.start_processes(options.device)
-    try:
-        with opened_run(options, may_change) as run:
-            return train(options, run, own.device)
-    finally:
-        if not was_joined:
-            parallel.stop_processes()
+
+    model: CausalLM
+    optimizer_step: OptimizerStep
+    log: RunLog
+
+    def __init__(self, options: RunOptions, *, new: bool = False) -> None:
+        self.options, self.output, self._new, self.exit_code = options, Path(options.output), new, 0
+        self._plan: ActivationPlan | None = None
+
+    def __enter__(self) -> Self:
+        options, lock = self.options, None
+        check_tracker(options.tracker)
+        with ExitStack() as stack:
+            was_joined = dist.is_initialized()
+            self.device = parallel.start_processes(options.device).device
+            if not was_joined:
+                stack.callback(parallel.stop_processes)
+            options.check_device(self.device.type)
+            with failing_together(f"opening {self.output}"):
+                refuse_output(self.output)
+                if processes.is_main() and not options.dry_run:
+                    lock = stack.enter_context(locked_output(self.output))
+            self.state = RunState(self.output, options, lock=lock)
+            self.processor = run_model.open_processor(options, self.state)
+            self.tokenizer = run_model.tokenizer_of(self.processor)
+            self.outline = run_model.open_outline(options, self.state, new=self._new)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def prepare(self, data: RunData | RunPrompts, *, frozen: CausalLM | None = None) -> None:
+        """Plans the steps and their memory, and prints the plan and the first samples. A dry run reads all data.
+
+        Args:
+            data: the data that is trained.
+            frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
+        """
+        options = self.options
+        self._data, self._batches, self._steps = data, data.training(), data.count_steps()
+        self._plan = run_model.plan_memory(
+            options, self.outline, self.device, frozen=frozen, accumulate=data.accumulates, images=data.has_images
+        )
+        done = f"; {self.state.step:,} steps are done" if self.state.step else ""
+        processes.say(run_model.describe_model(self.outline, self.device))
+        processes.say(f"{data.describe_steps(self._steps)}{done}")
+        processes.say(describe_update(options, self.outline))
+        if self._plan is not None:
+            processes.say(self._plan)
+        data.show()
+        if options.dry_run and data.check().images:
+            run_model.refuse_budget_of_images(options)
+
+    def open_model(self) -> CausalLM:
+        """Opens the model and the optimizer, as the last checkpoint has them, if any."""
+        self.model = run_model.open_trained_model(self.options, self.state, self.device, self._plan, new=self._new)
+        self.optimizer_step = OptimizerStep(self.model, self.options, self._steps)
+        self.state.load(self.model, self.optimizer_step.optimizer, self._batches, self.optimizer_step.ema)
+        return self.model
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype in which the model computes, if it is not that of its weights."""
+        return run_model.compute_dtype(self.options)
+
+    def autocast(self) -> torch.autocast:
+        """Returns the context of a forward: bfloat16 with `mixed_precision`."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.mixed_precision)
+
+    def to_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies tensors to the device, without waiting."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+
+    def steps(
+        self, evaluate: Callable[[], Mapping[str, Any]], *, loss_label: str = "loss, nats per token",
+        metrics: Sequence[str] = (), may_be_zero: bool = False,
+    ) -> Iterator[Step]:  # fmt: skip
+        """Yields the steps that remain. After each one it evaluates, saves and stops, where that is due.
+
+        A run evaluates every `eval_every` steps and after the last one, given evaluation data, with averaged weights if
+        there are any. It saves every `save_every` steps, after the last one and before stopping. Saving and stopping
+        wait for a step whose update is not skipped: otherwise checkpoints of a model that no longer learns would
+        replace the last good ones. After the last step it saves the model.
+
+        Args:
+            evaluate: returns what the log has of an evaluation, see `evaluate_loss`.
+            loss_label: what the loss is, for the plot.
+            metrics: metrics that the live line begins with; the first one is drawn.
+            may_be_zero: whether a loss of exactly 0 is normal.
+        """
+        options, state, step, last = self.options, self.state, self.optimizer_step, self._steps
+        tracker = open_tracker(options.tracker, self.output, dataclasses.asdict(options))
+        loop = self._stack.enter_context(ExitStack())
+        stop = loop.enter_context(StopRequest())
+        log = self.log = loop.enter_context(
+            RunLog(
+                self.output, self.model, first_step=state.step, steps=last, report=tracker, shown=metrics,
+                may_be_zero=may_be_zero,
+            )
+        )  # fmt: skip
+        waits_to_save = False
+        for number in range(state.step + 1, last + 1):
+            batches = list(islice(self._batches, self._data.per_step))
+            step.set_lr(number)
+            yield Step(self, number, batches)
+            is_last, is_stopped = number == last, any(processes.total(stop.requested))
+            save = is_last or is_stopped or waits_to_save or number % options.save_every == 0
+            waits_to_save = save and any(processes.total(log.is_skipped()))
+            if options.eval_data and (is_last or number % options.eval_every == 0):
+                with log.paused(), step.averaged():
+                    log.evaluation(number, **evaluate())
+            if save and not waits_to_save:
+                with log.paused():
+                    state.save(number, self.model, self.processor, step.optimizer, self._batches, step.ema)
+                    plot_loss(self.output, loss_label)
+                    for name in metrics[:1]:
+                        plot_metric(self.output, name)
+                if is_stopped and not is_last:
+                    self.exit_code = log.stopped(number, state.checkpoint)
+                    return
+        loop.close()  # writes the last step
+        with step.averaged():
+            state.finish(self.model, self.processor, FILES)
 
 
-@contextmanager
-def opened_run(options: RunOptions, may_change: Collection[str]) -> Iterator[RunState]:
-    """Opens the checkpoints of a run, whose directory the main process locks. A dry run writes nothing and needs none.
+class Step:
+    """A step of a run.
 
-    Raises:
-        CheckpointError: Another run uses the directory; see also `RunState`.
+    Attributes:
+        number: its number, from 1.
+        batches: micro-batches of this process, or samples.
     """
-    output, lock = Path(options.output), None
-    with ExitStack() as stack:
-        with failing_together(f"opening {output}"):
-            refuse_output(output)
-            if processes.is_main() and not options.dry_run:
-                lock = stack.enter_context(locked_output(output))
-        yield RunState(output, options, may_change=may_change, lock=lock)
+
+    def __init__(self, run: Run, number: int, batches: list[Any]) -> None:
+        self._run, self.number, self.batches = run, number, batches
+
+    @property
+    def num_items(self) -> int | Tensor:
+        """The divisor of summed losses over tokens, see `num_items`."""
+        return num_items(self.batches, self._run.device, where=f"step {self.number}, ")
+
+    def log(
+        self, *, loss: Tensor, grad_norm: Tensor | None, metrics: Mapping[str, Tensor] | None = None,
+        batches: Sequence[CountedBatch] | None = None,
+    ) -> None:  # fmt: skip
+        """Logs the step.
+
+        Args:
+            loss: 0-d, mean over the trained tokens of all batches; averaged over the processes.
+            grad_norm: 0-d, norm of the gradients before clipping; None if it is not known.
+            metrics: 0-d, further numbers of the step by name.
+            batches: what was trained, if it is not `self.batches`.
+        """
+        step = self._run.optimizer_step
+        self._run.log.step(
+            self.number, loss=loss, grad_norm=grad_norm, lr=step.lr, skipped=step.skip.count, metrics=metrics,
+            batches=self.batches if batches is None else batches,
+        )  # fmt: skip

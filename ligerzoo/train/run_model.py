@@ -1,26 +1,97 @@
-"""The model of a run, its tokenizer, its memory plan and its reference, as the options of a recipe describe them."""
+"""The models of a run, its tokenizer and its memory plan, as the options of a recipe describe them."""
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ligerzoo import Tokenizer
-from ligerzoo.adapters import adapters_disabled, add_lora, freeze_all_but
+from ligerzoo.adapters import add_lora, freeze_all_but
+from ligerzoo.device import hint_of_dtype
 from ligerzoo.errors import ConfigError
+from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
+from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.models import CausalLM
-from ligerzoo.parallel import keep_gathered
+from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, shard_model
 from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.checks import check_model
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, lacks_weights, open_model, tokenizer_of
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
+
+
+def checkpoint_directory(model: str | Path) -> str:
+    """Returns the directory of a config.json; other names of a checkpoint unchanged."""
+    path = Path(model)
+    return str(path.parent if path.suffix == ".json" and path.is_file() else model)
+
+
+def lacks_weights(model: str | Path) -> bool:
+    """Returns whether MODEL is a config.json, or a directory without weights in safetensors files."""
+    directory = checkpoint_directory(model)
+    has_weights = any((Path(directory) / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return directory != str(model) or (os.path.isdir(directory) and not has_weights)
+
+
+def open_model(
+    model: str | Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    new: bool = False,
+    adapt: Callable[[CausalLM], object] | None = None,
+    param_dtype: torch.dtype | None = None,
+) -> CausalLM:
+    """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes shard it (FSDP2).
+
+    Args:
+        model: hub id or directory; if `new`, also the path of a config.json, whose directory is not searched for
+            weights.
+        dtype: dtype of the weights; "auto" for that of the checkpoint, and float32 for random weights.
+        device: device of the weights; meta for shapes alone, which are not sharded.
+        new: whether a config without weights gets random weights; otherwise it is an error.
+        adapt: called with the model before it is sharded, to add adapters or to freeze parameters. Several processes
+            then read the whole model from memory-mapped files, which they share.
+        param_dtype: dtype in which several processes compute, see `shard_model`.
+    """
+    directory, is_config = checkpoint_directory(model), lacks_weights(model)
+    is_alone = processes.world_size() == 1 or device.type == "meta"
+    build: Callable[[torch.device], CausalLM]
+    if new and is_config:
+        dtype = "float32" if dtype == "auto" else dtype
+        config = read_config(directory)
+
+        def build(device: torch.device) -> CausalLM:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                built = AutoModel.from_config(config, dtype=dtype, device=device)
+            if device.type != "meta":
+                built.init_weights()  # from the seed, as `initialize_sharded` does; constructors have another order
+            return built
+    else:
+
+        def build(device: torch.device) -> CausalLM:
+            return AutoModel.from_pretrained(model, dtype=dtype, device=device)
+
+    if is_alone or adapt is not None:
+        built = build(device if is_alone else torch.device("cpu"))
+        if adapt is not None:
+            adapt(built)
+        return built.train() if is_alone else shard_model(built, param_dtype=param_dtype).train()
+    if new and is_config:
+        built = shard_model(build(torch.device("meta")), param_dtype=param_dtype)
+        initialize_sharded(built)
+        return built.train()
+    return load_sharded(model, dtype=dtype, param_dtype=param_dtype).train()
+
+
+def tokenizer_of(processor: Processor | Tokenizer) -> Tokenizer:
+    """Returns the tokenizer of a processor; a tokenizer unchanged."""
+    return processor.tokenizer if isinstance(processor, Processor) else processor
 
 
 def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
@@ -37,14 +108,9 @@ def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
         # The checkpoint of an adapter has no config.json, which names the preprocessing.
         saved = None if options.lora_rank else run.checkpoint
         processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
-    if saved is None:
-        _set_chat_template(tokenizer_of(processor), options)
+    if saved is None and options.chat_template is not None:
+        tokenizer_of(processor).set_chat_template(read_template(options.chat_template), options.chat_template)
     return processor
-
-
-def _set_chat_template(tokenizer: Tokenizer, options: RunOptions) -> None:
-    if options.chat_template is not None:
-        tokenizer.set_chat_template(read_template(options.chat_template), options.chat_template)
 
 
 def open_outline(options: RunOptions, run: RunState, *, new: bool = False) -> CausalLM:
@@ -91,24 +157,14 @@ def open_trained_model(
 
 
 def open_reference(options: RunOptions, device: torch.device) -> CausalLM:
-    """Loads MODEL as it was before the run, frozen. With adapters, none is needed: see `without_adapters`."""
+    """Loads MODEL as it was before the run, frozen."""
     dtypes = {"dtype": options.dtype, "param_dtype": compute_dtype(options)}
     return open_model(options.model, device=device, **dtypes).requires_grad_(False).eval()  # type: ignore[arg-type]
-
-
-def without_adapters(model: CausalLM, options: RunOptions) -> contextlib.AbstractContextManager[object]:
-    """Disables the adapters of a reference that shares the weights of the trained model."""
-    return adapters_disabled(model) if options.lora_rank else contextlib.nullcontext()
 
 
 def compute_dtype(options: RunOptions) -> torch.dtype | None:
     """Returns the dtype in which a model computes, if it is not that of its weights."""
     return torch.bfloat16 if options.mixed_precision else None
-
-
-def autocast(options: RunOptions, device: torch.device) -> torch.autocast:
-    """Returns the context of a forward: bfloat16 with `mixed_precision`."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision)
 
 
 def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
@@ -167,3 +223,19 @@ def refuse_budget_of_images(options: RunOptions) -> None:
 def _source(options: RunOptions, run: RunState) -> str | Path:
     """Returns what the model is loaded from: with adapters, which `RunState.load` restores, always MODEL."""
     return options.model if options.lora_rank or run.checkpoint is None else run.checkpoint
+
+
+def describe_model(model: CausalLM, device: torch.device) -> str:
+    """Returns a line with the size of a model, which may be on the meta device, and where it is trained.
+
+    A second line says if its dtype is slow there.
+    """
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    world = processes.world_size()
+    dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+    where = f"{device}" if world == 1 else f"{world} processes ({device.type})"
+    line = f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {where}"
+    hint = hint_of_dtype(model.dtype, device)
+    return line if hint is None else f"{line}\n{hint}"

@@ -1,119 +1,181 @@
-"""The options that recipes have in common. A field's type is checked, and the text below it is its description."""
+"""The options that recipes have in common, in groups. This module does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ligerzoo.train.checks import check_batch_combinations, check_combinations
-from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Number, Positive, check_options
-from ligerzoo.train.tracking import check_tracker
+from ligerzoo.errors import ConfigError
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, Seed, check_options, option
 
-MAY_CHANGE = {
-    "resume", "dry_run", "output", "max_steps", "epochs", "save_every", "keep", "eval_data", "eval_every", "device",
-    "tracker", "activation_checkpointing", "activation_budget",
-}  # fmt: skip
-"""Options that may differ when a run is resumed, with any recipe."""
+LARGEST_WARMUP_OF_WSD = 0.9
+"""The decay takes the last tenth of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of all recipes."""
+class ModelOptions:
+    """Model."""
 
-    model: str
-    """checkpoint in Hugging Face format: a directory or a hub id"""
-    data: tuple[str, ...]
-    """file with training data, also with images for --method sft; several are one data set"""
-    output: str
-    """directory for checkpoints, the log and the trained model or adapter"""
-    tokenizer: str | None = None
-    """checkpoint of the tokenizer (default: MODEL)"""
-    chat_template: str | None = None
-    """jinja file with the chat template, instead of the tokenizer's; it is saved with the tokenizer"""
-    seq_length: Count = 2048
-    """tokens in a row"""
-    batch_size: Count = 4
-    """rows in a micro-batch of a process"""
-    max_steps: Count | None = None
-    """number of steps; the data is repeated as needed (default: as --epochs)"""
-    epochs: Count | None = None
-    """times that the data is read, without --max-steps (default: 1)"""
-    lora_rank: Count | None = None
-    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter"""
-    lora_alpha: Positive | None = None
-    """the updates are scaled by this number / rank (default: twice the rank)"""
-    lora_targets: tuple[str, ...] | None = None
-    """part of the names of the weights to update, such as q_proj (default: all linear layers of
-    the language model's blocks)"""
-    dora: bool = False
-    """also train the norms of the updated weights' rows (DoRA)"""
-    train_only: tuple[str, ...] | None = None
-    """part of the names of the parameters to train, such as layers.3, lm_head or visual; others are
-    frozen (default: all train, vision towers too)"""
-    optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
-    """name of the optimizer"""
-    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
-    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
-    lr: Positive = 1e-5
-    """peak learning rate"""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """learning rate after the warmup"""
-    warmup: Fraction = 0.03
-    """share of the steps in which the learning rate rises"""
-    weight_decay: NotNegative = 0.0
-    """decoupled weight decay"""
-    max_grad_norm: NotNegative = 1.0
-    """norm to which the gradients of a step are clipped; 0 clips nothing"""
-    ema: Fraction | None = None
-    """decay of averaged weights, which are evaluated, and saved at the end"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the weights (default: as stored)"""
-    mixed_precision: bool = False
-    """compute in bfloat16 with weights in float32"""
-    activation_budget: Budget = "auto"
-    """memory of a step in GiB, within which activations are kept; auto: what the GPU has; none: all are kept"""
-    activation_checkpointing: bool = False
-    """recompute each block in backward instead of keeping its activations: less memory, more time"""
-    eval_data: tuple[str, ...] | None = None
-    """file with evaluation data"""
-    eval_every: Count = 100
-    """steps between evaluations"""
-    save_every: Count = 500
-    """steps between checkpoints; the last step is always saved"""
-    keep: Count = 2
-    """number of checkpoints to keep"""
-    resume: bool = False
-    """continue the run in the output directory, if any, bit for bit"""
-    special_tokens: Literal["text", "control"] = "text"
-    """what special tokens mean that are written in texts and messages: their characters, or control tokens"""
-    seed: Number = 0
-    """seed of the order of the data and of random weights"""
-    device: str | None = None
-    """cpu, cuda or cuda:1 (default: the first GPU, else cpu)"""
-    tracker: Literal["tensorboard", "wandb"] | None = None
-    """also send the log to TensorBoard or Weights & Biases"""
-    dry_run: bool = False
-    """read all data, print the plan and three samples with the trained tokens in colour, and train nothing"""
+    model: str = option("checkpoint in Hugging Face format: a directory or a hub id")
+    tokenizer: str | None = option("checkpoint of the tokenizer (default: MODEL)", None)
+    chat_template: str | None = option(
+        "jinja file with the chat template, instead of the tokenizer's; it is saved with the tokenizer", None
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option("dtype of the weights (default: as stored)", "auto")
+    mixed_precision: bool = option("compute in bfloat16 with weights in float32", False)
+    device: str | None = option("cpu, cuda or cuda:1 (default: the first GPU, else cpu)", None, may_change=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Data."""
+
+    data: tuple[str, ...] = option(
+        "file with training data, also with images for --method sft; several are one data set"
+    )
+    eval_data: tuple[str, ...] | None = option("file with evaluation data", None, may_change=True)
+    eval_every: Count = option("steps between evaluations", 100, may_change=True)
+    seq_length: Count = option("tokens in a row", 2048)
+    batch_size: Count = option("rows in a micro-batch of a process", 4)
+    special_tokens: Literal["text", "control"] = option(
+        "what special tokens mean that are written in texts and messages: their characters, or control tokens", "text"
+    )
+    seed: Seed = option("seed of the order of the data and of random weights", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterOptions:
+    """Adapters, and which parameters train."""
+
+    lora_rank: Count | None = option(
+        "train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter", None
+    )
+    lora_alpha: Positive | None = option("the updates are scaled by this number / rank (default: twice the rank)", None)
+    lora_targets: tuple[str, ...] | None = option(
+        "part of the names of the weights to update, such as q_proj (default: all linear layers of the language "
+        "model's blocks)",
+        None,
+    )
+    dora: bool = option("also train the norms of the updated weights' rows (DoRA)", False)
+    train_only: tuple[str, ...] | None = option(
+        "part of the names of the parameters to train, such as layers.3, lm_head or visual; others are frozen "
+        "(default: all train, vision towers too)",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Optimizer."""
+
+    optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = option(
+        "name of the optimizer", "adamw"
+    )
+    stochastic_rounding: Literal["auto", "on", "off"] = option(
+        "round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)", "auto"
+    )
+    lr: Positive = option("peak learning rate", 1e-5)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = option("learning rate after the warmup", "cosine")
+    warmup: Fraction = option("share of the steps in which the learning rate rises", 0.03)
+    weight_decay: NotNegative = option("decoupled weight decay", 0.0)
+    max_grad_norm: NotNegative = option("norm to which the gradients of a step are clipped; 0 clips nothing", 1.0)
+    ema: Fraction | None = option("decay of averaged weights, which are evaluated, and saved at the end", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Memory."""
+
+    activation_budget: Budget = option(
+        "memory of a step in GiB, within which activations are kept; auto: what the GPU has; none: all are kept",
+        "auto",
+        may_change=True,
+    )
+    activation_checkpointing: bool = option(
+        "recompute each block in backward instead of keeping its activations: less memory, more time",
+        False,
+        may_change=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Steps, checkpoints and the log."""
+
+    output: str = option("directory for checkpoints, the log and the trained model or adapter", may_change=True)
+    max_steps: Count | None = option(
+        "number of steps; the data is repeated as needed (default: as --epochs)", None, may_change=True
+    )
+    epochs: Count | None = option(
+        "times that the data is read, without --max-steps (default: 1)", None, may_change=True
+    )
+    save_every: Count = option("steps between checkpoints; the last step is always saved", 500, may_change=True)
+    keep: Count = option("number of checkpoints to keep", 2, may_change=True)
+    resume: bool = option("continue the run in the output directory, if any, bit for bit", False, may_change=True)
+    tracker: Literal["tensorboard", "wandb"] | None = option(
+        "also send the log to TensorBoard or Weights & Biases", None, may_change=True
+    )
+    dry_run: bool = option(
+        "read all data, print the plan and three samples with the trained tokens in colour, and train nothing",
+        False,
+        may_change=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions, DataOptions, ModelOptions):
+    """Options of all recipes."""
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_combinations(self)
-        check_tracker(self.tracker)
+        recomputes = self.mixed_precision or self.activation_checkpointing
+        adapter_options = self.lora_alpha, getattr(self, "lora_dropout", None), self.lora_targets, self.dora
+        refuse(
+            (self.max_steps and self.epochs, "options max_steps and epochs", "only one of them may be given", None),
+            (self.mixed_precision and self.dtype != "float32", "option mixed_precision", "needs dtype float32",
+             f"dtype {self.dtype}"),
+            (any(adapter_options) and not self.lora_rank, "option lora_rank",
+             "is needed by the other options of adapters", None),
+            (self.lora_rank and self.train_only, "options lora_rank and train_only", "only one of them may be given",
+             None),
+            (self.device == "meta", "option device", "has no memory for weights", self.device),
+            (self.ema == 1, "option ema", "is the decay of averaged weights, which would never change", self.ema),
+            (recomputes and self.activation_budget not in ("auto", "none"), "option activation_budget",
+             "excludes mixed_precision and activation_checkpointing", self.activation_budget),
+            (self.schedule == "wsd" and self.warmup > LARGEST_WARMUP_OF_WSD, "option warmup",
+             f"leaves no steps for the decay of schedule wsd; at most {LARGEST_WARMUP_OF_WSD} does", self.warmup),
+        )  # fmt: skip
+
+    def check_device(self, device_type: str) -> None:
+        """Raises ConfigError if an option needs another type of device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(RunOptions):
-    """Options of recipes whose batches come from the data, in a fixed number for each step."""
+    """Batches."""
 
-    too_long: Literal["error", "truncate", "drop"] = "error"
-    """what happens to samples of more than --seq-length tokens"""
-    accumulate: Count = 1
-    """micro-batches in a step, to train large batches in little memory"""
-    lora_dropout: Fraction = 0.0
-    """dropout of the updates' inputs"""
-    optimizer_in_backward: bool = False
-    """update each weight in backward and free its gradient; needs --max-grad-norm 0"""
+    too_long: Literal["error", "truncate", "drop"] = option(
+        "what happens to samples of more than --seq-length tokens", "error"
+    )
+    accumulate: Count = option("micro-batches in a step, to train large batches in little memory", 1)
+    lora_dropout: Fraction = option("dropout of the updates' inputs", 0.0)
+    optimizer_in_backward: bool = option(
+        "update each weight in backward and free its gradient; needs --max-grad-norm 0", False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_batch_combinations(self)
+        where = "option optimizer_in_backward"
+        refuse(
+            (self.optimizer_in_backward and self.max_grad_norm, where,
+             "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {self.max_grad_norm}"),
+            (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate 1",
+             f"accumulate {self.accumulate}"),
+        )  # fmt: skip
+
+
+def refuse(*cases: tuple[Any, str, str, Any]) -> None:
+    """Raises ConfigError for the first case that is wrong: (whether it is wrong, where, what, got)."""
+    for is_wrong, where, what, got in cases:
+        if is_wrong:
+            raise ConfigError(what, where=where, got=got)

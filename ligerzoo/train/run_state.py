@@ -47,6 +47,7 @@ from ligerzoo.train import processes
 from ligerzoo.train.checks import weights_that_are_not_finite
 from ligerzoo.train.fingerprint import fingerprint
 from ligerzoo.train.optimizers import EMA
+from ligerzoo.train.options import options_of
 from ligerzoo.train.output_lock import OutputLock
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.vision.processor import Processor
@@ -73,7 +74,6 @@ class RunState:
         output: directory of the run.
         options: the run's options, stored in each checkpoint. With `resume` the run that `output` holds continues;
             without checkpoints, it starts from the beginning.
-        may_change: names of options that may differ from those of the run that continues.
         lock: the lock of `output`, in the main process; None in others, and in a dry run.
 
     Attributes:
@@ -82,14 +82,11 @@ class RunState:
 
     Raises:
         CheckpointError: `output` holds a run and `resume` is False, or the state of its newest checkpoint is damaged.
-        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run; or the
-            run has more than `max_steps` steps.
+        ConfigError: Options other than those that may change, or the number of processes, differ from those of the
+            run; or the run has more than `max_steps` steps.
     """
 
-    def __init__(
-        self, output: str | Path, options: RunOptions, *, may_change: Collection[str] = (),
-        lock: OutputLock | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, output: str | Path, options: RunOptions, *, lock: OutputLock | None = None) -> None:
         self.output, self._keep, self._lock = Path(output), options.keep, lock
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
         self.checkpoint: Path | None = None
@@ -100,7 +97,9 @@ class RunState:
             self.checkpoint = newest_checkpoint(self.output)
             if self.checkpoint is not None:
                 state = self._read_state(self.checkpoint)
-                self._refuse_changes(state["options"], may_change)
+                self._refuse_changes(
+                    state["options"], {one.name for one in options_of(type(options)) if one.may_change}
+                )
                 self._refuse_other_processes(state["processes"])
                 self.step = state["step"]
                 self._refuse_fewer_steps()

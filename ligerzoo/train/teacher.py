@@ -7,23 +7,20 @@ import torch
 from ligerzoo.errors import ConfigError, quote
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.starting import open_model
+from ligerzoo.train.methods import DistillOptions
+from ligerzoo.train.run_model import compute_dtype, open_model
 
 
-def load_teacher(
-    teacher: str, student: CausalLM, *, dtype: str, device: torch.device, param_dtype: torch.dtype | None = None
-) -> CausalLM:  # fmt: skip
-    """Loads a teacher without gradients. Several processes shard it.
+def load_teacher(options: DistillOptions, student: CausalLM, *, device: torch.device) -> CausalLM:
+    """Loads the teacher of a run without gradients. Several processes shard it.
 
     Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,
     which no token of a common tokenizer has, are removed.
 
     Args:
-        teacher: checkpoint of the teacher.
+        options: options of the run.
         student: the student, whose tokenizer has been compared by `check_same_tokens`.
-        dtype: dtype of the weights.
         device: device of the weights.
-        param_dtype: dtype in which several processes compute.
 
     Raises:
         ConfigError: The student's vocabulary is larger.
@@ -34,7 +31,8 @@ def load_teacher(
         if model.config.vocab_size > expected:
             model.resize_token_embeddings(expected)
 
-    model = open_model(teacher, dtype=dtype, device=device, adapt=shrink, param_dtype=param_dtype)
+    teacher, param_dtype = options.teacher, compute_dtype(options)
+    model = open_model(teacher, dtype=options.dtype, device=device, adapt=shrink, param_dtype=param_dtype)
     size = model.config.vocab_size
     if size < expected:
         raise ConfigError(
@@ -45,24 +43,24 @@ def load_teacher(
     return model.requires_grad_(False).eval()
 
 
-def check_same_tokens(student: Tokenizer, teacher: Tokenizer, name: str) -> None:
+def check_same_tokens(student: Tokenizer, teacher: str) -> None:
     """Refuses a teacher with other tokens than the student's: their distributions could not be compared.
 
     Args:
         student: the student's tokenizer.
-        teacher: the teacher's.
-        name: name of the teacher, for the message.
+        teacher: checkpoint of the teacher.
 
     Raises:
         ConfigError: A token id means different texts, or only one of them has it.
     """
-    own, other = ({index: token for token, index in one.get_vocab().items()} for one in (student, teacher))
+    both = student, Tokenizer.from_pretrained(teacher)
+    own, other = ({index: token for token, index in one.get_vocab().items()} for one in both)
     different = sorted(index for index in own.keys() | other.keys() if own.get(index) != other.get(index))
     if different:
         first = different[0]
         got, expected = (quote(one[first]) if first in one else "no token" for one in (other, own))
         raise ConfigError(
             f"the teacher has another vocabulary than the student: {len(different):,} token ids differ",
-            where=f"teacher {name}, token {first}", got=got, expected=expected,
+            where=f"teacher {teacher}, token {first}", got=got, expected=expected,
             remedy="Choose a teacher with the student's tokenizer, such as a larger model of its family.",
         )  # fmt: skip

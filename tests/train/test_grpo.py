@@ -13,6 +13,7 @@ from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.models import Llama, LlamaConfig
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import grpo
+from ligerzoo.train.run_state import RunState
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
 from tests.train.test_resume import assert_equal
 from tests.train.tiny_run import SIZES, arguments, run_script, write_tokenizer
@@ -37,7 +38,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(given: dict[str, Any]) -> int:
-    return grpo.main(grpo.Options(**given))
+    return grpo.main(grpo.GRPOOptions(**given))
 
 
 def steps(output: Any) -> list[dict[str, Any]]:
@@ -94,7 +95,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     parts = {**whole, "output": str(tmp_path / "parts")}
     with monkeypatch.context() as patch:
         saves = []
-        save = grpo.RunState.save
+        save = RunState.save
 
         def save_and_fail(self: Any, step: int, *given: Any) -> None:
             save(self, step, *given)
@@ -102,7 +103,7 @@ def test_a_stopped_run_continues_bit_for_bit(
             if step == 3:
                 raise KeyboardInterrupt
 
-        patch.setattr(grpo.RunState, "save", save_and_fail)
+        patch.setattr(RunState, "save", save_and_fail)
         with pytest.raises(KeyboardInterrupt):
             train({**parts, "save_every": 3})
     with (tmp_path / "parts" / "samples.jsonl").open("a") as file:  # of a step after the checkpoint
@@ -285,7 +286,7 @@ def test_invalid_options(
     checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, wrong: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(LigerzooError) as raised:
-        grpo.Options(**grpo_options(checkpoint, prompts, reward, tmp_path, **wrong))
+        grpo.GRPOOptions(**grpo_options(checkpoint, prompts, reward, tmp_path, **wrong))
     assert str(raised.value).startswith(expected)
 
 

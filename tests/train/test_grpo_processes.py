@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.train.recipes import grpo
+from ligerzoo.train.log import RunLog
 from ligerzoo.train.run_state import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
@@ -30,14 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
 def train_part(rank: int, given: dict[str, Any], stop_at: int | None) -> None:
     """Trains in one of two processes; rank 1 gets Ctrl-C in a step."""
     if stop_at is not None and rank == 1:
-        log_step = grpo.RunLog.step
+        log_step = RunLog.step
 
         def logged(self: Any, current: int, **values: Any) -> None:
             log_step(self, current, **values)
             if current == stop_at:
                 signal.raise_signal(signal.SIGINT)
 
-        grpo.RunLog.step = logged  # type: ignore[method-assign]
+        RunLog.step = logged  # type: ignore[method-assign]
     assert train(given) == (0 if stop_at is None else 130)
 
 

@@ -23,10 +23,9 @@ from ligerzoo.train.data import PackedBatches, PaddedBatches, Sample, check_data
 from ligerzoo.train.data.images import PixelBudget
 from ligerzoo.train.data.samples import as_state, from_state
 from ligerzoo.train.log import read_log
-from ligerzoo.train.recipes import distill, grpo, preference, sft
 from ligerzoo.vision.processor import Processor
 from tests.covering import representatives
-from tests.train.tiny_run import options
+from tests.train.tiny_run import options, train
 from tests.train.tiny_vision import (
     END,
     KINDS,
@@ -413,7 +412,7 @@ def test_a_run_trains_evaluates_and_saves_the_processor(qwen: Path, chats: Path,
     given = options(
         qwen, chats, tmp_path / "run", seq_length=256, batch_size=1, max_steps=None, epochs=1, eval_data=(str(chats),)
     )
-    assert sft.main(sft.Options(**given)) == 0
+    assert train(given) == 0
     log = read_log(tmp_path / "run" / "log.jsonl")
     assert sum(entry.get("images", 0) for entry in log) == 24
     evaluation = log[-1]
@@ -434,7 +433,7 @@ def test_a_run_with_images_resumes_bit_for_bit(
 ) -> None:
     def run(directory: str, **given: Any) -> None:
         full = options(qwen, chats, tmp_path / directory, seq_length=128, save_every=3, **changes, **given)
-        assert sft.main(sft.Options(**full)) == 0
+        assert train(full) == 0
 
     run("straight")
     run("resumed")
@@ -455,7 +454,7 @@ def test_parts_that_train(part: str, qwen: Path, chats: Path, tmp_path: Path) ->
     given = options(
         qwen, chats, tmp_path / "run", seq_length=128, max_steps=2, train_only=(part,), activation_budget="auto"
     )
-    assert sft.main(sft.Options(**given)) == 0
+    assert train(given) == 0
     before, after = weights_of(qwen), weights_of(tmp_path / "run")
     changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
     assert changed == {name for name in before if name.startswith(part)}
@@ -467,7 +466,7 @@ def test_a_vision_tower_alone_needs_images(qwen: Path, tmp_path: Path) -> None:
     data.write_text(json.dumps({"messages": messages}) + "\n")
     given = options(qwen, data, tmp_path / "run", seq_length=128, max_steps=2, train_only=("visual",))
     with pytest.raises(LigerzooError, match=r"no weight that trains takes part in the loss.*has images"):
-        sft.main(sft.Options(**given))
+        train(given)
 
 
 @pytest.mark.parametrize("targets, part", [(None, "layers"), (("visual.blocks",), "visual.blocks")])
@@ -479,7 +478,7 @@ def test_parts_that_lora_trains(
         qwen, chats, tmp_path / "run", seq_length=128, max_steps=1, lora_rank=2, lora_targets=targets,
         activation_budget="auto",
     )  # fmt: skip
-    assert sft.main(sft.Options(**given)) == 0
+    assert train(given) == 0
     names = load_file(tmp_path / "run" / "adapter_model.safetensors").keys()
     assert names
     assert all(f".{part}." in name and ("visual" in name) == (targets is not None) for name in names)
@@ -491,17 +490,17 @@ def test_a_dry_run_reads_all_images(
     shutil.copytree(chats.parent, tmp_path / "chats")
     data = tmp_path / "chats" / "chats.jsonl"
     given = options(qwen, data, tmp_path / "run", seq_length=256, dry_run=True)
-    assert sft.main(sft.Options(**given)) == 0
+    assert train(given) == 0
     printed = "".join(capsys.readouterr())
     assert "24 images" in printed
     assert "[image " in printed
     assert "the memory and the FLOPs of the vision tower are not predicted" in printed
     with pytest.raises(LigerzooError, match=r"option activation_budget: .*images have no budget"):
-        sft.main(sft.Options(**{**given, "activation_budget": "4"}))
+        train({**given, "activation_budget": "4"})
     broken = max((tmp_path / "chats" / "images").iterdir(), key=lambda path: path.stat().st_size)
     broken.write_bytes(broken.read_bytes()[:200])
     with pytest.raises(DataError, match=rf"chats.jsonl:\d+: images\[\d\] \(.*{broken.name}\): cannot read the image"):
-        sft.main(sft.Options(**given))
+        train(given)
 
 
 @pytest.mark.parametrize(
@@ -516,13 +515,13 @@ def test_options_that_images_exclude(
 ) -> None:
     given = options(qwen, chats, tmp_path / "run", seq_length=256, **changes)
     with pytest.raises(LigerzooError, match=message):
-        sft.main(sft.Options(**given))
+        train(given)
 
 
 def test_a_model_without_vision_refuses_images(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
     given = options(checkpoint, chats, tmp_path / "run", seq_length=256)
     with pytest.raises(LigerzooError, match="the record has images"):
-        sft.main(sft.Options(**given))
+        train(given)
 
 
 def test_activation_checkpointing_gives_the_same_losses(qwen: Path, chats: Path, tmp_path: Path) -> None:
@@ -531,7 +530,7 @@ def test_activation_checkpointing_gives_the_same_losses(qwen: Path, chats: Path,
         given = options(
             qwen, chats, tmp_path / name, seq_length=128, max_steps=3, activation_checkpointing=name != "kept"
         )
-        assert sft.main(sft.Options(**given)) == 0
+        assert train(given) == 0
         losses.append([entry["loss"] for entry in read_log(tmp_path / name / "log.jsonl")])
     assert losses[0] == losses[1]
 
@@ -545,10 +544,10 @@ def test_a_dry_run_finds_images_after_the_first_samples(
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     data = (str(tmp_path / "texts.jsonl"), str(chats))
     given = options(qwen, chats, tmp_path / "run", seq_length=256, dry_run=True, data=data, seed=3)
-    assert sft.main(sft.Options(**given)) == 0
+    assert train(given) == 0
     assert "vision tower" not in "".join(capsys.readouterr())
     with pytest.raises(LigerzooError, match=r"option activation_budget: .*images have no budget"):
-        sft.main(sft.Options(**{**given, "activation_budget": "4"}))
+        train({**given, "activation_budget": "4"})
 
 
 @pytest.mark.filterwarnings("ignore:.*the loss is exactly 0")  # the teacher is the student
@@ -556,19 +555,18 @@ def test_a_dry_run_finds_images_after_the_first_samples(
 def test_other_methods_save_the_processor(method: str, qwen: Path, tmp_path: Path) -> None:
     """A vision-language model that is trained on texts still reads images."""
     given: dict[str, Any] = {"max_steps": 1, "seq_length": 128}
-    recipe: Any = distill
     record: dict[str, Any] = {"prompt": "a", "completion": " b"}
     match method:
         case "dpo":
-            recipe, record = preference, {"prompt": "a", "chosen": " b", "rejected": " c"}
+            record = {"prompt": "a", "chosen": " b", "rejected": " c"}
         case "grpo":
-            recipe, record = grpo, {"prompt": "a"}
+            record = {"prompt": "a"}
             (tmp_path / "reward.py").write_text("def reward(completions): return [len(c) for c in completions]\n")
             given |= {"reward": str(tmp_path / "reward.py"), "prompts": 1, "num_samples": 2, "max_new_tokens": 4}
         case _:
             given["teacher"] = str(qwen)
     (tmp_path / "data.jsonl").write_text(4 * (json.dumps(record) + "\n"))
-    assert recipe.main(recipe.Options(**options(qwen, tmp_path / "data.jsonl", tmp_path / "run", **given))) == 0
+    assert train(options(qwen, tmp_path / "data.jsonl", tmp_path / "run", method=method, **given)) == 0
     saved = "preprocessor_config.json"
     assert (tmp_path / "run" / saved).read_bytes() == (qwen / saved).read_bytes()
 
@@ -579,13 +577,12 @@ def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) ->
     messages = user({"type": "image", "path": "a.png"})
     record: dict[str, Any] = {"messages": messages}
     given: dict[str, Any] = {"dry_run": True}
-    recipe: Any = distill
     match method:
         case "dpo":
-            recipe, record = preference, {"prompt": messages[:1], "chosen": messages[1:], "rejected": user()[1:]}
+            record = {"prompt": messages[:1], "chosen": messages[1:], "rejected": user()[1:]}
             record["rejected"][0]["content"] = "No"
         case "grpo":
-            recipe, record = grpo, {"prompt": messages[:1]}
+            record = {"prompt": messages[:1]}
             (tmp_path / "reward.py").write_text("def reward(completions): return [0.0 for _ in completions]\n")
             given |= {"reward": str(tmp_path / "reward.py"), "seq_length": 600}
         case _:
@@ -593,7 +590,7 @@ def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) ->
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(record) + "\n")
     with pytest.raises(DataError, match=r"data.jsonl:1: .*images.*--method sft"):
-        recipe.main(recipe.Options(**options(qwen, data, tmp_path / "run", **given)))
+        train(options(qwen, data, tmp_path / "run", method=method, **given))
 
 
 @pytest.mark.parametrize("count, most", [(1, 4), (2, 2), (4, 1), (8, 1)])

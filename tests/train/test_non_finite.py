@@ -12,12 +12,11 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import RunLog
 from ligerzoo.train.optimizers import SkipNonFinite
-from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_state import checkpoints
 from tests.train import tiny_run
 from tests.train.test_resume import stop_after
-from tests.train.test_shared_options import RECIPES, Given, given  # noqa: F401
-from tests.train.tiny_run import options
+from tests.train.test_shared_options import Given, given  # noqa: F401
+from tests.train.tiny_run import options, train
 
 SKIPS = "ignore:.*the update is skipped:UserWarning"
 
@@ -71,7 +70,7 @@ def test_a_broken_model_is_never_saved(
     run = given(method, tmp_path / "run", max_steps=6, save_every=2, keep=1, eval_data=None, **more)
     break_weights_after(monkeypatch, step, torch.inf if more else torch.nan)
     with pytest.raises((LigerzooError, RuntimeError)) as raised:  # policies cannot sample with such weights
-        RECIPES[method].main(RECIPES[method].Options(**run))
+        train(run)
     last = f"checkpoint-{(step - 1) // 2 * 2}"
     assert names(tmp_path / "run") == [last]
     assert not list((tmp_path / "run").glob("*.safetensors"))
@@ -88,12 +87,12 @@ def test_saving_and_stopping_wait_for_an_update(
     with monkeypatch.context() as patch:
         skip(patch, range(2, 4))
         stop_after(patch, 6)
-        assert sft.main(sft.Options(**run)) == 130
+        assert train(run) == 130
     assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-6"]
     with monkeypatch.context() as patch:
         skip(patch, range(1, 2))
         stop_after(patch, 7)
-        assert sft.main(sft.Options(**{**run, "resume": True, "max_steps": 12})) == 130
+        assert train({**run, "resume": True, "max_steps": 12}) == 130
     assert names(tmp_path / "run")[2:] == ["checkpoint-8"]
 
 
@@ -120,5 +119,5 @@ def test_weights_that_are_not_finite_are_refused_before_training(checkpoint: Pat
     for file in checkpoint.glob("token*"):
         (tmp_path / "broken" / file.name).write_bytes(file.read_bytes())
     with pytest.raises(LigerzooError, match=r"'model.norm.weight': weights are infinite or NaN before the first step"):
-        sft.main(sft.Options(**options(tmp_path / "broken", data, tmp_path / "run")))
+        train(options(tmp_path / "broken", data, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -17,20 +17,16 @@ import pytest
 from ligerzoo import cli
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.train.log import RunLog
+from ligerzoo.train.methods import METHODS
 from ligerzoo.train.output_lock import LOCK_FILE, locked_output
-from ligerzoo.train.recipes import RECIPES, sft
 from ligerzoo.train.run_state import RunState
-from tests.train.tiny_run import arguments, options
+from tests.train.tiny_run import arguments, options, train
 
 IN_USE = rf"another run uses the output directory; got process {os.getpid()} on .*, started 20.*Wait until it ends"
 
 
-def train(given: dict[str, Any]) -> int:
-    return sft.main(sft.Options(**given))
-
-
 @pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["new", "resumed"])
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_second_run_is_refused(
     method: str, resume: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from ligerzoo.train.log import read_log
-from ligerzoo.train.recipes import distill, preference
+from ligerzoo.train.log import RunLog, read_log
 from ligerzoo.train.run_state import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.preference_data import labelled, options, pairs, write
 from tests.train.test_resume import untimed_log
-from tests.train.tiny_run import write_checkpoint
+from tests.train.tiny_run import train, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
 
@@ -29,23 +28,17 @@ UNEQUAL = ("seconds", "tokens_per_second", "memory_gib", "mfu", "samples", "nll_
 """Times, and means over tokens, which micro-batches weight by their pairs."""
 
 
-def train(given: dict[str, Any]) -> int:
-    recipe: Any = distill if given["method"] == "distill" else preference
-    code: int = recipe.main(recipe.Options(**given))
-    return code
-
-
 def train_part(rank: int, given: dict[str, Any], stop_at: int | None) -> None:
     """Trains in one of two processes; rank 1 gets Ctrl-C in a step."""
     if stop_at is not None and rank == 1:
-        log_step = preference.RunLog.step
+        log_step = RunLog.step
 
         def logged(self: Any, current: int, **values: Any) -> None:
             log_step(self, current, **values)
             if current == stop_at:
                 signal.raise_signal(signal.SIGINT)
 
-        preference.RunLog.step = logged  # type: ignore[method-assign]
+        RunLog.step = logged  # type: ignore[method-assign]
     assert train(given) == (0 if stop_at is None else 130)
 
 

@@ -7,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,18 @@ from ligerzoo.train import tracking
 from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
-from ligerzoo.train.options import fill_in, read_options
-from ligerzoo.train.recipes import RECIPES, preference, recipe_source, sft
-from ligerzoo.train.starting import open_model
+from ligerzoo.train.methods import METHODS, SFTOptions, printed_recipe
+from ligerzoo.train.options import options_of
+from ligerzoo.train.recipes import sft
+from ligerzoo.train.run_model import open_model
+from tests.train import tiny_run
 from tests.train.grpo_run import write_reward
 from tests.train.test_resume import environment
 from tests.train.tiny_run import SIZES, arguments, options, run_script, write_checkpoint, write_tokenizer
 
 
 def train(given: dict[str, Any]) -> Path:
-    assert sft.main(sft.Options(**given)) == 0
+    assert tiny_run.train(given) == 0
     return Path(given["output"])
 
 
@@ -46,13 +47,20 @@ def weights(output: Path) -> bytes:
 # Options
 
 
-@pytest.mark.parametrize("method", RECIPES)
-def test_every_option_is_described_and_read_without_an_import(method: str) -> None:
-    described = read_options(recipe_source(method))
-    fields = dataclasses.fields(import_module(RECIPES[method]).Options)
-    assert [option.name for option in described] == [field.name for field in fields]
-    assert [option.default for option in described] == [field.default for field in fields]
-    assert all(option.description for option in described)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_is_described(method: str) -> None:
+    described = options_of(METHODS[method].options)
+    assert all(option.description and option.group for option in described)
+    groups = {option.group for option in described}
+    assert {"Model", "Data", "Optimizer", "Memory"} < groups
+    assert "Options of all recipes" not in groups
+
+
+def test_the_command_line_reads_options_without_torch() -> None:
+    code = "import sys; from ligerzoo.cli import parse; parse(['train', '--help'])"
+    code = f"try:\n {code}\nexcept SystemExit:\n assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment())
+    assert "--seq-length N" in shown.stdout
 
 
 def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -63,7 +71,7 @@ def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, 
         dtype="float32", mixed_precision=True,
     )  # fmt: skip
     assert cli.main(arguments(given)) == 0
-    assert seen == [sft.Options(**given)]
+    assert seen == [SFTOptions(**given)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, 
 )
 def test_invalid_options(checkpoint: Path, data: Path, tmp_path: Path, wrong: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        sft.Options(**options(checkpoint, data, tmp_path, **wrong))
+        SFTOptions(**options(checkpoint, data, tmp_path, **wrong))
     assert str(raised.value).startswith(expected)
 
 
@@ -156,12 +164,11 @@ def test_an_error_of_the_printed_recipe_is_one_line(
         assert problem in line
 
 
-def test_filled_in_options_are_defaults() -> None:
-    values = {"model": 'a "b"', "data": ("x", "y"), "lr": 1e-4, "resume": True, "epochs": 3, "method": "pretrain"}
-    for method in ("sft", "dpo", "distill", "grpo"):
-        filled = {option.name: option.default for option in read_options(fill_in(recipe_source(method), values))}
-        plain = {option.name: option.default for option in read_options(recipe_source(method))}
-        assert filled == {**plain, **values}
+@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo"])
+def test_given_options_are_defaults_of_the_printed_recipe(method: str, tmp_path: Path) -> None:
+    values = {"model": 'a "b"', "data": ("x", "y"), "lr": 1e-4, "resume": True, "epochs": 3, "method": method}
+    (tmp_path / "recipe.py").write_text(printed_recipe(method, values))
+    assert runpy.run_path(str(tmp_path / "recipe.py"))["DEFAULTS"] == values
 
 
 # The step
@@ -240,7 +247,7 @@ def test_pretraining_starts_from_a_config(data: Path, tmp_path: Path, is_file: b
     other = train({**given, "output": str(tmp_path / "other"), "seed": 2})
     assert weights(other) != weights(run)
     with pytest.raises(LigerzooError):
-        sft.main(sft.Options(**{**given, "method": "sft", "output": str(tmp_path / "sft")}))
+        train({**given, "method": "sft", "output": str(tmp_path / "sft")})
 
 
 # Output
@@ -439,11 +446,10 @@ def test_null_is_not_missing(
     file = tmp_path / "null.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in ([record, good] if first else [good, record])))
     (name,) = [name for name, value in record.items() if value is None]
-    method = {"recipe": preference, "method": "dpo"} if "chosen" in record else {"recipe": sft, "method": "sft"}
-    recipe: Any = method.pop("recipe")
-    given = options(checkpoint, file, tmp_path / "run", **method)
+    method = "dpo" if "chosen" in record else "sft"
+    given = options(checkpoint, file, tmp_path / "run", method=method, dry_run=True)
     with pytest.raises(DataError, match=rf"null.jsonl:{2 - first}: the field '{name}' is null"):
-        recipe.main(recipe.Options(**{**given, "dry_run": True}))
+        train(given)
 
 
 @pytest.mark.parametrize("units, is_slow", [(True, False), (False, True)])

@@ -19,9 +19,9 @@ import ligerzoo
 from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.train import run_state
-from ligerzoo.train.log import read_log
+from ligerzoo.train.log import RunLog, read_log
 from ligerzoo.train.recipes import sft
-from ligerzoo.train.run_state import checkpoints, newest_checkpoint
+from ligerzoo.train.run_state import RunState, checkpoints, newest_checkpoint
 from tests.train.tiny_run import arguments, options
 
 TIMED = ("seconds", "tokens_per_second", "memory_gib")
@@ -29,7 +29,7 @@ TIMED = ("seconds", "tokens_per_second", "memory_gib")
 
 
 def train(given: dict[str, Any]) -> int:
-    return sft.main(sft.Options(**given))
+    return sft.main(sft.SFTOptions(**given))
 
 
 def untimed_log(output: Path) -> list[dict[str, Any]]:
@@ -65,14 +65,14 @@ def assert_same_run(output: Path, expected: Path) -> None:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
     """Sends a signal to this process when a step is logged."""
-    log_step = sft.RunLog.step
+    log_step = RunLog.step
 
     def logged(self: Any, current: int, **values: Any) -> None:
         log_step(self, current, **values)
         if current == step:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(sft.RunLog, "step", logged)
+    monkeypatch.setattr(RunLog, "step", logged)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
@@ -101,7 +101,7 @@ def test_a_second_ctrl_c_stops_at_once(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_after(monkeypatch, 2)
-    monkeypatch.setattr(sft.RunState, "save", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(RunState, "save", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         train(options(checkpoint, data, tmp_path / "run"))
     assert checkpoints(tmp_path / "run") == []
@@ -250,7 +250,7 @@ def run(output, seconds=None):
     child = os.fork()
     if child == 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        os._exit(sft.main(sft.Options(**given, output=output, resume=True)))
+        os._exit(sft.main(sft.SFTOptions(**given, output=output, resume=True)))
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)

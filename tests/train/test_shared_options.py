@@ -17,18 +17,14 @@ from ligerzoo.memory import ActivationPlan, plan_activations
 from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import read_log
-from ligerzoo.train.recipes import distill, grpo, preference, sft
+from ligerzoo.train.methods import SFTOptions
 from ligerzoo.train.run_state import RunState, checkpoints
-from tests.train import preference_data
+from tests.train import preference_data, tiny_run
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
 from tests.train.preference_data import labelled, pairs, write
 from tests.train.test_grpo import LOW_TOKENS, TIMED
 from tests.train.test_resume import assert_equal, stop_after
 from tests.train.tiny_run import write_checkpoint
-
-RECIPES: dict[str, Any] = {
-    "sft": sft, "dpo": preference, "kto": preference, "simpo": preference, "distill": distill, "grpo": grpo,
-}  # fmt: skip
 
 Given = Callable[..., dict[str, Any]]
 
@@ -58,8 +54,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
 
 
 def train(options: dict[str, Any], code: int = 0) -> Path:
-    recipe = RECIPES[options["method"]]
-    assert recipe.main(recipe.Options(**options)) == code
+    assert tiny_run.train(options) == code
     return Path(options["output"])
 
 
@@ -159,7 +154,7 @@ def test_weights_stay_gathered_only_if_the_plans_of_all_processes_say_so(
     others: bool, given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the budget "auto", plans depend on what is free on each GPU."""
-    options = sft.Options(**given("sft", tmp_path / "run"))
+    options = SFTOptions(**given("sft", tmp_path / "run"))
     model = AutoModel.from_pretrained(options.model)
     plan = plan_activations(model, batch_size=1, seq_length=8, budget=10.0, gpus=2)
     assert plan.keeps_gathered

@@ -241,7 +241,7 @@ def test_options_that_exclude_each_other(
     checkpoint: Path, data: Path, tmp_path: Path, wrong: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
-        sft.Options(**options(checkpoint, data, tmp_path, **wrong))
+        sft.SFTOptions(**options(checkpoint, data, tmp_path, **wrong))
 
 
 def test_low_bit_optimizers_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import RunLog, read_log
 from ligerzoo.train.output_lock import LOCK_FILE
-from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_state import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.test_resume import environment, train, untimed_log
@@ -39,14 +38,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def train_part(rank: int, given: dict[str, Any], stop_at: int | None) -> None:
     """Trains in one of two processes; rank 1 gets Ctrl-C in a step."""
     if stop_at is not None and rank == 1:
-        log_step = sft.RunLog.step
+        log_step = RunLog.step
 
         def logged(self: Any, current: int, **values: Any) -> None:
             log_step(self, current, **values)
             if current == stop_at:
                 signal.raise_signal(signal.SIGINT)
 
-        sft.RunLog.step = logged  # type: ignore[method-assign]
+        RunLog.step = logged  # type: ignore[method-assign]
     assert train(given) == (0 if stop_at is None else 130)
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from ligerzoo.models import Llama, LlamaConfig
+from ligerzoo.train.methods import METHODS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -75,6 +77,13 @@ def arguments(given: dict[str, Any]) -> list[str]:
             for one in value if isinstance(value, tuple) else (value,):
                 line += [flag, str(one)]
     return line
+
+
+def train(given: dict[str, Any]) -> int:
+    """Runs the recipe of the options' method, and returns its exit code."""
+    method = METHODS[given.get("method", "sft")]
+    code: int = import_module(method.module).main(method.options(**given))
+    return code
 
 
 def run_script(recipe: Path, *arguments: str) -> None:

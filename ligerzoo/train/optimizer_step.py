@@ -1,4 +1,4 @@
-"""The update of a step: learning rate, clipping, skipping, the optimizer and averaged weights."""
+"""The part of a step after backward: clipping, skipping, the optimizer, the learning rate and averaged weights."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def describe_update(options: RunOptions, model: CausalLM) -> str:
     return f"{options.optimizer} with {'stochastic rounding' if is_stochastic else 'rounding to the nearest'}"
 
 
-class Update:
+class OptimizerStep:
     """Updates the weights of a model, as the options of a run describe it.
 
-        update = Update(model, options, steps)
+        optimizer_step = OptimizerStep(model, options, steps)
         for step in range(1, steps + 1):
-            update.set_lr(step)
+            optimizer_step.set_lr(step)
             ...  # forward and backward
-            norm = update()
+            norm = optimizer_step()
 
     Args:
         model: the model as it is trained.

@@ -1,0 +1,254 @@
+"""The methods of `ligerzoo train`: the options and the recipe of each. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, option
+from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse
+
+if TYPE_CHECKING:
+    from ligerzoo.losses import GRPO, Distillation, HeadLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions(BatchOptions):
+    """Pretraining and supervised fine-tuning."""
+
+    model: str = option(
+        "checkpoint in Hugging Face format: a directory or a hub id; with --method pretrain also a config.json, or a "
+        "directory without weights, for random weights"
+    )
+    method: Literal["sft", "pretrain"] = option(
+        "sft trains completions and assistant turns, pretrain all tokens of texts", "sft"
+    )
+    packing: Literal["auto", "separate", "whole", "none"] = option(
+        "auto: samples share rows without attending to each other, texts are concatenated; separate: texts attend to "
+        "themselves only; whole: texts are packed like samples; none: one sample in a row",
+        "auto",
+    )
+    train_answers: Literal["all", "last"] = option("answers of a conversation that are trained", "all")
+    train_on_prompt: bool = option("also train the prompts of completions", False)
+    capture: Literal["auto", "on", "off"] = option(
+        "run steps of small models as CUDA graphs; on: of large ones too, or stop; off: run eagerly",
+        "auto",
+        may_change=True,
+    )
+
+    def check_device(self, device_type: str) -> None:
+        wrong = self.capture == "on" and device_type != "cuda"
+        refuse((wrong, "option capture", "needs a GPU", f"device {device_type}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions(BatchOptions):
+    """Preferences."""
+
+    data: tuple[str, ...] = option(
+        "file with pairs (prompt, chosen, rejected) or, for kto, with prompt, completion and label; several are one "
+        "data set"
+    )
+    method: Literal["dpo", "kto", "orpo", "simpo", "cpo"] = option(
+        "the loss, see docs/losses.md; dpo and kto compare with a reference: MODEL before training", "dpo"
+    )
+    variant: str | None = option(
+        "variant of the loss of dpo, kto or cpo, such as ipo (default: sigmoid; for kto: kto)", None
+    )
+    beta: NotNegative | None = option(
+        "strength of the regularization of dpo and kto, weight of the odds ratio of orpo, scale of the rewards of "
+        "simpo and cpo (default: 0.1; for simpo: 2)",
+        None,
+    )
+    gamma: NotNegative | None = option("target margin of simpo (default: 1)", None)
+    label_smoothing: Fraction | None = option(
+        "probability that the labels of a pair are swapped, for dpo, simpo and cpo (default: 0)", None
+    )
+    nll_weight: NotNegative | None = option(
+        "weight of the cross entropy of the chosen completions (default: 0; for orpo and cpo: 1)", None
+    )
+    desirable_weight: NotNegative | None = option("weight of the desirable completions of kto (default: 1)", None)
+    undesirable_weight: NotNegative | None = option("weight of the undesirable completions of kto (default: 1)", None)
+    precompute_reference: bool = option(
+        "compute the reference's log-probabilities of all data before the first step, instead of keeping the reference "
+        "in memory",
+        False,
+        may_change=True,
+    )
+    seq_length: Count = option(
+        "tokens in a row; both sequences of a pair share a row, with other pairs if they fit", 2048
+    )
+    lr: Positive = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needs_reference = self.loss().needs_reference({})
+        if self.precompute_reference and (not needs_reference or self.needs_kl):
+            reason = "pairs other prompts and completions in each step" if self.needs_kl else "has no reference"
+            raise ConfigError(f"method {self.method} {reason}", where="option precompute_reference")
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the loss needs an estimate of the KL divergence from the reference."""
+        return self.method == "kto" and self.variant in (None, "kto")
+
+    def loss(self) -> HeadLoss:
+        """Returns the loss. Raises ConfigError if an option is out of range, or is not an option of the method."""
+        from ligerzoo.losses import CPO, DPO, KTO, ORPO, SimPO
+
+        losses: dict[str, type[HeadLoss]] = {"dpo": DPO, "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO}
+        names = (
+            "variant", "beta", "gamma", "label_smoothing", "nll_weight", "desirable_weight", "undesirable_weight",
+        )  # fmt: skip
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        try:
+            return losses[self.method](**given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error), where=f"options of method {self.method}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(BatchOptions):
+    """Distillation."""
+
+    model: str = option(
+        "checkpoint of the student in Hugging Face format: a directory or a hub id; also a config.json, or a directory "
+        "without weights, for random weights"
+    )
+    teacher: str = option("checkpoint of the teacher, with the same tokenizer")
+    method: Literal["distill"] = option(
+        "learns from a teacher, on completions, assistant turns or all tokens of texts", "distill"
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"] = option(
+        "divergence of the student from the teacher: forward_kl covers the teacher's modes, reverse_kl seeks them, jsd "
+        "is between",
+        "jsd",
+    )
+    beta: Fraction | None = option("share of the teacher in the mixture of jsd (default: 0.5)", None)
+    temperature: Positive | None = option("divides the logits of both models (default: 1)", None)
+    hard_weight: NotNegative = option("weight of the cross entropy with the data's tokens, which is added", 0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.loss()
+
+    def loss(self) -> Distillation:
+        """Returns the loss. Raises ConfigError for an option that the divergence does not use."""
+        from ligerzoo.losses import Distillation
+
+        given = {"beta": self.beta, "temperature": self.temperature, "hard_weight": self.hard_weight}
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            return Distillation(divergence=self.divergence, **given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error), where="options of method distill") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions(RunOptions):
+    """Group relative policy optimization."""
+
+    data: tuple[str, ...] = option("file with prompts; several are one data set")
+    reward: str = option("Python file with a function `reward`, or FILE.py:NAME; see ligerzoo.train.rewards")
+    method: Literal["grpo"] = option("name of the recipe", "grpo")
+    prompts: Count = option("prompts in a step, of all processes", 8)
+    num_samples: Count = option("completions that are sampled of each prompt, at least 2", 8)
+    max_new_tokens: Count = option("largest number of tokens of a completion", 512)
+    temperature: Positive = option("temperature of sampling, which the loss takes into account", 1.0)
+    sampling_batch: Count = option("largest number of completions that a process samples at the same time", 256)
+    exact: Literal["auto", "on", "off"] = option(
+        "whether sampling computes the log-probabilities of training bit for bit; auto: where the model supports it",
+        "auto",
+    )
+    old_logps: Literal["sampler", "recomputed"] = option(
+        "log-probabilities that ratios refer to: those of sampling, or a forward before the update, with truncated "
+        "importance weights for the difference",
+        "sampler",
+    )
+    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "vespo"] = option(
+        "variant of the loss, see ligerzoo.losses.grpo", "dapo"
+    )
+    epsilon: Fraction = option("clips ratios below 1 - epsilon", 0.2)
+    epsilon_high: Positive | None = option("clips ratios above 1 + epsilon_high (default: epsilon; 4 for cispo)", None)
+    beta: NotNegative = option(
+        "weight of the KL divergence from the model before training, which is multiplied by the ratio as in TRL", 0.0
+    )
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "advantages are divided by the standard deviation of the rewards of a group, or of all completions of the step",
+        "group",
+    )
+    mask_truncated: bool = option("do not train completions that reach --max-new-tokens", False)
+    iterations: Count = option("updates with the completions of a step", 1)
+    sample_every: Count = option(
+        "steps between samples in samples.jsonl; those of the first step are always there", 10, may_change=True
+    )
+    lr: Positive = 1e-6
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    save_every: Count = 100
+    activation_budget: Budget = option(
+        "memory of an update in GiB, within which activations are kept; auto: what the GPU has; none: all are kept",
+        "none",
+        may_change=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_samples < 2:
+            remedy = "An advantage compares the completions of a prompt."
+            raise ConfigError("too few", where="option num_samples", got=1, expected="at least 2", remedy=remedy)
+        if self.max_new_tokens + 2 > self.seq_length:
+            expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
+            raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
+        self.loss()
+
+    def loss(self) -> GRPO:
+        """Returns the loss. Raises ConfigError for an option that the variant does not use."""
+        from ligerzoo.losses import GRPO
+
+        high = 4.0 if self.loss_type == "cispo" and self.epsilon_high is None else self.epsilon_high
+        given: dict[str, Any] = {"max_length": self.max_new_tokens} if self.loss_type == "dr_grpo" else {}
+        try:
+            return GRPO(
+                variant=self.loss_type, temperature=self.temperature, epsilon=self.epsilon, epsilon_high=high,
+                beta=self.beta, is_kl_corrected=self.beta > 0, **given,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error), where="option loss_type") from None
+
+
+class Method(NamedTuple):
+    """A method of `ligerzoo train`.
+
+    Attributes:
+        module: the module of its recipe, which has a function `main(options)`.
+        options: the class of its options.
+    """
+
+    module: str
+    options: type[RunOptions]
+
+
+_PREFERENCE = Method("ligerzoo.train.recipes.preference", PreferenceOptions)
+_SFT = Method("ligerzoo.train.recipes.sft", SFTOptions)
+
+METHODS = {
+    "sft": _SFT,
+    "pretrain": _SFT,
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo"), _PREFERENCE),
+    "distill": Method("ligerzoo.train.recipes.distill", DistillOptions),
+    "grpo": Method("ligerzoo.train.recipes.grpo", GRPOOptions),
+}
+
+_NO_DEFAULTS = "DEFAULTS: dict[str, Any] = {}\n"
+
+
+def printed_recipe(method: str, options: Mapping[str, Any]) -> str:
+    """Returns the source of a method's recipe with options as its defaults, without importing it."""
+    name = METHODS[method].module.rpartition(".")[2]
+    source = (Path(__file__).parent / "recipes" / f"{name}.py").read_text(encoding="utf-8")
+    lines = "".join(f"    {name!r}: {value!r},\n" for name, value in options.items())
+    assert _NO_DEFAULTS in source
+    return source.replace(_NO_DEFAULTS, f"DEFAULTS: dict[str, Any] = {{\n{lines}}}\n")
