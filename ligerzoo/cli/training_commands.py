@@ -54,8 +54,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.data:
         tokenizer = Tokenizer.from_pretrained(options.tokenizer or options.model, revision=options.revision)
         data = {"data": options.data, "kind": options.kind, "tokenizer": tokenizer, "seq_length": seq_length}
-        outline = AutoModel.from_config(config, device="meta")
-        rows = outline.input_vocab_size if options.adapter is None else None  # an adapter may have further tokens
+        meta_model = AutoModel.from_config(config, device="meta")
+        rows = meta_model.input_vocab_size if options.adapter is None else None  # an adapter may have further tokens
         with warnings_as_lines():
             check_data(**data, embedding_rows=rows).raise_if_bad()
     model = load_model(options)

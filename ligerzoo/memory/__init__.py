@@ -3,7 +3,7 @@
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.memory.prediction import TrainingSetting, predict_training
-from ligerzoo.memory.simulation import LOW_BIT, OPTIMIZERS, StepMemory, on_meta, simulate_step
+from ligerzoo.memory.simulation import LOW_BIT, OPTIMIZERS, StepMemory, check_optimizer, on_meta, simulate_step
 
 __all__ = [
     "LOW_BIT",
@@ -13,6 +13,7 @@ __all__ = [
     "StepMemory",
     "TrainingSetting",
     "apply_activation_plan",
+    "check_optimizer",
     "on_meta",
     "plan_activations",
     "predict_training",

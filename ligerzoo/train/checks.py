@@ -8,25 +8,25 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.memory import LOW_BIT
+from ligerzoo.memory import check_optimizer
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import share_unchanged
 
 
 def check_model(model: CausalLM, optimizer: str) -> None:
-    """Makes the checks below.
+    """Makes the checks below, and refuses optimizers that several processes cannot use.
 
     Args:
         model: the model as it will be trained, also on the meta device.
         optimizer: name of its optimizer.
 
     Raises:
-        ConfigError: One of them fails.
+        LigerzooError: One of them fails.
     """
     check_dtype(model)
     check_tied_weights(model)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, processes.world_size())
 
 
 def check_dtype(model: CausalLM) -> None:
@@ -78,18 +78,6 @@ def check_tied_weights(model: CausalLM) -> None:
             "the head is separate from the embedding, although config.json ties them", where=type(model).__name__,
             remedy="Call model.tie_weights() before the optimizer is made.",
         )  # fmt: skip
-
-
-def check_optimizer(name: str) -> None:
-    """Refuses low-bit optimizers in several processes, whose quantized states could not be saved.
-
-    Raises:
-        ConfigError: The optimizer has quantized states, and there are several processes.
-    """
-    if name in LOW_BIT and processes.world_size() > 1:
-        raise ConfigError(
-            "cannot be saved by several processes", where="option optimizer", got=name, expected="adamw or muon"
-        )
 
 
 def trains_bfloat16(model: CausalLM) -> bool:

@@ -64,8 +64,8 @@ class CountedBatch(Protocol):
     def sources(self) -> Sequence[object]: ...
 
 
-class Moment:
-    """A time stamp of a device: the moment when it has done all work that was launched before."""
+class DeviceTime:
+    """The time at which a device has done all work that was launched before."""
 
     def __init__(self, device: torch.device) -> None:
         self._event, self._time = None, time.perf_counter()
@@ -74,22 +74,22 @@ class Moment:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Waits until the device has reached the moment."""
+        """Waits until the device has reached it."""
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Returns the time from an earlier moment; the device must have reached both."""
+    def seconds_since(self, earlier: DeviceTime) -> float:
+        """Returns the seconds from an earlier time; the device must have reached both."""
         if self._event is not None and earlier._event is not None:
             return float(earlier._event.elapsed_time(self._event)) / 1000
         return self._time - earlier._time
 
 
-class HostCopy:
+class PinnedCopy:
     """A copy of 0-d tensors on the host, which is started at once and read later.
 
     Attributes:
-        moment: when the copy is complete.
+        time: when the copy is complete.
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
@@ -97,11 +97,11 @@ class HostCopy:
         if stacked.device.type == "cuda":
             host = torch.empty_like(stacked, device="cpu", pin_memory=True)
             stacked = host.copy_(stacked, non_blocking=True)
-        self._values, self.moment = stacked, Moment(values[0].device)
+        self._values, self.time = stacked, DeviceTime(values[0].device)
 
     def read(self) -> list[float]:
         """Waits for the copy, and returns the values."""
-        self.moment.wait()
+        self.time.wait()
         return self._values.tolist()
 
 
@@ -149,7 +149,7 @@ class RunLog:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._first_step, self._steps, self._report = first_step, steps, report
-        self._pending: tuple[dict[str, Any], list[str], HostCopy, float, Sequence[CountedBatch]] | None = None
+        self._pending: tuple[dict[str, Any], list[str], PinnedCopy, float, Sequence[CountedBatch]] | None = None
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
         self._skipped, self._skipped_in_a_row = 0, 0
@@ -161,7 +161,7 @@ class RunLog:
                 self._file = self.path.open("a", encoding="utf-8")
         is_silent = None if processes.is_main() else True  # None: shown on a terminal only
         self._progress = tqdm(total=steps, initial=first_step, unit="step", disable=is_silent, dynamic_ncols=True)
-        self._last = Moment(model.device)
+        self._last = DeviceTime(model.device)
 
     def step(
         self, step: int, *, loss: Tensor, grad_norm: Tensor | None, lr: float, batches: Sequence[CountedBatch],
@@ -185,7 +185,7 @@ class RunLog:
         """
         values = {"loss": processes.mean(loss), "grad_norm": grad_norm, "skipped": skipped, **(metrics or {})}
         copied = {name: value for name, value in values.items() if value is not None}
-        copy = HostCopy(list(copied.values()))
+        copy = PinnedCopy(list(copied.values()))
         self._write_pending()
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
         counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
@@ -219,7 +219,7 @@ class RunLog:
                 self._file.flush()
                 os.fsync(self._file.fileno())
         yield
-        self._last = Moment(self._device)
+        self._last = DeviceTime(self._device)
 
     def say(self, line: str) -> None:
         """Prints a line above the live line."""
@@ -237,8 +237,8 @@ class RunLog:
         (entry, copied, copy, flops, batches), self._pending = self._pending, None
         entry |= dict(zip(copied, copy.read(), strict=True))
         skipped = entry.pop("skipped", 0)
-        entry["seconds"] = seconds = copy.moment.seconds_since(self._last)
-        self._last = copy.moment
+        entry["seconds"] = seconds = copy.time.seconds_since(self._last)
+        self._last = copy.time
         entry["tokens_per_second"] = entry["tokens"] / seconds
         entry["mfu"] = flops / seconds / self._peak / processes.world_size() if self._peak else None
         entry["memory_gib"] = peak_memory_gib(self._device)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, option
-from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse
+from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
 if TYPE_CHECKING:
     from ligerzoo.losses import GRPO, Distillation, HeadLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTOptions(BatchOptions):
+class SFTRunOptions(BatchOptions):
     """Pretraining and supervised fine-tuning."""
 
     model: str = option(
@@ -41,11 +41,11 @@ class SFTOptions(BatchOptions):
 
     def check_device(self, device_type: str) -> None:
         wrong = self.capture == "on" and device_type != "cuda"
-        refuse((wrong, "option capture", "needs a GPU", f"device {device_type}"))
+        refuse_options((wrong, "option capture", "needs a GPU", f"device {device_type}"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptions(BatchOptions):
+class PreferenceRunOptions(BatchOptions):
     """Preferences."""
 
     data: tuple[str, ...] = option(
@@ -111,7 +111,7 @@ class PreferenceOptions(BatchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillOptions(BatchOptions):
+class DistillRunOptions(BatchOptions):
     """Distillation."""
 
     model: str = option(
@@ -148,7 +148,7 @@ class DistillOptions(BatchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOOptions(RunOptions):
+class GRPORunOptions(RunOptions):
     """Group relative policy optimization."""
 
     data: tuple[str, ...] = option("file with prompts; several are one data set")
@@ -231,15 +231,15 @@ class Method(NamedTuple):
     options: type[RunOptions]
 
 
-_PREFERENCE = Method("ligerzoo.train.recipes.preference", PreferenceOptions)
-_SFT = Method("ligerzoo.train.recipes.sft", SFTOptions)
+_PREFERENCE = Method("ligerzoo.train.recipes.preference", PreferenceRunOptions)
+_SFT = Method("ligerzoo.train.recipes.sft", SFTRunOptions)
 
 METHODS = {
     "sft": _SFT,
     "pretrain": _SFT,
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo"), _PREFERENCE),
-    "distill": Method("ligerzoo.train.recipes.distill", DistillOptions),
-    "grpo": Method("ligerzoo.train.recipes.grpo", GRPOOptions),
+    "distill": Method("ligerzoo.train.recipes.distill", DistillRunOptions),
+    "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions),
 }
 
 _NO_DEFAULTS = "DEFAULTS: dict[str, Any] = {}\n"

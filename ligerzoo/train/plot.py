@@ -35,7 +35,7 @@ def plot_loss(output: Path, unit: str = "loss, nats per token") -> None:
     evaluation = [(entry["step"], entry["eval_loss"]) for entry in entries if "eval_loss" in entry]
     if training:
         curves = {"training": training, "evaluation": evaluation}
-        replace_files(output, {PLOT_FILE: draw(curves, x="step", y=unit).encode()}, [])
+        replace_files(output, {PLOT_FILE: plot_svg(curves, x="step", y=unit).encode()}, [])
 
 
 def plot_metric(output: Path, name: str) -> None:
@@ -48,10 +48,10 @@ def plot_metric(output: Path, name: str) -> None:
         for label, key in (("training", name), ("evaluation", f"eval_{name}"))
     }
     if curves["training"]:
-        replace_files(output, {f"{name}.svg": draw(curves, x="step", y=name).encode()}, [])
+        replace_files(output, {f"{name}.svg": plot_svg(curves, x="step", y=name).encode()}, [])
 
 
-def draw(curves: Mapping[str, Points], *, x: str, y: str) -> str:
+def plot_svg(curves: Mapping[str, Points], *, x: str, y: str) -> str:
     """Returns a plot as SVG.
 
     Args:

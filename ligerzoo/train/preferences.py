@@ -15,7 +15,7 @@ from ligerzoo.train import processes
 from ligerzoo.train.data.batches import Batch, collate
 from ligerzoo.train.data.packing import pack_best_fit, row_length
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample
-from ligerzoo.train.methods import PreferenceOptions
+from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_model import open_reference
@@ -111,7 +111,7 @@ class Reference:
         data: its data.
     """
 
-    def __init__(self, run: Run, options: PreferenceOptions, data: RunData) -> None:
+    def __init__(self, run: Run, options: PreferenceRunOptions, data: RunData) -> None:
         self._run, self._table = run, None
         self._model: CausalLM | None = run.model if options.lora_rank else open_reference(options, run.device)
         if options.precompute_reference:

@@ -10,7 +10,7 @@ from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes
 from ligerzoo.train.completions import CompletionSampler, SampledCompletion, completion_seeds, samples_exactly
 from ligerzoo.train.data import PromptSample
-from ligerzoo.train.methods import GRPOOptions
+from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.rewards import RewardFunction
 from ligerzoo.train.run import Run
 from ligerzoo.train.sampling_model import SamplingModel
@@ -34,7 +34,7 @@ class Rollouts:
         ConfigError: Exact sampling is asked for, and the model or its device does not support it.
     """
 
-    def __init__(self, run: Run, options: GRPOOptions, reward: RewardFunction) -> None:
+    def __init__(self, run: Run, options: GRPORunOptions, reward: RewardFunction) -> None:
         self._model, self._reward = SamplingModel(run.model, mixed_precision=options.mixed_precision), reward
         self._seed, self._num_samples, self._decode = options.seed, options.num_samples, run.tokenizer.decode
         is_exact = samples_exactly(self._model.model, options.exact, options.seq_length)

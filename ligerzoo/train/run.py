@@ -30,14 +30,14 @@ from ligerzoo.train.run_state import RunState, refuse_output
 from ligerzoo.train.tracking import check_tracker, open_tracker
 
 FILES = ("log.jsonl", "samples.jsonl", "reward.svg", "loss.svg")
-"""Files that a run may write besides the model."""
+"""Other files than the model that a run may write."""
 
 
 class Run:
     """A run of a recipe: its processes, model, data, optimizer, log, checkpoints and Ctrl-C.
 
         with Run(options) as run:
-            run.prepare(RunData(options, run.processor, run.outline, "auto", pin_memory=False))  # prints the plan
+            run.prepare(RunData(options, run.processor, run.meta_model, "auto", pin_memory=False))  # prints the plan
             model = run.open_model()  # restored from the last checkpoint, with --resume
             for step in run.steps(evaluate):  # after each step it evaluates, saves and stops, where that is due
                 loss, metrics = ...  # forward and backward of step.batches
@@ -59,7 +59,7 @@ class Run:
         device: device of this process.
         processor: the processor of a model that reads images; otherwise the tokenizer.
         tokenizer: the tokenizer.
-        outline: the model as it is trained, on the meta device.
+        meta_model: the model as it is trained, on the meta device.
         model: the model; from `open_model` on.
         optimizer_step: updates the weights; from `open_model` on.
         state: the checkpoints.
@@ -91,7 +91,7 @@ class Run:
             self.state = RunState(self.output, options, lock=lock)
             self.processor = run_model.open_processor(options, self.state)
             self.tokenizer = run_model.tokenizer_of(self.processor)
-            self.outline = run_model.open_outline(options, self.state, new=self._new)
+            self.meta_model = run_model.open_meta_model(options, self.state, new=self._new)
             self._stack = stack.pop_all()
         return self
 
@@ -108,12 +108,12 @@ class Run:
         options = self.options
         self._data, self._batches, self._steps = data, data.training(), data.count_steps()
         self._plan = run_model.plan_memory(
-            options, self.outline, self.device, frozen=frozen, accumulate=data.accumulates, images=data.has_images
+            options, self.meta_model, self.device, frozen=frozen, accumulate=data.accumulates, images=data.has_images
         )
         done = f"; {self.state.step:,} steps are done" if self.state.step else ""
-        processes.say(run_model.describe_model(self.outline, self.device))
+        processes.say(run_model.describe_model(self.meta_model, self.device))
         processes.say(f"{data.describe_steps(self._steps)}{done}")
-        processes.say(describe_update(options, self.outline))
+        processes.say(describe_update(options, self.meta_model))
         if self._plan is not None:
             processes.say(self._plan)
         data.show()
@@ -136,7 +136,7 @@ class Run:
         """Returns the context of a forward: bfloat16 with `mixed_precision`."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.mixed_precision)
 
-    def to_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies tensors to the device, without waiting."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
 

@@ -27,7 +27,7 @@ from ligerzoo.train.data import (
 from ligerzoo.train.data.samples import AnySample
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.evaluation import Prompt, prompt_length, prompt_of
-from ligerzoo.train.methods import GRPOOptions
+from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.run_model import tokenizer_of
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor
@@ -159,7 +159,8 @@ class RunData(RunSamples):
             **encoding,
         )  # fmt: skip
         self.per_step, self.accumulates = options.accumulate, options.accumulate > 1
-        self._packing, self._batch_size, self._rows = packing, options.batch_size, {
+        self._packing, self._eval_paths = packing, options.eval_data
+        self._rows: dict[str, Any] = {
             "batch_size": options.batch_size, "pad_token_id": padding_token(self._tokenizer, rows),
             "rank": processes.rank(), "world_size": processes.world_size(), "pin_memory": pin_memory,
         }  # fmt: skip
@@ -167,7 +168,6 @@ class RunData(RunSamples):
             documents = "concatenate" if packing == "auto" else packing
             end = self._tokenizer.eos_token_id if packing == "separate" else None
             self._rows |= {"seq_length": options.seq_length, "documents": documents, "eos_token_id": end}
-        self._eval_paths = options.eval_data
         if options.eval_data:
             self._check(options.eval_data)
 
@@ -188,7 +188,7 @@ class RunData(RunSamples):
 
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their positions."""
-        sizes, world = (self.per_step, self._batch_size, self._encoding["seq_length"]), processes.world_size()
+        sizes, world = (self.per_step, self._rows["batch_size"], self._encoding["seq_length"]), processes.world_size()
         positions = world * math.prod(sizes)
         shape = " x ".join([*map(str, sizes), *([f"{world} processes"] if world > 1 else [])])
         return f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all"
@@ -224,7 +224,7 @@ class RunPrompts(RunSamples):
         held_out: the evaluation data.
     """
 
-    def __init__(self, options: GRPOOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
+    def __init__(self, options: GRPORunOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
         length = options.seq_length - options.max_new_tokens
         super().__init__(options, tokenizer, "prompt", seq_length=length, embedding_rows=model.input_vocab_size)
         self.per_step, self.accumulates, self._num_samples = options.prompts, True, options.num_samples

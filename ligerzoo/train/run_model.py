@@ -113,7 +113,7 @@ def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
     return processor
 
 
-def open_outline(options: RunOptions, run: RunState, *, new: bool = False) -> CausalLM:
+def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) -> CausalLM:
     """Returns the model on the meta device, for plans, after checks of what would go wrong without an error.
 
     Args:
@@ -130,9 +130,9 @@ def open_outline(options: RunOptions, run: RunState, *, new: bool = False) -> Ca
             got=options.model, expected="a model with weights", remedy="Train all weights of a new model.",
         )  # fmt: skip
     source, adapt = _source(options, run), adaptation(options)
-    outline = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
-    check_model(outline, options.optimizer)
-    return outline
+    meta_model = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
+    check_model(meta_model, options.optimizer)
+    return meta_model
 
 
 def open_trained_model(
@@ -180,14 +180,14 @@ def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
 
 
 def plan_memory(
-    options: RunOptions, outline: CausalLM, device: torch.device, *, frozen: CausalLM | None = None,
+    options: RunOptions, meta_model: CausalLM, device: torch.device, *, frozen: CausalLM | None = None,
     accumulate: bool = False, images: bool = False,
 ) -> ActivationPlan | None:  # fmt: skip
     """Plans what backward recomputes within `activation_budget`, see `plan_activations`. None for no plan.
 
     Args:
         options: options of the run.
-        outline: the model as it is trained, on the meta device.
+        meta_model: the model as it is trained, on the meta device.
         device: where it is trained.
         frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
         accumulate: whether gradients accumulate over several micro-batches.
@@ -201,10 +201,10 @@ def plan_memory(
     budget, count = options.activation_budget, processes.world_size()
     if images:
         refuse_budget_of_images(options)
-    averages = 4 * sum(weight.numel() for weight in outline.parameters() if weight.requires_grad)
+    averages = 4 * sum(weight.numel() for weight in meta_model.parameters() if weight.requires_grad)
     weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
     return plan_activations(
-        outline, batch_size=options.batch_size, seq_length=options.seq_length,
+        meta_model, batch_size=options.batch_size, seq_length=options.seq_length,
         budget="auto" if budget == "auto" else float(budget), optimizer=options.optimizer, accumulate=accumulate,
         gpus=count, device=device, reserved=((0 if options.ema is None else averages) + weights) // count,
     )  # fmt: skip

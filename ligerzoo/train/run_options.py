@@ -130,7 +130,7 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
         check_options(self)
         recomputes = self.mixed_precision or self.activation_checkpointing
         adapter_options = self.lora_alpha, getattr(self, "lora_dropout", None), self.lora_targets, self.dora
-        refuse(
+        refuse_options(
             (self.max_steps and self.epochs, "options max_steps and epochs", "only one of them may be given", None),
             (self.mixed_precision and self.dtype != "float32", "option mixed_precision", "needs dtype float32",
              f"dtype {self.dtype}"),
@@ -166,7 +166,7 @@ class BatchOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         where = "option optimizer_in_backward"
-        refuse(
+        refuse_options(
             (self.optimizer_in_backward and self.max_grad_norm, where,
              "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {self.max_grad_norm}"),
             (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate 1",
@@ -174,7 +174,7 @@ class BatchOptions(RunOptions):
         )  # fmt: skip
 
 
-def refuse(*cases: tuple[Any, str, str, Any]) -> None:
+def refuse_options(*cases: tuple[Any, str, str, Any]) -> None:
     """Raises ConfigError for the first case that is wrong: (whether it is wrong, where, what, got)."""
     for is_wrong, where, what, got in cases:
         if is_wrong:

@@ -7,11 +7,11 @@ import torch
 from ligerzoo.errors import ConfigError, quote
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.methods import DistillOptions
+from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.run_model import compute_dtype, open_model
 
 
-def load_teacher(options: DistillOptions, student: CausalLM, *, device: torch.device) -> CausalLM:
+def load_teacher(options: DistillRunOptions, student: CausalLM, *, device: torch.device) -> CausalLM:
     """Loads the teacher of a run without gradients. Several processes shard it.
 
     Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,

@@ -109,7 +109,7 @@ def recipe_losses(name: str, data: Path, directory: Path, **changes: Any) -> lis
         directory / "tiny", data, directory / "run", seq_length=SEQ_LENGTH, batch_size=BATCH_SIZE, lr=LR,
         max_steps=STEPS, warmup=6 / STEPS, **changes,
     )  # fmt: skip
-    assert sft.main(sft.SFTOptions(**given)) == 0
+    assert sft.main(sft.SFTRunOptions(**given)) == 0
     return [entry["loss"] for entry in read_log(directory / "run" / "log.jsonl")]
 
 

@@ -74,7 +74,7 @@ def test_losses_with_images_agree_with_transformers(kind: str, tmp_path: Path) -
         checkpoint, data, tmp_path / "run", seq_length=SEQ_LENGTH, batch_size=BATCH_SIZE, lr=LR, max_steps=STEPS,
         warmup=6 / STEPS,
     )  # fmt: skip
-    assert sft.main(sft.SFTOptions(**given)) == 0
+    assert sft.main(sft.SFTRunOptions(**given)) == 0
     log = read_log(tmp_path / "run" / "log.jsonl")
     losses, expected = [entry["loss"] for entry in log], transformers_losses(checkpoint, data)
     assert sum(entry.get("images", 0) for entry in log) > STEPS

@@ -26,8 +26,8 @@ def run(
     """A run of 3 steps with checkpoints of steps 2 and 3, and options that continue it to step 4."""
     changes = {"schedule": "constant", "warmup": 0.0, "keep": 9, "save_every": 2, **request.param}
     given = options(checkpoint, data, tmp_path_factory.mktemp("run") / "run", max_steps=3, **changes)
-    assert sft.main(sft.SFTOptions(**given)) == 0
-    assert sft.main(sft.SFTOptions(**{**given, "max_steps": 4, "output": f"{given['output']}-whole"})) == 0
+    assert sft.main(sft.SFTRunOptions(**given)) == 0
+    assert sft.main(sft.SFTRunOptions(**{**given, "max_steps": 4, "output": f"{given['output']}-whole"})) == 0
     return {**given, "max_steps": 4, "resume": True}
 
 
@@ -81,7 +81,7 @@ def is_refused(run: dict[str, Any], output: Path, damage: Damage) -> str:
     damage(checkpoint)
     found: LigerzooError | None = None
     try:
-        assert sft.main(sft.SFTOptions(**{**run, "output": str(output)})) == 0
+        assert sft.main(sft.SFTRunOptions(**{**run, "output": str(output)})) == 0
     except LigerzooError as error:
         found = error
     if found is None:
@@ -198,7 +198,7 @@ def test_a_log_of_other_steps(run: dict[str, Any], tmp_path: Path, kind: str) ->
     assert "log.jsonl" in message
     assert "is not the log of the run that continues" in message
     (tmp_path / "run" / "log.jsonl").unlink()  # the remedy
-    assert sft.main(sft.SFTOptions(**{**run, "output": str(tmp_path / "run")})) == 0
+    assert sft.main(sft.SFTRunOptions(**{**run, "output": str(tmp_path / "run")})) == 0
 
 
 def test_renamed_and_damaged_checkpoints(run: dict[str, Any], tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_renamed_and_damaged_checkpoints(run: dict[str, Any], tmp_path: Path) ->
     message = is_refused(run, tmp_path / "run", rename)
     assert "checkpoint-4/state.json: is the state of another step; got checkpoint-3; expected checkpoint-4" in message
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")  # the remedy: the run goes on from step 2
-    assert sft.main(sft.SFTOptions(**{**run, "output": str(tmp_path / "run")})) == 0
+    assert sft.main(sft.SFTRunOptions(**{**run, "output": str(tmp_path / "run")})) == 0
     assert weights(tmp_path / "run") == weights(Path(f"{run['output']}-whole"))
 
 

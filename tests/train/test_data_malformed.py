@@ -125,7 +125,7 @@ def test_a_run_stops_at_a_bad_line_before_it_is_trained(checkpoint: Path, tmp_pa
     data.write_text('{"prompt": "a", "completion": " b"}\n' * 3 + line + "\n")
     given = options(checkpoint, data, tmp_path / "run", max_steps=None, epochs=1)
     with pytest.raises(DataError, match=r"train\.jsonl:4: "):
-        sft.main(sft.SFTOptions(**given))
+        sft.main(sft.SFTRunOptions(**given))
     assert not (tmp_path / "run").exists()
     with pytest.raises(DataError, match=r"train\.jsonl:4: "):
-        sft.main(sft.SFTOptions(**given, dry_run=True))
+        sft.main(sft.SFTRunOptions(**given, dry_run=True))

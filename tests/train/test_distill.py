@@ -25,7 +25,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(given: dict[str, Any]) -> list[dict[str, Any]]:
-    assert distill.main(distill.DistillOptions(**given)) == 0
+    assert distill.main(distill.DistillRunOptions(**given)) == 0
     return read_log(Path(given["output"]) / "log.jsonl")
 
 
@@ -94,7 +94,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     train(given("whole"))
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
-        assert distill.main(distill.DistillOptions(**given("stopped"))) == 130
+        assert distill.main(distill.DistillRunOptions(**given("stopped"))) == 130
     train(given("stopped", resume=True))
     outputs = [tmp_path / output for output in ("stopped", "whole")]
     weights = [(output / "adapter_model.safetensors").read_bytes() for output in outputs]
@@ -130,7 +130,7 @@ def test_other_tokens_are_refused(checkpoint: Path, data: Path, tmp_path: Path) 
     first = min(vocabulary["a"], vocabulary["b"])
     message = f"teacher {other}, token {first}: the teacher has another vocabulary than the student: 2 token ids differ"
     with pytest.raises(ConfigError) as raised:
-        distill.main(distill.DistillOptions(**given))
+        distill.main(distill.DistillRunOptions(**given))
     assert str(raised.value).startswith(message)
 
 
@@ -139,7 +139,7 @@ def test_a_smaller_vocabulary_is_refused(data: Path, teacher: Path, checkpoint: 
     with pytest.raises(
         ConfigError, match=r"vocabulary is smaller than the student's; got vocab_size 258; expected 264"
     ):
-        distill.main(distill.DistillOptions(**given))
+        distill.main(distill.DistillRunOptions(**given))
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,5 @@ def test_a_smaller_vocabulary_is_refused(data: Path, teacher: Path, checkpoint: 
 )
 def test_invalid_options(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        distill.DistillOptions(**options(tmp_path, tmp_path, tmp_path, teacher="teacher", **changes))
+        distill.DistillRunOptions(**options(tmp_path, tmp_path, tmp_path, teacher="teacher", **changes))
     assert str(raised.value).startswith(expected)

@@ -38,7 +38,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(given: dict[str, Any]) -> int:
-    return grpo.main(grpo.GRPOOptions(**given))
+    return grpo.main(grpo.GRPORunOptions(**given))
 
 
 def steps(output: Any) -> list[dict[str, Any]]:
@@ -286,7 +286,7 @@ def test_invalid_options(
     checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, wrong: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(LigerzooError) as raised:
-        grpo.GRPOOptions(**grpo_options(checkpoint, prompts, reward, tmp_path, **wrong))
+        grpo.GRPORunOptions(**grpo_options(checkpoint, prompts, reward, tmp_path, **wrong))
     assert str(raised.value).startswith(expected)
 
 

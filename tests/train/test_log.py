@@ -19,7 +19,7 @@ from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM, Mixtral, MixtralConfig
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, cut_log, first_sources, read_log
-from ligerzoo.train.plot import MAX_POINTS, draw, plot_loss, thinned, ticks
+from ligerzoo.train.plot import MAX_POINTS, plot_loss, plot_svg, thinned, ticks
 from ligerzoo.train.throughput import StepFlops
 from tests.train.tiny_run import SIZES
 
@@ -158,7 +158,7 @@ def test_long_curves_are_thinned_and_labels_escaped() -> None:
     points = [(float(step), 1.0) for step in range(10 * MAX_POINTS + 1)]
     assert len(thinned(points)) <= MAX_POINTS
     assert thinned(points)[0] == (5.0, 1.0)
-    ElementTree.fromstring(draw({"a < b": points}, x="x & y", y="y"))
+    ElementTree.fromstring(plot_svg({"a < b": points}, x="x & y", y="y"))
 
 
 # FLOPs

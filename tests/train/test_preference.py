@@ -39,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def train(given: dict[str, Any]) -> list[dict[str, Any]]:
-    assert preference.main(preference.PreferenceOptions(**given)) == 0
+    assert preference.main(preference.PreferenceRunOptions(**given)) == 0
     return read_log(Path(given["output"]) / "log.jsonl")
 
 
@@ -98,7 +98,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     train(given("whole"))
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
-        assert preference.main(preference.PreferenceOptions(**given("stopped"))) == 130
+        assert preference.main(preference.PreferenceRunOptions(**given("stopped"))) == 130
     train(given("stopped", resume=True))
     name = "adapter_model.safetensors" if "lora_rank" in changes else "model.safetensors"
     outputs = [tmp_path / output for output in ("stopped", "whole")]
@@ -217,7 +217,7 @@ def test_the_printed_recipe_gives_the_same_weights(
 )
 def test_invalid_options(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        preference.PreferenceOptions(**options(tmp_path, tmp_path, tmp_path, **changes))
+        preference.PreferenceRunOptions(**options(tmp_path, tmp_path, tmp_path, **changes))
     assert str(raised.value).startswith(expected)
 
 
@@ -228,9 +228,9 @@ def test_a_dry_run_names_a_pair_that_is_too_long_together(
     data = write(tmp_path / "data.jsonl", [*pairs(3), {"prompt": "a", "chosen": " b" * 30, "rejected": " c" * 30}])
     given = options(model, data, tmp_path / "run", seq_length=100, dry_run=True)
     with pytest.raises(DataError, match=r"data\.jsonl:4: the sample is too long; got 126 tokens.*together"):
-        preference.main(preference.PreferenceOptions(**given))
+        preference.main(preference.PreferenceRunOptions(**given))
     given["too_long"] = "drop"
-    assert preference.main(preference.PreferenceOptions(**given)) == 0
+    assert preference.main(preference.PreferenceRunOptions(**given)) == 0
     assert "3 samples of kind 'preference'" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 

@@ -76,7 +76,7 @@ def test_losses_agree_with_trl(
         checkpoint, data, tmp_path / "run", method=method, variant=variant, seq_length=36 * PER_STEP, batch_size=1,
         max_steps=STEPS, lr=LR, schedule="constant", warmup=0.0,
     )  # fmt: skip
-    assert preference.main(preference.PreferenceOptions(**given)) == 0
+    assert preference.main(preference.PreferenceRunOptions(**given)) == 0
     ours = [entry for entry in read_log(tmp_path / "run" / "log.jsonl") if "loss" in entry]
     assert len(seen) == STEPS * PER_STEP
 

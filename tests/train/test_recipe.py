@@ -21,7 +21,7 @@ from ligerzoo.train import tracking
 from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
-from ligerzoo.train.methods import METHODS, SFTOptions, printed_recipe
+from ligerzoo.train.methods import METHODS, SFTRunOptions, printed_recipe
 from ligerzoo.train.options import options_of
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_model import open_model
@@ -71,7 +71,7 @@ def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, 
         dtype="float32", mixed_precision=True,
     )  # fmt: skip
     assert cli.main(arguments(given)) == 0
-    assert seen == [SFTOptions(**given)]
+    assert seen == [SFTRunOptions(**given)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, 
 )
 def test_invalid_options(checkpoint: Path, data: Path, tmp_path: Path, wrong: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        SFTOptions(**options(checkpoint, data, tmp_path, **wrong))
+        SFTRunOptions(**options(checkpoint, data, tmp_path, **wrong))
     assert str(raised.value).startswith(expected)
 
 

@@ -29,7 +29,7 @@ TIMED = ("seconds", "tokens_per_second", "memory_gib")
 
 
 def train(given: dict[str, Any]) -> int:
-    return sft.main(sft.SFTOptions(**given))
+    return sft.main(sft.SFTRunOptions(**given))
 
 
 def untimed_log(output: Path) -> list[dict[str, Any]]:
@@ -250,7 +250,7 @@ def run(output, seconds=None):
     child = os.fork()
     if child == 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        os._exit(sft.main(sft.SFTOptions(**given, output=output, resume=True)))
+        os._exit(sft.main(sft.SFTRunOptions(**given, output=output, resume=True)))
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)

@@ -17,7 +17,7 @@ from ligerzoo.memory import ActivationPlan, plan_activations
 from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import read_log
-from ligerzoo.train.methods import SFTOptions
+from ligerzoo.train.methods import SFTRunOptions
 from ligerzoo.train.run_state import RunState, checkpoints
 from tests.train import preference_data, tiny_run
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
@@ -154,7 +154,7 @@ def test_weights_stay_gathered_only_if_the_plans_of_all_processes_say_so(
     others: bool, given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the budget "auto", plans depend on what is free on each GPU."""
-    options = SFTOptions(**given("sft", tmp_path / "run"))
+    options = SFTRunOptions(**given("sft", tmp_path / "run"))
     model = AutoModel.from_pretrained(options.model)
     plan = plan_activations(model, batch_size=1, seq_length=8, budget=10.0, gpus=2)
     assert plan.keeps_gathered

@@ -10,7 +10,7 @@ import torch
 from ligerzoo import AutoModel, adapters, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.train import captured_step, processes
-from ligerzoo.train.checks import check_optimizer
+from ligerzoo.train.checks import check_model
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_state import checkpoints
@@ -241,12 +241,13 @@ def test_options_that_exclude_each_other(
     checkpoint: Path, data: Path, tmp_path: Path, wrong: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
-        sft.SFTOptions(**options(checkpoint, data, tmp_path, **wrong))
+        sft.SFTRunOptions(**options(checkpoint, data, tmp_path, **wrong))
 
 
-def test_low_bit_optimizers_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_optimizer("adamw-8bit")
+def test_low_bit_optimizers_of_several_processes_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModel.from_pretrained(checkpoint)
+    check_model(model, "adamw-8bit")
     monkeypatch.setattr(processes, "world_size", lambda: 2)
-    check_optimizer("muon")
-    with pytest.raises(ConfigError, match="option optimizer: cannot be saved by several processes; got adamw-8bit"):
-        check_optimizer("adamw-8bit")
+    check_model(model, "muon")
+    with pytest.raises(LigerzooError, match="optimizer: cannot update sharded weights; got adamw-8bit"):
+        check_model(model, "adamw-8bit")

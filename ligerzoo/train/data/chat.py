@@ -17,7 +17,7 @@ from ligerzoo.errors import DataError, TokenizerError, quote
 from ligerzoo.text.messages import trying_text_arguments
 from ligerzoo.text.rendered import Edit, Rendered, Span
 from ligerzoo.text.special_text import token_mask
-from ligerzoo.train.data.encoding import TextEncoder
+from ligerzoo.train.data.encoding import RecordTextEncoder
 from ligerzoo.train.data.fields import Messages
 from ligerzoo.train.data.images import ImageEncoder, Size
 from ligerzoo.train.data.markers import TRAINED
@@ -41,7 +41,7 @@ class ChatEncoder:
 
     def __init__(
         self,
-        encoder: TextEncoder,
+        encoder: RecordTextEncoder,
         *,
         train_answers: TrainAnswers = "all",
         end_of_answer: str | None = None,

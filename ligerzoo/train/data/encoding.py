@@ -20,7 +20,7 @@ from ligerzoo.train.data.samples import Source
 
 
 @dataclass
-class Tokens:
+class EncodedText:
     """Encoded text.
 
     Attributes:
@@ -32,7 +32,7 @@ class Tokens:
     offsets: list[Span]
 
 
-class TextEncoder:
+class RecordTextEncoder:
     """Encodes the texts of records.
 
     Args:
@@ -70,16 +70,16 @@ class TextEncoder:
             )  # fmt: skip
         return self._eos
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str) -> EncodedText:
         """Encodes a text, special tokens in it included; adds no others."""
         return self.encode_all([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode_all(self, texts: Sequence[str]) -> list[EncodedText]:
         """Encodes texts in parallel, see `encode`."""
         columns = self.tokenizer(
             list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
         )
-        return [Tokens(*row) for row in zip(columns["input_ids"], columns["offset_mapping"], strict=True)]
+        return [EncodedText(*row) for row in zip(columns["input_ids"], columns["offset_mapping"], strict=True)]
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts in parallel without offsets, which takes less time; see `encode`."""
@@ -131,7 +131,7 @@ class TextEncoder:
             return both[len(prompt) :]
         return encode_continuation(lambda text: self.encode_ids([text])[0], completion)
 
-    def encode_conversation(self, rendered: Rendered) -> Tokens:
+    def encode_conversation(self, rendered: Rendered) -> EncodedText:
         """Encodes a conversation such that the text before each answer, a span, has the tokens that it has alone.
 
         Returns:
@@ -142,15 +142,15 @@ class TextEncoder:
         for start, _ in rendered.spans or []:
             tokens = self._split_at(text, tokens, start)
         if rendered.literal is not None:
-            tokens = Tokens(*self.tokenizer.special_text.spell(text, tokens.ids, tokens.offsets, rendered.literal))
+            tokens = EncodedText(*self.tokenizer.special_text.spell(text, tokens.ids, tokens.offsets, rendered.literal))
         offsets: list[Span] = []
         end = 0
         for first, last in tokens.offsets:
             offsets.append((min(first, end), max(last, end)))  # a token of spaces has the offsets (last, last)
             end = offsets[-1][1]
-        return Tokens(tokens.ids, offsets)
+        return EncodedText(tokens.ids, offsets)
 
-    def _split_at(self, text: str, tokens: Tokens, start: int) -> Tokens:
+    def _split_at(self, text: str, tokens: EncodedText, start: int) -> EncodedText:
         """Encodes again from the last special token before `start` to the next one, if a token crosses `start`."""
         first, first_character, last, last_character = 0, 0, len(tokens.ids), len(text)
         for index, (token_id, (begin, end)) in enumerate(zip(tokens.ids, tokens.offsets, strict=True)):
@@ -166,7 +166,7 @@ class TextEncoder:
             return tokens
         rest = self.continuation(prompt.ids, between, text[start:last_character])
         offsets = [(a + first_character, b + first_character) for a, b in prompt.offsets]
-        return Tokens(
+        return EncodedText(
             tokens.ids[:first] + prompt.ids + rest + tokens.ids[last:],
             tokens.offsets[:first] + offsets + [(start, last_character)] * len(rest) + tokens.offsets[last:],
         )

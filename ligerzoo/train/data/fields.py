@@ -58,7 +58,7 @@ _MESSAGE_FIELDS = (
 )
 
 
-def kind_of(record: Fields, source: Source) -> Kind:
+def record_kind(record: Fields, source: Source) -> Kind:
     """Returns the kind of a record.
 
     Raises:
@@ -88,7 +88,7 @@ def kind_of(record: Fields, source: Source) -> Kind:
     )  # fmt: skip
 
 
-def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
+def check_record(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
     """Returns the fields of the record that are not None.
 
     Other fields, such as ids, are allowed unless their name resembles that of a field that the record lacks.

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from ligerzoo.errors import DataError, LigerzooError, quote
 from ligerzoo.train.data.chat import ChatEncoder
-from ligerzoo.train.data.encoding import TextEncoder
+from ligerzoo.train.data.encoding import RecordTextEncoder
 from ligerzoo.train.data.fields import (
     Fields,
     Kind,
     Messages,
-    check_fields,
+    check_record,
     flag_field,
     is_messages,
     messages_field,
@@ -54,7 +54,7 @@ class SampleEncoder:
     def __init__(
         self,
         kind: Kind,
-        encoder: TextEncoder,
+        encoder: RecordTextEncoder,
         chat: ChatEncoder,
         *,
         seq_length: int,
@@ -86,7 +86,7 @@ class SampleEncoder:
 
     def _sample(self, fields: Fields, record: Record) -> AnySample:
         source, kind = record.source, self._kind
-        fields = check_fields(fields, kind, source)
+        fields = check_record(fields, kind, source)
         match kind:
             case "text":
                 return self._text(text_field(fields, "text", source), record)
@@ -153,7 +153,7 @@ class SampleEncoder:
 
     def images_of(self, fields: Fields, source: Source) -> list[Any]:
         """Returns the images of a record in order."""
-        fields = check_fields(fields, self._kind, source)
+        fields = check_record(fields, self._kind, source)
         names = ("messages",) if self._kind == "chat" else ("prompt", "completion")
         return images_of([one for name in names for one in messages_field(fields, name, source)], fields, source)
 
@@ -255,7 +255,7 @@ Result = list[AnySample] | DataError
 """The samples of a record, or its error."""
 
 
-def parse_json(record: Record) -> dict[str, Any] | None:
+def parse_json_line(record: Record) -> dict[str, Any] | None:
     """Parses a line of a JSON Lines file; None for a blank line."""
     return parse_line(record.data, record.source) if record.data.strip() else None
 

@@ -11,14 +11,22 @@ from ligerzoo.errors import DataError, TokenizerError, did_you_mean
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
-from ligerzoo.train.data.encoding import TextEncoder
-from ligerzoo.train.data.fields import KINDS, Fields, Kind, kind_of
+from ligerzoo.train.data.encoding import RecordTextEncoder
+from ligerzoo.train.data.fields import KINDS, Fields, Kind, record_kind
 from ligerzoo.train.data.find import FORMATS, Paths, find_files
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
-from ligerzoo.train.data.kinds import Result, SampleEncoder, TooLong, encode_tokens, parse_json, parse_row, parse_text
+from ligerzoo.train.data.kinds import (
+    Result,
+    SampleEncoder,
+    TooLong,
+    encode_tokens,
+    parse_json_line,
+    parse_row,
+    parse_text,
+)
 from ligerzoo.train.data.order import Order, Position
 from ligerzoo.train.data.records import LineReader, Record, RecordReader, RowReader
-from ligerzoo.train.data.rows import as_rows, is_saved_dataset
+from ligerzoo.train.data.rows import dataset_rows, is_saved_dataset
 from ligerzoo.train.data.samples import PromptSample, Source
 from ligerzoo.train.data.stream import Encode, SampleStream
 from ligerzoo.train.data.token_files import TokenReader
@@ -111,7 +119,7 @@ def open_data(
     if parse is None:
         encode = encode_tokens
     else:
-        text_encoder = TextEncoder(tokenizer, special_tokens, eos_token_id)
+        text_encoder = RecordTextEncoder(tokenizer, special_tokens, eos_token_id)
         image_encoder = None if processor is None else ImageEncoder(processor)
         chat = ChatEncoder(
             text_encoder, train_answers=train_answers, end_of_answer=end_of_answer, chat_template=chat_template,
@@ -174,14 +182,14 @@ def open_records(
         text_unit: see `open_data`.
     """
     if is_saved_dataset(data) or not _are_paths(data):
-        rows, name, identity = as_rows(data)
+        rows, name, identity = dataset_rows(data)
         return RowReader(rows, name, identity), parse_row
     files = find_files(data)
     match FORMATS[files[0].suffix]:
         case "tokens":
             return TokenReader(files, seq_length, vocab_size), None
         case "JSON Lines":
-            return LineReader(files), parse_json
+            return LineReader(files), parse_json_line
         case _ if text_unit == "line":
             return LineReader(files), parse_text
         case _:
@@ -206,7 +214,7 @@ def _check_kind(reader: RecordReader, parse: Parse | None, kind: Kind | Literal[
         if isinstance(record, DataError):
             raise record
         if (fields := parse(record)) is not None:
-            return kind_of(fields, record.source)
+            return record_kind(fields, record.source)
     raise DataError("the data has no records", where="data")
 
 

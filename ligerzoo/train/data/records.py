@@ -100,7 +100,7 @@ class LineReader(RecordReader):
         self.blocks_per_pool = max(1, pool_size // block_size)
         self.identity = {
             "files": [
-                [Path(name).name, size, fingerprint(name)] for name, size in zip(self._files, self._sizes, strict=True)
+                [Path(name).name, size, file_hash(name)] for name, size in zip(self._files, self._sizes, strict=True)
             ],
             "blocks": [block_size, self.blocks_per_pool, joined],
         }
@@ -168,7 +168,7 @@ class LineReader(RecordReader):
         return self.read((file, source.start, self._line_end(source.name, source.start, source.start, size)))
 
 
-def fingerprint(file: str | os.PathLike[str]) -> str:
+def file_hash(file: str | os.PathLike[str]) -> str:
     """Returns a hash of the first and the last 64 KiB of a file, to notice that it was replaced."""
     try:
         with open(file, "rb") as stream:

@@ -19,7 +19,7 @@ def is_saved_dataset(data: object) -> bool:
     return any((Path(data) / name).is_file() for name in (_STATE, _SPLITS))
 
 
-def as_rows(data: Any) -> tuple[Sequence[Mapping[str, Any]], str, object]:
+def dataset_rows(data: Any) -> tuple[Sequence[Mapping[str, Any]], str, object]:
     """Returns the rows of a dataset, its name for error messages, and a value that identifies its content.
 
     Args:

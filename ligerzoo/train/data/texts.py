@@ -10,10 +10,10 @@ from ligerzoo.train.data.fields import (
     FIELDS,
     Fields,
     Kind,
-    check_fields,
+    check_record,
     is_messages,
-    kind_of,
     messages_field,
+    record_kind,
     text_field,
 )
 from ligerzoo.train.data.open import open_records
@@ -43,8 +43,8 @@ def read_texts(data: Any) -> Iterator[str]:
         if isinstance(record, DataError):
             raise record
         if (fields := parse(record)) is not None:
-            kind = kind or kind_of(fields, record.source)
-            yield from _texts(check_fields(fields, kind, record.source), kind, record.source)
+            kind = kind or record_kind(fields, record.source)
+            yield from _texts(check_record(fields, kind, record.source), kind, record.source)
     if kind is None:
         raise DataError("the data has no text", where="data")
 

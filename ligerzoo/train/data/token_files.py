@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ligerzoo.errors import DataError
-from ligerzoo.train.data.records import Record, RecordReader, fingerprint
+from ligerzoo.train.data.records import Record, RecordReader, file_hash
 from ligerzoo.train.data.samples import Source
 
 _BIN_DTYPES, _NPY_DTYPES = ("uint16", "uint32"), ("uint16", "uint32", "int32", "int64")
@@ -44,7 +44,7 @@ class TokenReader(RecordReader):
         self._first = np.cumsum([0, *(-(-len(ids) // length) for ids in self._ids)])
         self.num_blocks = int(self._first[-1])
         self.identity = {
-            "files": [[file.name, len(ids), fingerprint(file)] for file, ids in zip(files, self._ids, strict=True)],
+            "files": [[file.name, len(ids), file_hash(file)] for file, ids in zip(files, self._ids, strict=True)],
             "blocks": length,
         }
 

@@ -18,7 +18,7 @@ from ligerzoo.kernels.stochastic_rounding import FIRST_KEY
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Update(NamedTuple):
+class ParamUpdate(NamedTuple):
     """What the update of one parameter needs.
 
     Attributes:
@@ -55,7 +55,7 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
         """Returns the initial state of a parameter, without `step`."""
 
     @abc.abstractmethod
-    def update_group(self, group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         """Updates the parameters of a group and their states, unless `skip` is not 0. `lr` is 0-d fp32."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
                 self.update_group(group, updates, scalar_on(device, group["lr"]), skip)
         return loss
 
-    def _updates(self, group: dict[str, Any]) -> list[Update]:
+    def _updates(self, group: dict[str, Any]) -> list[ParamUpdate]:
         updates = []
         for index, parameter in enumerate(group["params"], group["first_index"]):
             if parameter.grad is None:
@@ -117,7 +117,7 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state.update(self.new_state(parameter, group))
             key = FIRST_KEY * (1 + group["seed"]) + 2 * index
-            updates.append(Update(parameter, parameter.grad, state, key))
+            updates.append(ParamUpdate(parameter, parameter.grad, state, key))
         return updates
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 from ligerzoo.kernels import adamw_update_fp8
 from ligerzoo.kernels.adamw_fp8 import scale_count
 from ligerzoo.kernels.fp8 import FP8
-from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, Update, local
-from ligerzoo.train.optimizers.stochastic_adamw import adamw_state, check_adamw, check_seed, update_adamw
+from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, local
+from ligerzoo.train.optimizers.stochastic_adamw import adamw_state, check_adamw, check_rounding, update_adamw
 
 FEWEST_ELEMENTS = 4096
 """Smaller parameters, such as norms and biases, have moments in fp32."""
@@ -50,7 +50,7 @@ class Fp8AdamW(DeviceOptimizer):
         seed: int = 0,
     ) -> None:
         check_adamw("Fp8AdamW", lr, betas, eps, weight_decay)
-        check_seed("Fp8AdamW", seed)
+        check_rounding("Fp8AdamW", None, seed)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": torch.float32,
             "seed": seed, "stochastic_rounding": stochastic_rounding,
@@ -77,7 +77,7 @@ class Fp8AdamW(DeviceOptimizer):
             state[f"{name}_scales"] = parameter.new_ones(scale_count(parameter), dtype=torch.float32)
         return state
 
-    def update_group(self, group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         for update in updates:
             parameter, gradient, state, key = update
             if "exp_avg_sq" in state:

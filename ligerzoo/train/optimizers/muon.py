@@ -16,7 +16,7 @@ from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.stochastic_rounding import store
 from ligerzoo.layers import Experts, LMHead
-from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, Update, first_group, local
+from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, first_group, local
 from ligerzoo.train.optimizers.groups import Group, embedding_tables, parameter_groups
 from ligerzoo.train.optimizers.orthogonalize import orthogonalize
 from ligerzoo.train.optimizers.stochastic_adamw import adamw_state, check_adamw, check_rounding, update_adamw
@@ -114,7 +114,7 @@ class Muon(DeviceOptimizer):
             return adamw_state(parameter, group)
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=group["state_dtype"] or parameter.dtype)}
 
-    def update_group(self, group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         if not group["muon"]:
             update_adamw(group, updates, lr, skip)
             return
@@ -128,7 +128,7 @@ class Muon(DeviceOptimizer):
                 _apply(group, update, change, lr, factor, skip)
 
     @staticmethod
-    def _direction(update: Update, momentum: float, skip: Tensor | None) -> Tensor:
+    def _direction(update: ParamUpdate, momentum: float, skip: Tensor | None) -> Tensor:
         """Updates the momentum buffer, and returns Nesterov's momentum of the whole matrix."""
         buffer, gradient = update.state["momentum_buffer"], update.gradient
         local_gradient = local(gradient).to(buffer.dtype)
@@ -137,7 +137,7 @@ class Muon(DeviceOptimizer):
         return _whole(local_gradient.lerp(averaged, momentum), update.parameter)
 
 
-def _batches(updates: list[Update]) -> Iterator[list[Update]]:
+def _batches(updates: list[ParamUpdate]) -> Iterator[list[ParamUpdate]]:
     """Yields updates of parameters of one shape and dtype, with at most `_MAX_BATCH` elements or one parameter."""
     by_shape = sorted(updates, key=lambda update: (str(update.parameter.dtype), tuple(update.parameter.shape)))
     for _, group in groupby(by_shape, key=lambda update: (update.parameter.dtype, update.parameter.shape)):
@@ -181,7 +181,7 @@ def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _apply(
-    group: dict[str, Any], update: Update, change: Tensor, lr: Tensor, factor: Tensor, skip: Tensor | None
+    group: dict[str, Any], update: ParamUpdate, change: Tensor, lr: Tensor, factor: Tensor, skip: Tensor | None
 ) -> None:
     parameter = local(update.parameter)
     updated = parameter.float() * (1 - lr * group["weight_decay"]) - factor * change

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ligerzoo.checks import COUNT, NOT_NEGATIVE, check
+from ligerzoo.checks import NOT_NEGATIVE, check, integer
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.cuda_graph import side_by_side
-from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, Update, first_group, local
+from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, ParamUpdate, first_group, local
+
+SEED = integer(0, 2**30)
 
 
 class StochasticAdamW(DeviceOptimizer):
@@ -61,7 +63,7 @@ class StochasticAdamW(DeviceOptimizer):
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return adamw_state(parameter, group)
 
-    def update_group(self, group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         update_adamw(group, updates, lr, skip)
 
 
@@ -78,14 +80,7 @@ def check_rounding(name: str, state_dtype: torch.dtype | None, seed: int) -> Non
     """Raises unless the arguments are a dtype of moments and a seed."""
     if state_dtype not in (None, *DTYPES):
         raise ValueError(f"{name}: state_dtype={state_dtype}; expected torch.float32, torch.bfloat16 or None")
-    check_seed(name, seed)
-
-
-def check_seed(name: str, seed: int) -> None:
-    """Raises unless the argument is a seed."""
-    check(name, COUNT, seed=seed)
-    if seed > 2**30:
-        raise ValueError(f"{name}: seed={seed}; expected an integer from 0 to 2**30")
+    check(name, SEED, seed=seed)
 
 
 def adamw_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -94,12 +89,12 @@ def adamw_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
 
-def update_adamw(group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+def update_adamw(group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
     """Updates parameters by AdamW, with the group's `betas`, `eps`, `weight_decay` and `stochastic_rounding`."""
     side_by_side([partial(_update, group, update, lr, skip) for update in updates])
 
 
-def _update(group: dict[str, Any], update: Update, lr: Tensor, skip: Tensor | None) -> None:
+def _update(group: dict[str, Any], update: ParamUpdate, lr: Tensor, skip: Tensor | None) -> None:
     parameter, gradient, state, key = update
     adamw_update(
         local(parameter),

@@ -17,7 +17,7 @@ from torch import Tensor
 from ligerzoo.losses import LossOutput
 from ligerzoo.train.data import Batch
 from ligerzoo.train.evaluation import evaluate_method
-from ligerzoo.train.methods import DistillOptions
+from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
 from ligerzoo.train.options import run_script
 from ligerzoo.train.run import Run
@@ -27,12 +27,12 @@ from ligerzoo.train.teacher import check_same_tokens, load_teacher
 DEFAULTS: dict[str, Any] = {}
 
 
-def main(options: DistillOptions) -> int:
+def main(options: DistillRunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options, new=True) as run:
         check_same_tokens(run.tokenizer, options.teacher)
-        data = RunData(options, run.tokenizer, run.outline, "auto", pin_memory=run.device.type == "cuda")
-        run.prepare(data, frozen=load_teacher(options, run.outline, device=torch.device("meta")))
+        data = RunData(options, run.tokenizer, run.meta_model, "auto", pin_memory=run.device.type == "cuda")
+        run.prepare(data, frozen=load_teacher(options, run.meta_model, device=torch.device("meta")))
         if options.dry_run:
             return 0
         model = run.open_model()
@@ -62,4 +62,4 @@ def main(options: DistillOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, DistillOptions, DEFAULTS))
+    sys.exit(run_script(main, DistillRunOptions, DEFAULTS))

@@ -19,7 +19,7 @@ from ligerzoo.losses.policy import VARIANTS
 from ligerzoo.train import processes
 from ligerzoo.train.completion_batches import CompletionBatch, completion_loss, pack_completions, policy_constants
 from ligerzoo.train.completions import SampledCompletion, without_labels
-from ligerzoo.train.methods import GRPOOptions
+from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
 from ligerzoo.train.options import run_script
 from ligerzoo.train.rewards import RewardFunction, summarize, with_advantages
@@ -33,14 +33,14 @@ from ligerzoo.train.stopwatch import Stopwatch
 DEFAULTS: dict[str, Any] = {}
 
 
-def main(options: GRPOOptions) -> int:
+def main(options: GRPORunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     loss_function = options.loss()
     with Run(options) as run:
         reward = RewardFunction(options.reward)
-        data = RunPrompts(options, run.tokenizer, run.outline)
+        data = RunPrompts(options, run.tokenizer, run.meta_model)
         needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
-        run.prepare(data, frozen=run.outline if needs_copy else None)
+        run.prepare(data, frozen=run.meta_model if needs_copy else None)
         model, samples = run.open_model(), SampleLog(run.output, run.tokenizer)
         roll_out = Rollouts(run, options, reward)
         if options.dry_run:
@@ -64,15 +64,16 @@ def main(options: GRPOOptions) -> int:
             batches = pack_completions(used, **batch_options)
             with run.autocast():  # the constants of the loss, before the first update with a batch
                 given = [(batch, *policy_constants(model, batch, **constant_options)) for batch in batches]
-            shared = {"num_items": processes.divisor(items, run.device), "aux_loss_share": 1 / max(1, len(batches))}
+            shared: dict[str, Any] = {"num_items": processes.divisor(items, run.device)}
+            shared["aux_loss_share"] = 1 / max(1, len(batches))
 
-            def loss_of(part: tuple[CompletionBatch, dict[str, Tensor], dict[str, Tensor]]) -> LossOutput:
+            def loss_of(part: tuple[CompletionBatch, dict[str, Any], dict[str, Tensor]]) -> LossOutput:
                 batch, constants, differences = part
                 with run.autocast():
                     out = completion_loss(model, batch, loss_function, **shared, **constants)
                 return LossOutput(out.loss, {**out.metrics, **differences})
 
-            results = []
+            results: list[dict[str, Any]] = []
             for _ in range(options.iterations if batches else 0):
                 sizes = [batch.trained_tokens for batch in batches]
                 loss, metrics = forward_backward(loss_of, given, sizes, run.device)
@@ -103,4 +104,4 @@ def main(options: GRPOOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, GRPOOptions, DEFAULTS))
+    sys.exit(run_script(main, GRPORunOptions, DEFAULTS))

@@ -17,7 +17,7 @@ from ligerzoo.losses import LossOutput
 from ligerzoo.train import processes
 from ligerzoo.train.data import Batch
 from ligerzoo.train.evaluation import evaluate_method
-from ligerzoo.train.methods import PreferenceOptions
+from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.metrics import forward_backward
 from ligerzoo.train.options import run_script
 from ligerzoo.train.preferences import Reference, chosen_tokens, desirable_of, samples_of, sequences_of
@@ -27,16 +27,16 @@ from ligerzoo.train.run_data import RunData
 DEFAULTS: dict[str, Any] = {}
 
 
-def main(options: PreferenceOptions) -> int:
+def main(options: PreferenceRunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     loss_function, is_kto = options.loss(), options.method == "kto"
     needs_reference = loss_function.needs_reference({})
     kind: Literal["labelled", "preference"] = "labelled" if is_kto else "preference"
     with Run(options) as run:
-        data = RunData(options, run.tokenizer, run.outline, kind, pin_memory=run.device.type == "cuda")
+        data = RunData(options, run.tokenizer, run.meta_model, kind, pin_memory=run.device.type == "cuda")
         # The reference of adapters is the model without them.
         keeps_copy = needs_reference and not options.lora_rank and not options.precompute_reference
-        run.prepare(data, frozen=run.outline if keeps_copy else None)
+        run.prepare(data, frozen=run.meta_model if keeps_copy else None)
         if options.dry_run:
             return 0
         model = run.open_model()
@@ -76,4 +76,4 @@ def main(options: PreferenceOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, PreferenceOptions, DEFAULTS))
+    sys.exit(run_script(main, PreferenceRunOptions, DEFAULTS))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ligerzoo.train.captured_step import CapturedStep
 from ligerzoo.train.evaluation import evaluate_loss
-from ligerzoo.train.methods import SFTOptions
+from ligerzoo.train.methods import SFTRunOptions
 from ligerzoo.train.options import run_script
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
@@ -20,12 +20,12 @@ from ligerzoo.train.run_data import RunData
 DEFAULTS: dict[str, Any] = {}
 
 
-def main(options: SFTOptions) -> int:
+def main(options: SFTRunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     is_new = options.method == "pretrain"
     with Run(options, new=is_new) as run:
         data = RunData(
-            options, run.processor, run.outline, "text" if is_new else "auto", pin_memory=run.device.type == "cuda",
+            options, run.processor, run.meta_model, "text" if is_new else "auto", pin_memory=run.device.type == "cuda",
             packing=options.packing, train_answers=options.train_answers, train_on_prompt=options.train_on_prompt,
         )  # fmt: skip
         run.prepare(data)
@@ -46,4 +46,4 @@ def main(options: SFTOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, SFTOptions, DEFAULTS))
+    sys.exit(run_script(main, SFTRunOptions, DEFAULTS))
