@@ -42,7 +42,7 @@ def evaluate(options: argparse.Namespace) -> int:
     """Prints the scores of a model on held-out data, and the results of tasks of lm-eval."""
     from ligerzoo.hub import AutoModel, read_config
     from ligerzoo.text.tokenizer import Tokenizer
-    from ligerzoo.train.data.check import check_data
+    from ligerzoo.train.data.read_all import check_data
     from ligerzoo.train.scores import score_data
 
     find_device(options.device)  # refuses it before the data is read

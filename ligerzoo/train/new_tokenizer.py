@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.texts import read_texts
+from ligerzoo.train.data.read_all import read_texts
 
 PAD, BOS, START, END = SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 """The first tokens of a new tokenizer. `END` ends documents, completions and messages, so that a model that was trained
@@ -53,7 +53,7 @@ def train_tokenizer(
     which is then smaller; a warning says so.
 
     Args:
-        data: texts; see `ligerzoo.train.data.texts.read_texts`.
+        data: texts; see `ligerzoo.train.data.read_all.read_texts`.
         vocab_size: number of tokens, with 256 bytes and 4 special tokens.
         chat_template: source of the chat template; None for none.
         progress: whether to show a progress bar on stderr; None if stderr is a terminal.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -159,8 +158,8 @@ def score_data(
     lengths = lengths.to(model.device)
     sums: dict[str, _Sums] = {}
     pairs: list[tuple[_Sums, _Sums]] = []
-    hidden = not (sys.stderr.isatty() if progress is None else progress)
-    with evaluating(model), tqdm(desc="evaluating", unit=" tokens", unit_scale=True, disable=hidden) as bar:
+    is_hidden = None if progress is None else not progress
+    with evaluating(model), tqdm(desc="evaluating", unit=" tokens", unit_scale=True, disable=is_hidden) as bar:
         for batch in batches:
             scores = iter(_score_segments(model, batch, lengths))
             for sample in itertools.chain.from_iterable(batch.rows):

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from ligerzoo.errors import DataError
 from ligerzoo.hub import AutoModel
 from ligerzoo.train.data import PackedBatches, PaddedBatches, check_data, open_data, write_tokens
-from ligerzoo.train.data.order import Order, Position
+from ligerzoo.train.data.order import Order, Permutation, Position
 from ligerzoo.train.data.packing import pack_best_fit, pack_concatenated, pack_pieces, row_length
-from ligerzoo.train.data.permutation import Permutation
 from ligerzoo.train.data.records import LineReader
 from ligerzoo.train.data.samples import Sample, Source
 from tests.models.tiny import Tiny

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.errors import ConfigError, DataError, TokenizerError
 from ligerzoo.train.data import open_data
-from ligerzoo.train.data.texts import read_texts
+from ligerzoo.train.data.read_all import read_texts
 from ligerzoo.train.data.token_files import map_tokens
 from ligerzoo.train.log import read_log
 from ligerzoo.train.new_config import new_config, parse_field

@@ -10,13 +10,11 @@ Both have `state_dict` and `load_state_dict`, which continue from a position exa
 """
 
 from ligerzoo.train.data.batches import Batch, PackedBatches, PaddedBatches
-from ligerzoo.train.data.check import DataReport, check_data
 from ligerzoo.train.data.fields import Kind
 from ligerzoo.train.data.open import open_data
-from ligerzoo.train.data.samples import LabelledSample, PreferenceSample, PromptSample, Sample, Source
-from ligerzoo.train.data.show import format_sample
+from ligerzoo.train.data.read_all import DataReport, check_data, write_tokens
+from ligerzoo.train.data.samples import LabelledSample, PreferenceSample, PromptSample, Sample, Source, format_sample
 from ligerzoo.train.data.stream import SampleStream
-from ligerzoo.train.data.tokenize import write_tokens
 
 __all__ = [
     "Batch",

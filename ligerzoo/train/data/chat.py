@@ -18,9 +18,8 @@ from ligerzoo.text.messages import trying_text_arguments
 from ligerzoo.text.rendered import Edit, Rendered, Span
 from ligerzoo.text.special_text import token_mask
 from ligerzoo.train.data.encoding import RecordTextEncoder
-from ligerzoo.train.data.fields import Messages
+from ligerzoo.train.data.fields import TRAINED, Messages
 from ligerzoo.train.data.images import ImageEncoder, Size
-from ligerzoo.train.data.markers import TRAINED
 from ligerzoo.train.data.samples import UNTRAINED, ImageTokens, Sample, Source
 
 TrainAnswers = Literal["all", "last"]

@@ -1,15 +1,15 @@
-"""The fields of a record of each kind, and their checks."""
+"""The fields of a record of each kind, their checks, and the markers of messages that are not trained."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.errors import DataError, ImageError, LigerzooError, did_you_mean, first_names, quote
 from ligerzoo.text.messages import with_parsed_arguments
-from ligerzoo.train.data.markers import with_marker
 from ligerzoo.train.data.samples import Source
 from ligerzoo.vision.messages import normalize_part
 
@@ -274,3 +274,61 @@ def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]
 def _described(value: object) -> str:
     names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return f"{names.get(type(value), type(value).__name__)}, {quote(value)}"
+
+
+TRAINED = "train"
+"""The field of a checked message that is not trained: False. Other messages lack it."""
+
+_MARKERS = {
+    "train": True, "training": True, "trainable": True, "trained": True, "loss": True, "loss_mask": True,
+    "weight": True, "masked": False,
+}  # fmt: skip
+"""The markers, and which value means that the message is trained. `loss_mask` multiplies the loss."""
+
+_WORDS = {"train", "training", "trained", "trainable", "loss", "mask", "masks", "masked", "weight", "weights"}
+"""Words of field names that seem to be about training."""
+
+
+def with_marker(message: Mapping[str, Any], where: str, source: Source) -> dict[str, Any]:
+    """Returns a message with one marker, `TRAINED`, if it has any that is false.
+
+    Args:
+        message: the message, with a role.
+        where: its name for errors.
+        source: the record.
+
+    Raises:
+        DataError: a marker has another value than true, false, 1 or 0; markers contradict each other; a message that
+            is never trained is marked as trained; or a field seems to be a marker but is unknown.
+    """
+    given = {name: _is_trained(message[name], name, where, source) for name in _MARKERS if name in message}
+    others = {name: value for name, value in message.items() if name not in _MARKERS}
+    for name in others:
+        if _resembles_marker(name):
+            raise DataError(
+                f"{where}: unknown field {quote(name)}, which seems to say what is trained", where=source,
+                expected=f"{', '.join(_MARKERS)}, each true or false", remedy="Remove or rename the field.",
+            )  # fmt: skip
+    if len({*given.values()}) > 1:
+        raise DataError(f"{where}: fields contradict each other", where=source, got=", ".join(given))
+    is_trained = all(given.values())
+    if given and is_trained and message["role"] != "assistant":
+        raise DataError(
+            f"{where}: only messages of the assistant are trained", where=source,
+            got=f"role {quote(message['role'])} with {', '.join(given)}", remedy="Remove the field.",
+        )  # fmt: skip
+    return others if is_trained else {**others, TRAINED: False}
+
+
+def _is_trained(value: Any, name: str, where: str, source: Source) -> bool:
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise DataError(
+            f"{where}: {name} has an unsupported value", where=source, got=quote(value), expected="true, false, 1 or 0"
+        )
+    return bool(value) == _MARKERS[name]
+
+
+def _resembles_marker(name: str) -> bool:
+    words = re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())
+    near = (marker for marker in difflib.get_close_matches(name.lower(), _MARKERS, cutoff=0.8))
+    return not _WORDS.isdisjoint(words) or any(marker[0] == name[:1].lower() for marker in near)

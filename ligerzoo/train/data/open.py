@@ -13,20 +13,12 @@ from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
 from ligerzoo.train.data.encoding import RecordTextEncoder
 from ligerzoo.train.data.fields import KINDS, Fields, Kind, record_kind
-from ligerzoo.train.data.find import FORMATS, Paths, find_files
+from ligerzoo.train.data.files import FORMATS, Paths, dataset_rows, find_files, is_saved_dataset
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
-from ligerzoo.train.data.kinds import (
-    Result,
-    SampleEncoder,
-    TooLong,
-    encode_tokens,
-    parse_json_line,
-    parse_row,
-    parse_text,
-)
 from ligerzoo.train.data.order import Order, Position
+from ligerzoo.train.data.parsing import parse_json_line, parse_row, parse_text
 from ligerzoo.train.data.records import LineReader, Record, RecordReader, RowReader
-from ligerzoo.train.data.rows import dataset_rows, is_saved_dataset
+from ligerzoo.train.data.sample_encoder import Result, SampleEncoder, TooLong, encode_tokens
 from ligerzoo.train.data.samples import PromptSample, Source
 from ligerzoo.train.data.stream import Encode, SampleStream
 from ligerzoo.train.data.token_files import TokenReader

@@ -13,12 +13,12 @@ continue from it but the records of its pool.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ligerzoo.errors import DataError
-from ligerzoo.train.data.permutation import Permutation
 from ligerzoo.train.data.records import Record, RecordReader
 
 
@@ -75,3 +75,39 @@ class Order:
         else:
             blocks_read = iter(blocks)
         return list(itertools.chain.from_iterable(map(self._reader.locate, blocks_read)))
+
+
+_ROUNDS = 6
+_MASK = 2**64 - 1
+
+
+class Permutation:
+    """A permutation of 0, ..., n - 1; `permutation[i]` takes about 3 us.
+
+    Args:
+        n: how many numbers.
+        key: selects the permutation; any values, distinguished by their `repr`.
+    """
+
+    def __init__(self, n: int, *key: object) -> None:
+        self.n = n
+        self._half = max(4, ((n - 1).bit_length() + 1) // 2)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+    def __getitem__(self, i: int) -> int:
+        if not 0 <= i < self.n:
+            raise IndexError(f"permutation index: got {i}; expected 0 to {self.n - 1}")
+        half, low = self._half, 2**self._half - 1
+        while True:
+            left, right = i >> half, i & low
+            for key in self._keys:
+                x = (right + key) * 0x9E3779B97F4A7C15 & _MASK
+                x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93 & _MASK
+                left, right = right, left ^ ((x >> 40) & low)
+            i = left << half | right
+            if i < self.n:
+                return i
+
+    def __len__(self) -> int:
+        return self.n

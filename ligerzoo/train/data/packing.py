@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ligerzoo.errors import DataError
-from ligerzoo.train.data.permutation import Permutation
+from ligerzoo.train.data.order import Permutation
 from ligerzoo.train.data.samples import Sample, TrainedSample
 
 Row = list[TrainedSample]

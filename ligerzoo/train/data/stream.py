@@ -11,9 +11,9 @@ from typing import Any, Self
 from ligerzoo.errors import DataError
 from ligerzoo.train.data.fields import Kind
 from ligerzoo.train.data.images import SampleImages
-from ligerzoo.train.data.kinds import Result
 from ligerzoo.train.data.order import Order, Position
 from ligerzoo.train.data.records import Record, RecordReader
+from ligerzoo.train.data.sample_encoder import Result
 from ligerzoo.train.data.samples import AnySample
 
 _CHUNK = 16  # records that a thread encodes at once

@@ -21,7 +21,6 @@ from ligerzoo.train.data.fields import (
     text_field,
 )
 from ligerzoo.train.data.images import ImageEncoder, has_images, images_of
-from ligerzoo.train.data.json_lines import decode_text, parse_line
 from ligerzoo.train.data.packing import row_length
 from ligerzoo.train.data.records import Record
 from ligerzoo.train.data.samples import (
@@ -253,21 +252,3 @@ def encode_tokens(records: Sequence[Record]) -> list[Result]:
 
 Result = list[AnySample] | DataError
 """The samples of a record, or its error."""
-
-
-def parse_json_line(record: Record) -> dict[str, Any] | None:
-    """Parses a line of a JSON Lines file; None for a blank line."""
-    return parse_line(record.data, record.source) if record.data.strip() else None
-
-
-def parse_text(record: Record) -> dict[str, Any] | None:
-    """Returns the text of a line, or of lines, as a record of kind "text"; None for blank text."""
-    text = decode_text(record.data, record.source).removesuffix("\r")
-    return {"text": text} if text.strip() else None
-
-
-def parse_row(record: Record) -> dict[str, Any] | None:
-    """Returns a row of a dataset."""
-    if not isinstance(record.data, dict):
-        raise DataError("not a dictionary", where=record.source, got=type(record.data).__name__)
-    return record.data

@@ -1,23 +1,43 @@
-"""Parses one line of a JSON Lines file, strictly."""
+"""Parses records strictly: lines of JSON, text, and rows of datasets."""
+
+from __future__ import annotations
 
 import json
 import re
 from typing import Any
 
 from ligerzoo.errors import DataError, quote
+from ligerzoo.train.data.records import Record
 from ligerzoo.train.data.samples import Source
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def decode_text(data: bytes, source: Source) -> str:
-    """Decodes UTF-8.
+def parse_text(record: Record) -> dict[str, Any] | None:
+    """Returns the text of a line, or of lines, as a record of kind "text"; None for blank text.
 
     Raises:
         DataError: the bytes are not UTF-8, or contain a NUL.
     """
+    text = _decoded(record).removesuffix("\r")
+    return {"text": text} if text.strip() else None
+
+
+def parse_row(record: Record) -> dict[str, Any] | None:
+    """Returns a row of a dataset.
+
+    Raises:
+        DataError: the row is not a dictionary.
+    """
+    if not isinstance(record.data, dict):
+        raise DataError("not a dictionary", where=record.source, got=type(record.data).__name__)
+    return record.data
+
+
+def _decoded(record: Record) -> str:
+    data, source = record.data, record.source
     try:
-        text = data.decode()
+        text: str = data.decode()
     except UnicodeDecodeError as error:
         got = f"byte 0x{data[error.start]:02X} at byte {error.start + 1} of the line"
         raise DataError("invalid UTF-8", where=source, got=got, remedy="Convert the file to UTF-8.") from error
@@ -26,13 +46,15 @@ def decode_text(data: bytes, source: Source) -> str:
     return text
 
 
-def parse_line(data: bytes, source: Source) -> dict[str, Any]:
-    """Parses a line as a JSON object.
+def parse_json_line(record: Record) -> dict[str, Any] | None:
+    """Parses a line of a JSON Lines file; None for a blank line.
 
     Raises:
         DataError: the line is not UTF-8, not JSON or not an object, repeats a key, or has invalid characters.
     """
-    text = decode_text(data, source)
+    if not record.data.strip():
+        return None
+    text, source = _decoded(record), record.source
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:

@@ -1,8 +1,9 @@
-"""Reads all data once and reports every problem, before anything is trained."""
+"""Reads all data once: to check it before anything is trained, to write its tokens, or for its texts."""
 
 from __future__ import annotations
 
-import sys
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,20 @@ from tqdm import tqdm
 
 from ligerzoo.errors import DataError
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.open import open_data
-from ligerzoo.train.data.samples import AnySample, PromptSample, Sample
+from ligerzoo.train.data.fields import (
+    FIELDS,
+    Fields,
+    Kind,
+    check_record,
+    is_messages,
+    messages_field,
+    record_kind,
+    text_field,
+)
+from ligerzoo.train.data.open import open_data, open_records
+from ligerzoo.train.data.order import Order, Position
+from ligerzoo.train.data.samples import AnySample, PromptSample, Sample, Source
+from ligerzoo.train.data.token_files import TokenWriter
 from ligerzoo.vision.processor import Processor
 
 _MAX_PROBLEMS = 20
@@ -98,8 +111,8 @@ def check_data(
     """
     stream = open_data(data, kind, tokenizer, **{**options, "shuffle": False, "epochs": 1})
     report = DataReport(stream.kind)
-    hidden = not (sys.stderr.isatty() if progress is None else progress)
-    with tqdm(stream.results(), "checking data", unit=" records", disable=hidden) as results:
+    is_hidden = None if progress is None else not progress
+    with tqdm(stream.results(), "checking data", unit=" records", disable=is_hidden) as results:
         for _, result in results:
             try:
                 if isinstance(result, DataError):
@@ -116,3 +129,78 @@ def check_data(
             for sample in result:
                 report._count(sample)
     return report
+
+
+_NOT_TEXT = "label"
+
+
+def read_texts(data: Any) -> Iterator[str]:
+    """Yields the texts of all records in the order of the files: documents, prompts, completions and messages.
+
+    Reads while it yields. Long .txt files are read in parts of 64 KiB, which end at a line end.
+
+    Args:
+        data: see `ligerzoo.train.data.open_data`. All records must be of the kind of the first one.
+
+    Raises:
+        DataError: the data is missing, empty, of an unknown format or consists of tokens, or a record is malformed; the
+            error names file and line.
+    """
+    reader, parse = open_records(data, seq_length=2, vocab_size=2**32)
+    if parse is None:
+        raise DataError("token files have no text", where="data", expected=".jsonl, .ndjson or .txt")
+    kind: Kind | None = None
+    for _, record in Order(reader, seed=0, shuffle=False, epochs=1).records(Position()):
+        if isinstance(record, DataError):
+            raise record
+        if (fields := parse(record)) is not None:
+            kind = kind or record_kind(fields, record.source)
+            yield from _texts(check_record(fields, kind, record.source), kind, record.source)
+    if kind is None:
+        raise DataError("the data has no text", where="data")
+
+
+def _texts(fields: Fields, kind: Kind, source: Source) -> Iterator[str]:
+    names = FIELDS[kind]
+    for name in dict.fromkeys((*names.required, "prompt")):
+        if name not in fields or name == _NOT_TEXT:
+            continue
+        if name == "messages" or is_messages(fields[name]):
+            for message in messages_field(fields, name, source):
+                content = message.get("content", "")
+                yield content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        else:
+            yield text_field(fields, name, source, may_be_blank=name == "prompt")
+
+
+def write_tokens(
+    data: Any, output: str | os.PathLike[str], tokenizer: Tokenizer, *, workers: int = 1, progress: bool | None = None,
+    **options: Any,
+) -> int:  # fmt: skip
+    """Writes the tokens of all documents of kind "text" to a token file, each with the end-of-sequence token.
+
+    Args:
+        data: see `open_data`.
+        output: the file, `NAME.bin`. `NAME.bin.json` describes it.
+        tokenizer: see `open_data`.
+        workers: see `open_data`.
+        progress: whether to show a progress bar on stderr; None if stderr is a terminal.
+        options: `special_tokens`, `text_unit` and `eos_token_id` of `open_data`.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        DataError: as `open_data`. No file is written.
+    """
+    stream = open_data(data, "text", tokenizer, seq_length=2**20, shuffle=False, epochs=1, workers=workers, **options)
+    is_hidden = None if progress is None else not progress
+    with (
+        TokenWriter(output, len(tokenizer)) as writer,
+        tqdm(desc="tokenizing", unit=" tokens", unit_scale=True, disable=is_hidden) as bar,
+    ):
+        for sample in stream:
+            assert isinstance(sample, Sample)
+            writer.write(sample.input_ids)
+            bar.update(len(sample.input_ids))
+    return writer.tokens
