@@ -43,7 +43,7 @@ ARROWS = {
     "hub": ("convert device errors files kernels models", "vision"),
     "adapters": ("convert errors files hub layers models", ""),
     "generate": ("device errors kernels layers models", ""),
-    "memory": ("adapters errors kernels models", ""),
+    "memory": ("adapters checks errors kernels models", ""),
     "info": ("convert errors files models text", "memory"),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ligerzoo.checks import AT_LEAST_1, POSITIVE, check
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.simulation import StepMemory, gib, on_meta, simulate_step
@@ -111,9 +112,7 @@ def plan_activations(
     Raises:
         LigerzooError: the step does not fit even if all blocks are recomputed, or an argument is invalid.
     """
-    for name, value in (("batch_size", batch_size), ("seq_length", seq_length), ("gpus", gpus)):
-        if type(value) is not int or value < 1:
-            raise LigerzooError("not a count", where=name, got=repr(value), expected="an integer, 1 or more")
+    check(None, AT_LEAST_1, batch_size=batch_size, seq_length=seq_length, gpus=gpus)
     limit = budget_bytes(model, budget, device)
     limit = None if limit is None else limit - reserved
     simulated = on_meta(model)
@@ -223,11 +222,7 @@ def budget_bytes(
     if budget == "auto":
         device = next(model.parameters()).device if device is None else device
         return _free_bytes(model, device) if device.type == "cuda" else None
-    if isinstance(budget, str | bool) or not budget > 0:
-        raise LigerzooError(
-            "not an activation budget", where="budget", got=repr(budget),
-            expected='a positive number of GiB, "auto" or None',
-        )  # fmt: skip
+    check(None, POSITIVE._replace(expected='a positive number of GiB, "auto" or None'), budget=budget)
     return int(budget * 2**30)
 
 

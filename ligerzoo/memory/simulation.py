@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,24 +32,32 @@ FSDP_BLOCKS = 3
 _SCALES = 4 / 256, 4 / 128
 """Bytes per number for an fp32 scale of each 256 numbers (8 bits, fp8) or 128 (4 bits)."""
 
-OPTIMIZERS: dict[str, tuple[int, float]] = {
-    "adamw": (2, 0),
-    "adamw-8bit": (0, 2 * (1 + _SCALES[0])),
-    "adamw-4bit": (0, 2 * (0.5 + _SCALES[1])),
-    "adamw-fp8": (0, 2 * (1 + _SCALES[0])),
-    "muon": (1, 0),
-    "sgd": (0, 0),
+
+class OptimizerMemory(NamedTuple):
+    """Memory of an optimizer for each parameter.
+
+    Attributes:
+        tensors: states of the dtype of the parameter.
+        quantized: bytes per number of quantized states. An optimizer that has some updates whole weights only.
+        temporaries: bytes per number of the parameter that is updated; torchao has both moments in fp32.
+    """
+
+    tensors: int
+    quantized: float = 0
+    temporaries: int = 0
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerMemory(2),
+    "adamw-8bit": OptimizerMemory(0, 2 * (1 + _SCALES[0]), 2 * 4),
+    "adamw-4bit": OptimizerMemory(0, 2 * (0.5 + _SCALES[1]), 2 * 4),
+    "adamw-fp8": OptimizerMemory(0, 2 * (1 + _SCALES[0])),
+    "muon": OptimizerMemory(1),  # vectors, embeddings and heads are updated by AdamW
+    "sgd": OptimizerMemory(0),
 }
-"""States of each parameter: tensors of the parameter's dtype, and further bytes per number."""
 
-LOW_BIT = tuple(name for name, (_, extra) in OPTIMIZERS.items() if extra)
+LOW_BIT = tuple(name for name, memory in OPTIMIZERS.items() if memory.quantized)
 """Optimizers with quantized states, which update whole weights only."""
-
-_TEMPORARIES = dict.fromkeys(("adamw-8bit", "adamw-4bit"), 2 * 4)
-"""Bytes per number of the parameter that an optimizer updates; torchao's has both moments in fp32."""
-
-_ADAMW_STATES = OPTIMIZERS["adamw"][0]
-"""Muon updates vectors, embeddings and heads with AdamW."""
 
 
 def check_optimizer(optimizer: str, gpus: int = 1) -> None:
@@ -71,13 +79,13 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
         LigerzooError: unknown optimizer.
     """
     check_optimizer(optimizer)
-    tensors, extra = OPTIMIZERS[optimizer]
+    memory, adamw = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_matrix = parameter.ndim > 1 and "embed_tokens" not in name and "lm_head" not in name
-            count = tensors if optimizer != "muon" or is_matrix else _ADAMW_STATES
-            total += parameter.numel() * (count * parameter.element_size() + extra)
+            used = adamw if optimizer == "muon" and not is_matrix else memory
+            total += parameter.numel() * (used.tensors * parameter.element_size() + used.quantized)
     return round(total)
 
 
@@ -209,7 +217,8 @@ def simulate_step(
     gradients, activations, dynamic = count.peak
     workspace = dynamic - gradients - activations
     all_gradients = _nbytes(trained) // gpus
-    temporaries = _TEMPORARIES.get(optimizer, 0) * max((parameter.numel() for parameter in trained), default=0) // gpus
+    largest = max((parameter.numel() for parameter in trained), default=0)
+    temporaries = OPTIMIZERS[optimizer].temporaries * largest // gpus
     if gpus > 1:  # the last reduction, of the embedding, has whole gradients and a copy of them
         trained_embedding = [p for p in model.get_input_embeddings().parameters() if p.requires_grad]
         temporaries = max(temporaries, 2 * _nbytes(trained_embedding))

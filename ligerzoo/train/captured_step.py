@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.checks import AT_LEAST_1, POSITIVE, check, check_optional
+from ligerzoo.checks import AT_LEAST_1, POSITIVE, check, check_optional, one_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
 from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segments
@@ -132,8 +132,7 @@ class CapturedStep:
         capture: Capture = "auto",
         max_shapes: int = 4,
     ) -> None:
-        if capture not in get_args(Capture):
-            raise ValueError(f'CapturedStep: capture={capture!r}; expected "auto", "on" or "off"')
+        check("CapturedStep", one_of(get_args(Capture)), capture=capture)
         check_optional("CapturedStep", POSITIVE, max_norm=max_norm)
         check("CapturedStep", AT_LEAST_1, max_shapes=max_shapes)
         self._model, self._optimizer, self._max_norm, self._skip = model, optimizer, max_norm, skip

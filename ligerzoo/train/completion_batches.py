@@ -20,6 +20,7 @@ from ligerzoo.kernels import token_logps
 from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
 from ligerzoo.train.completions import SampledCompletion, without_labels
+from ligerzoo.train.data.batches import collate
 from ligerzoo.train.data.packing import pack_best_fit
 from ligerzoo.train.data.samples import UNTRAINED
 
@@ -96,22 +97,16 @@ def _untrained(completions: Sequence[SampledCompletion]) -> SampledCompletion:
 
 
 def _batch(rows: list[list[SampledCompletion]], pad_token_id: int) -> CompletionBatch:
-    lengths = [sum(len(one.input_ids) for one in row) for row in rows]
-    shape = len(rows), max(lengths)
-    ids, labels = torch.full(shape, pad_token_id), torch.full(shape, UNTRAINED)
-    positions = torch.zeros(shape, dtype=torch.int64)
+    length = max(sum(len(one.input_ids) for one in row) for row in rows)
     predictors = []
     for index, row in enumerate(rows):
-        first = 0
+        last = index * length - 1
         for one in row:
-            piece = slice(first, first := first + len(one.input_ids))
-            ids[index, piece], labels[index, piece] = torch.tensor(one.input_ids), torch.tensor(one.labels)
-            positions[index, piece] = torch.arange(len(one.input_ids))
-            last = index * shape[1] + first - 1
+            last += len(one.input_ids)
             predictors.append(torch.arange(last - len(one.tokens), last))
-    completions = [one for row in rows for one in row]
+    completions, layout = [one for row in rows for one in row], cast("list[list[Any]]", rows)
     return CompletionBatch(
-        {"input_ids": ids, "labels": labels, "position_ids": positions},
+        collate(layout, layout, length, pad_token_id).inputs,
         completions,
         pad_sequence(predictors, batch_first=True),
         pad_sequence(

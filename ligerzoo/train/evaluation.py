@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,20 +15,12 @@ from ligerzoo.models import CausalLM
 from ligerzoo.parallel import unsharded
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
+from ligerzoo.train.data import Sample
 from ligerzoo.train.log import CountedBatch
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 40
 
 B = TypeVar("B")
-
-
-class TokenLabels(Protocol):
-    """Token ids of a sample, and its labels: -100 for tokens that are not trained."""
-
-    @property
-    def input_ids(self) -> Sequence[int]: ...
-    @property
-    def labels(self) -> Sequence[int]: ...
 
 
 @contextlib.contextmanager
@@ -130,12 +122,12 @@ def evaluate_method(
     return {**numbers, "samples": continue_prompts(model, tokenizer, prompts)}
 
 
-def prompt_of(sample: TokenLabels) -> list[int]:
+def prompt_of(sample: Sample) -> list[int]:
     """Returns the tokens before the first trained one; of a sample that is trained from its start, the first half."""
-    return list(sample.input_ids)[: prompt_length(sample)][-PROMPT_TOKENS:]
+    return sample.input_ids[: prompt_length(sample)][-PROMPT_TOKENS:]
 
 
-def prompt_length(sample: TokenLabels) -> int:
+def prompt_length(sample: Sample) -> int:
     """Returns the number of tokens of the prompt of a sample, see `prompt_of`."""
     first = next((index for index, label in enumerate(sample.labels) if label != -100), len(sample.labels))
     return first if first > 1 else max(1, len(sample.input_ids) // 2)

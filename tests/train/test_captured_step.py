@@ -479,5 +479,5 @@ def test_invalid_steps(batches: Any, num_items: Any, expected: str) -> None:
 
 def test_invalid_options() -> None:
     model = new_model()
-    with pytest.raises(ValueError, match=r"capture='always'; expected \"auto\", \"on\" or \"off\""):
+    with pytest.raises(ValueError, match="capture='always'; expected one of 'auto', 'on', 'off'"):
         CapturedStep(model, make_optimizer(model, lr=1e-3), capture="always")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ligerzoo.checks import FLAG, check
+from ligerzoo.checks import FLAG, check, one_of
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.stochastic_rounding import store
@@ -78,8 +78,7 @@ class Muon(DeviceOptimizer):
         check("Muon", BETA, momentum=momentum)
         check("Muon", FLAG, stochastic_rounding=stochastic_rounding)
         check_rounding("Muon", state_dtype, seed)
-        if scale not in get_args(LearningRateScale):
-            raise ValueError(f'Muon: scale={scale!r}; expected "match_rms_adamw" or "original"')
+        check("Muon", one_of(get_args(LearningRateScale)), scale=scale)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "scale": scale,
             "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed,
