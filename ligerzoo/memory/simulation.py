@@ -73,12 +73,7 @@ def check_optimizer(optimizer: str, gpus: int = 1) -> None:
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
-    """Returns the bytes of an optimizer's states for all parameters that require gradients.
-
-    Raises:
-        LigerzooError: unknown optimizer.
-    """
-    check_optimizer(optimizer)
+    """Returns the bytes of an optimizer's states for all parameters that require gradients."""
     memory, adamw = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
     total = 0.0
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, option
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, changeable, option
 from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ class SFTRunOptions(BatchOptions):
     )
     train_answers: Literal["all", "last"] = option("answers of a conversation that are trained", "all")
     train_on_prompt: bool = option("also train the prompts of completions", False)
-    capture: Literal["auto", "on", "off"] = option(
-        "run steps of small models as CUDA graphs; on: of large ones too, or stop; off: run eagerly",
-        "auto",
-        may_change=True,
+    capture: Literal["auto", "on", "off"] = changeable(
+        "run steps of small models as CUDA graphs; on: of large ones too, or stop; off: run eagerly", "auto"
     )
 
     def check_device(self, device_type: str) -> None:
@@ -72,11 +70,10 @@ class PreferenceRunOptions(BatchOptions):
     )
     desirable_weight: NotNegative | None = option("weight of the desirable completions of kto (default: 1)", None)
     undesirable_weight: NotNegative | None = option("weight of the undesirable completions of kto (default: 1)", None)
-    precompute_reference: bool = option(
+    precompute_reference: bool = changeable(
         "compute the reference's log-probabilities of all data before the first step, instead of keeping the reference "
         "in memory",
         False,
-        may_change=True,
     )
     seq_length: Count = option(
         "tokens in a row; both sequences of a pair share a row, with other pairs if they fit", 2048
@@ -182,16 +179,15 @@ class GRPORunOptions(RunOptions):
     )
     mask_truncated: bool = option("do not train completions that reach --max-new-tokens", False)
     iterations: Count = option("updates with the completions of a step", 1)
-    sample_every: Count = option(
-        "steps between samples in samples.jsonl; those of the first step are always there", 10, may_change=True
+    sample_every: Count = changeable(
+        "steps between samples in samples.jsonl; those of the first step are always there", 10
     )
     lr: Positive = 1e-6
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     save_every: Count = 100
-    activation_budget: Budget = option(
+    activation_budget: Budget = changeable(
         "memory of an update in GiB, within which activations are kept; auto: what the GPU has; none: all are kept",
         "none",
-        may_change=True,
     )
 
     def __post_init__(self) -> None:

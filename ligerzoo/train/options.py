@@ -61,6 +61,11 @@ def option(description: str, default: Any = dataclasses.MISSING, *, may_change: 
     return dataclasses.field(default=default, metadata={"description": description, "may_change": may_change})
 
 
+def changeable(description: str, default: Any = dataclasses.MISSING) -> Any:
+    """Returns a field that may differ when a run is resumed, see `option`."""
+    return option(description, default, may_change=True)
+
+
 class Option(NamedTuple):
     """An option of a class.
 

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, Seed, check_options, option
+from ligerzoo.train.options import (
+    Budget,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seed,
+    changeable,
+    check_options,
+    option,
+)
 
 LARGEST_WARMUP_OF_WSD = 0.9
 """The decay takes the last tenth of the steps."""
@@ -23,7 +33,7 @@ class ModelOptions:
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option("dtype of the weights (default: as stored)", "auto")
     mixed_precision: bool = option("compute in bfloat16 with weights in float32", False)
-    device: str | None = option("cpu, cuda or cuda:1 (default: the first GPU, else cpu)", None, may_change=True)
+    device: str | None = changeable("cpu, cuda or cuda:1 (default: the first GPU, else cpu)", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +43,8 @@ class DataOptions:
     data: tuple[str, ...] = option(
         "file with training data, also with images for --method sft; several are one data set"
     )
-    eval_data: tuple[str, ...] | None = option("file with evaluation data", None, may_change=True)
-    eval_every: Count = option("steps between evaluations", 100, may_change=True)
+    eval_data: tuple[str, ...] | None = changeable("file with evaluation data", None)
+    eval_every: Count = changeable("steps between evaluations", 100)
     seq_length: Count = option("tokens in a row", 2048)
     batch_size: Count = option("rows in a micro-batch of a process", 4)
     special_tokens: Literal["text", "control"] = option(
@@ -86,15 +96,11 @@ class OptimizerOptions:
 class MemoryOptions:
     """Memory."""
 
-    activation_budget: Budget = option(
-        "memory of a step in GiB, within which activations are kept; auto: what the GPU has; none: all are kept",
-        "auto",
-        may_change=True,
+    activation_budget: Budget = changeable(
+        "memory of a step in GiB, within which activations are kept; auto: what the GPU has; none: all are kept", "auto"
     )
-    activation_checkpointing: bool = option(
-        "recompute each block in backward instead of keeping its activations: less memory, more time",
-        False,
-        may_change=True,
+    activation_checkpointing: bool = changeable(
+        "recompute each block in backward instead of keeping its activations: less memory, more time", False
     )
 
 
@@ -102,23 +108,17 @@ class MemoryOptions:
 class StepOptions:
     """Steps, checkpoints and the log."""
 
-    output: str = option("directory for checkpoints, the log and the trained model or adapter", may_change=True)
-    max_steps: Count | None = option(
-        "number of steps; the data is repeated as needed (default: as --epochs)", None, may_change=True
+    output: str = changeable("directory for checkpoints, the log and the trained model or adapter")
+    max_steps: Count | None = changeable("number of steps; the data is repeated as needed (default: as --epochs)", None)
+    epochs: Count | None = changeable("times that the data is read, without --max-steps (default: 1)", None)
+    save_every: Count = changeable("steps between checkpoints; the last step is always saved", 500)
+    keep: Count = changeable("number of checkpoints to keep", 2)
+    resume: bool = changeable("continue the run in the output directory, if any, bit for bit", False)
+    tracker: Literal["tensorboard", "wandb"] | None = changeable(
+        "also send the log to TensorBoard or Weights & Biases", None
     )
-    epochs: Count | None = option(
-        "times that the data is read, without --max-steps (default: 1)", None, may_change=True
-    )
-    save_every: Count = option("steps between checkpoints; the last step is always saved", 500, may_change=True)
-    keep: Count = option("number of checkpoints to keep", 2, may_change=True)
-    resume: bool = option("continue the run in the output directory, if any, bit for bit", False, may_change=True)
-    tracker: Literal["tensorboard", "wandb"] | None = option(
-        "also send the log to TensorBoard or Weights & Biases", None, may_change=True
-    )
-    dry_run: bool = option(
-        "read all data, print the plan and three samples with the trained tokens in colour, and train nothing",
-        False,
-        may_change=True,
+    dry_run: bool = changeable(
+        "read all data, print the plan and three samples with the trained tokens in colour, and train nothing", False
     )
 
 

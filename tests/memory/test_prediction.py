@@ -181,7 +181,7 @@ def test_muon_has_one_state_for_the_matrices_of_blocks() -> None:
 
 def test_an_unknown_optimizer() -> None:
     with pytest.raises(LigerzooError, match=r"^optimizer: unknown optimizer; got 'adam'; expected adamw, "):
-        optimizer_bytes(llama(**TINY), "adam")
+        simulate_step(llama(**TINY), 1, 8, optimizer="adam")
 
 
 def test_a_page_names_a_batch_that_fits() -> None:
