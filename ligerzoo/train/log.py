@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ligerzoo.device import DelayedReads
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.untrusted import is_at
 from ligerzoo.models import CausalLM
@@ -73,36 +74,11 @@ class DeviceTime:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> None:
-        """Waits until the device has reached it."""
-        if self._event is not None:
-            self._event.synchronize()
-
     def seconds_since(self, earlier: DeviceTime) -> float:
         """Returns the seconds from an earlier time; the device must have reached both."""
         if self._event is not None and earlier._event is not None:
             return float(earlier._event.elapsed_time(self._event)) / 1000
         return self._time - earlier._time
-
-
-class PinnedCopy:
-    """A copy of 0-d tensors on the host, which is started at once and read later.
-
-    Attributes:
-        time: when the copy is complete.
-    """
-
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        stacked = torch.stack([value.detach().double() for value in values])
-        if stacked.device.type == "cuda":
-            host = torch.empty_like(stacked, device="cpu", pin_memory=True)
-            stacked = host.copy_(stacked, non_blocking=True)
-        self._values, self.time = stacked, DeviceTime(values[0].device)
-
-    def read(self) -> list[float]:
-        """Waits for the copy, and returns the values."""
-        self.time.wait()
-        return self._values.tolist()
 
 
 def first_sources(batches: Iterable[CountedBatch], limit: int = 4) -> str:
@@ -149,7 +125,8 @@ class RunLog:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._first_step, self._steps, self._report = first_step, steps, report
-        self._pending: tuple[dict[str, Any], list[str], PinnedCopy, float, Sequence[CountedBatch]] | None = None
+        self._reads: DelayedReads[tuple[dict[str, Any], list[str], float, Sequence[CountedBatch], DeviceTime]]
+        self._reads = DelayedReads(model.device, 1)
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
         self._skipped, self._skipped_in_a_row = 0, 0
@@ -184,9 +161,8 @@ class RunLog:
                 skipped, or too many were.
         """
         values = {"loss": processes.mean(loss), "grad_norm": grad_norm, "skipped": skipped, **(metrics or {})}
+        self._write_steps()
         copied = {name: value for name, value in values.items() if value is not None}
-        copy = PinnedCopy(list(copied.values()))
-        self._write_pending()
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
         counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
         images = sum(getattr(batch, "images", 0) for batch in batches)
@@ -195,7 +171,8 @@ class RunLog:
             "step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens, "trained_tokens": trained,
             "padding": padding / max(1, tokens + padding), **({"images": images} if images else {}),
         }  # fmt: skip
-        self._pending = entry, list(copied), copy, flops, batches
+        stacked = torch.stack([value.detach().double() for value in copied.values()])
+        self._reads.push((entry, list(copied), flops, batches, DeviceTime(self._device)), stacked)
 
     def evaluation(self, step: int, **values: Any) -> None:
         """Logs an evaluation after a step. The first value is printed; its name begins with `eval_`."""
@@ -207,13 +184,13 @@ class RunLog:
 
     def is_skipped(self) -> bool:
         """Returns whether the update of the last step was skipped, after waiting for the step."""
-        self._write_pending()
+        self._write_steps()
         return self._skipped_in_a_row > 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Writes all steps, then leaves the time in the block out of the throughput: for evaluation and saving."""
-        self._write_pending()
+        self._write_steps()
         if self._file is not None:
             with writing(self.path):
                 self._file.flush()
@@ -231,25 +208,24 @@ class RunLog:
         self.say(f"Stopped after step {step}. --resume continues from {checkpoint}.")
         return STOPPED
 
-    def _write_pending(self) -> None:
-        if self._pending is None:
-            return
-        (entry, copied, copy, flops, batches), self._pending = self._pending, None
-        entry |= dict(zip(copied, copy.read(), strict=True))
-        skipped = entry.pop("skipped", 0)
-        entry["seconds"] = seconds = copy.time.seconds_since(self._last)
-        self._last = copy.time
-        entry["tokens_per_second"] = entry["tokens"] / seconds
-        entry["mfu"] = flops / seconds / self._peak / processes.world_size() if self._peak else None
-        entry["memory_gib"] = peak_memory_gib(self._device)
-        if skipped > self._skipped:
-            self._note_skipped(entry, batches)
-        else:
-            self._skipped_in_a_row = 0
-            self._check(entry, batches)
-        self._skipped = int(skipped)
-        self._write(entry)
-        self._show(entry)
+    def _write_steps(self) -> None:
+        """Waits for the steps that have been pushed, at most one, and writes them."""
+        for (entry, copied, flops, batches, end), values in self._reads.pop(waits=True):
+            entry |= dict(zip(copied, values, strict=True))
+            skipped = entry.pop("skipped", 0)
+            entry["seconds"] = seconds = end.seconds_since(self._last)
+            self._last = end
+            entry["tokens_per_second"] = entry["tokens"] / seconds
+            entry["mfu"] = flops / seconds / self._peak / processes.world_size() if self._peak else None
+            entry["memory_gib"] = peak_memory_gib(self._device)
+            if skipped > self._skipped:
+                self._note_skipped(entry, batches)
+            else:
+                self._skipped_in_a_row = 0
+                self._check(entry, batches)
+            self._skipped = int(skipped)
+            self._write(entry)
+            self._show(entry)
 
     def _note_skipped(self, entry: dict[str, Any], batches: Sequence[CountedBatch]) -> None:
         """Warns of a step whose update was skipped, and raises LigerzooError if many were in a row."""
@@ -323,7 +299,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             if kind is None:
-                self._write_pending()
+                self._write_steps()
         finally:
             self._progress.close()
             if self._file is not None:

@@ -150,7 +150,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) ->
     groups: dict[str, Any] = {}
     for one in options:
         group = groups[one.group] = groups.get(one.group) or parser.add_argument_group(one.group)
-        default = "" if one.default in (dataclasses.MISSING, None, False) else f" (default: {one.default})"
+        is_said = one.default in (dataclasses.MISSING, None, False) or "(default: " in one.description
+        default = "" if is_said else f" (default: {one.default})"
         given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{one.description}{default}".replace("%", "%%")}
         if one.values is FLAG:
             given["action"] = "store_true"

@@ -7,9 +7,8 @@ from ligerzoo.train.optimizers.groups import names_without_decay, parameter_grou
 from ligerzoo.train.optimizers.in_backward import StepInBackward
 from ligerzoo.train.optimizers.low_bit import low_bit_adamw
 from ligerzoo.train.optimizers.make import OPTIMIZER_NAMES, make_optimizer
-from ligerzoo.train.optimizers.muon import Muon, muon_groups
+from ligerzoo.train.optimizers.muon import Muon, muon_groups, orthogonalize
 from ligerzoo.train.optimizers.non_finite import SkipNonFinite
-from ligerzoo.train.optimizers.orthogonalize import orthogonalize
 from ligerzoo.train.optimizers.resolution import second_moment_is_stuck, share_unchanged
 from ligerzoo.train.optimizers.schedules import Schedule, ScheduleName, schedule, set_lr
 from ligerzoo.train.optimizers.stochastic_adamw import StochasticAdamW
