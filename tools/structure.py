@@ -27,7 +27,7 @@ ARGUMENTS = {
     "GatedMLP.forward": "ligerzoo/layers/mlp.py:GatedMLP.forward:x",
     "Attention.forward": "ligerzoo/layers/attention.py:Attention.forward:x",
     "hub.load": "ligerzoo/hub/loading.py:load:name_or_path",
-    "SFT recipe": "ligerzoo/train/recipes/sft.py:train:options",
+    "SFT recipe": "ligerzoo/train/recipes/sft.py:main:options",
 }
 CHECK = re.compile(r"_?(check|require|refuse)(_|$)")
 """Names of functions that only check their arguments."""
