@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -69,19 +68,33 @@ def _forward(name: str, model: Model, *args: Any, **inputs: Any) -> Any:
     return out
 
 
-def _loss_output(out: Any, own_loss: Tensor | None, aux_loss_share: float) -> LossOutput:
-    """Returns loss and metrics of a model's output, with the load-balancing loss of its routers as "aux_loss".
+def _loss_of_model(
+    name: str,
+    model: Model,
+    loss_of: Callable[..., LossOutput],
+    input_ids: Tensor,
+    labels: Tensor,
+    inputs: Mapping[str, Any],
+    aux_loss_share: float,
+) -> LossOutput:
+    """Computes `loss_of` of the model's hidden states, head and shifted labels, within its forward.
 
-    Args:
-        out: the model's output; its loss includes the load-balancing loss in full.
-        own_loss: the loss without it.
-        aux_loss_share: factor of the load-balancing loss.
+    Adds the load-balancing loss of the model's routers times `aux_loss_share`, and reports it as "aux_loss".
     """
+    own_loss: Any = None
+
+    def objective(hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> LossOutput:
+        nonlocal own_loss
+        output = loss_of(hidden, weight, target, **head)
+        own_loss = output.loss
+        return output
+
+    out = _forward(name, model, input_ids, labels=labels, objective=objective, **inputs)
     if out.aux_loss is None:
         return LossOutput(out.loss, out.details)
-    loss = out.loss
+    loss = out.loss  # includes the load-balancing loss in full
     if aux_loss_share != 1:
-        loss = own_loss + aux_loss_share * (out.loss - own_loss)
+        loss = own_loss + aux_loss_share * (loss - own_loss)
     return LossOutput(loss, {**out.details, "aux_loss": out.aux_loss.detach()})
 
 
@@ -184,35 +197,36 @@ class HeadLoss(nn.Module):
         self._checked(options)
         self.options = options
 
-    def _checked(self, arguments: Mapping[str, Any]) -> Any:
+    def _checked(self, arguments: Mapping[str, Any]) -> HeadOptions:
         """Returns the options of a loss; tensors that it requires may be missing. Raises as the function does."""
-        required = [one.name for one in fields(self.options_type) if one.default is MISSING]
-        return self.options_type.checked(type(self).__name__, **(dict.fromkeys(required) | dict(arguments)))
+        optional = dict.fromkeys(self.options_type.required)
+        return self.options_type.checked(type(self).__name__, **(optional | dict(arguments)))
 
-    def _check_call(self, method: Callable[..., Any], args: Sequence[Any], inputs: Mapping[str, Any]) -> None:
-        """Raises for invalid arguments of a call of `of` or `of_teacher`, before any model runs."""
-        name, own = type(self).__name__, inspect.signature(method).parameters
-        positional = [one for one in fields(self.options_type) if not one.kw_only] if "args" in own else []
-        if len(args) > len(positional):
-            raise WrongTypeError(
-                f"got {3 + len(args)} positional arguments",
-                where=f"{name}.of",
-                expected=", ".join(["model", "input_ids", "labels", *(one.name for one in positional)]),
-                remedy="Pass the others by name, such as attention_mask=...",
-            )
-        arguments = {**self.options, **inputs}
+    def _arguments(self, method: Callable[..., Any], args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of the loss in a call of `of` or `of_teacher`. Raises before any model runs."""
+        name, options = type(self).__name__, self.options_type
+        arguments = {**self.options, **dict(zip(options.positional, args, strict=False)), **inputs}
+        if torch.compiler.is_compiling():
+            return arguments
+        if len(args) > len(options.positional):
+            what = f"got {3 + len(args)} positional arguments"
+            expected = ", ".join(("model", "input_ids", "labels", *options.positional))
+            remedy = "Pass the others by name, such as attention_mask=..."
+            raise WrongTypeError(what, where=f"{name}.of", expected=expected, remedy=remedy)
         for option, value in arguments.items():
-            if option not in self.options_type.accepted:
+            if option not in options.accepted:
+                names = [*options.accepted, *inspect.signature(method).parameters]
                 remedy = "Other inputs of the model go into model_inputs={...}"
-                raise unknown_option(name, option, value, [*self.options_type.accepted, *own], remedy)
-        for one in positional[len(args) :]:
-            if one.default is MISSING and one.name not in arguments:
-                what, expected = f"{one.name} is missing", "a tensor, after labels or by name"
-                raise WrongTypeError(what, where=f"{name}.of", expected=expected)
+                raise unknown_option(name, option, value, names, remedy)
+        for option in options.required:
+            if option not in arguments:
+                expected = "a tensor, after labels or by name"
+                raise WrongTypeError(f"{option} is missing", where=f"{name}.of", expected=expected)
         self._checked(arguments)
         if "ignore_index" in arguments:
             what = f"got ignore_index={arguments['ignore_index']!r}"
             raise LigerzooError(what, where=name, expected="none, models ignore labels of -100")
+        return arguments
 
     def forward(self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
         """Computes the loss of hidden states, the weight of the LM head (None for logits) and shifted targets.
@@ -265,10 +279,9 @@ class HeadLoss(nn.Module):
             ValueError: both or (if the loss needs it) neither of `reference` and `ref_logps` are given, `ignore_index`
                 is given, or the function raises.
         """
-        name, arguments = type(self).__name__, {**self.options, **inputs}
+        name = type(self).__name__
         _check_model(name, model)  # before the reference runs
-        if not torch.compiler.is_compiling():
-            self._check_call(self.of, args, inputs)
+        arguments = self._arguments(self.of, args, inputs)
         has_logps = arguments.get("ref_logps") is not None
         if reference is None and not has_logps and self.needs_reference(arguments):
             remedy = "Pass reference=..., the model before training. SimPO, CPO and ORPO need none"
@@ -281,7 +294,6 @@ class HeadLoss(nn.Module):
             if "ref_logps" not in self.options_type.accepted:
                 what = f"{name} does not use a reference model; for a teacher use Distillation.of_teacher"
                 raise WrongTypeError(what)
-            _check_model(name, reference)
             shared = ("logits_budget", "backend")
             head_options: dict[str, Any] = {option: arguments[option] for option in shared if option in arguments}
             with torch.no_grad():
@@ -289,18 +301,14 @@ class HeadLoss(nn.Module):
                 arguments["ref_logps"] = _model_logps(
                     name, logps, reference, input_ids, labels, model_inputs, head_options, sequences
                 )
-        own_loss = None
 
-        def objective(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> LossOutput:
-            nonlocal own_loss
+        def loss_of(hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> LossOutput:
             if sequences is not None:
                 hidden, target = unpacked(name, hidden, target, sequences)
-            loss: LossOutput = self(hidden, weight, target, *args, **{**options, **arguments})
-            own_loss = loss.loss
-            return loss
+            output: LossOutput = self(hidden, weight, target, **{**head, **arguments})
+            return output
 
-        out = _forward(name, model, input_ids, labels=labels, objective=objective, **model_inputs)
-        return _loss_output(out, own_loss, aux_loss_share)
+        return _loss_of_model(name, model, loss_of, input_ids, labels, model_inputs, aux_loss_share)
 
     def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
         """Returns whether `of` needs `reference` or `ref_logps`, given the loss's arguments."""
@@ -417,28 +425,20 @@ class Distillation(HeadLoss):
         """
         name = type(self).__name__
         _check_model(name, teacher)  # before the student runs
-        if not torch.compiler.is_compiling():
-            self._check_call(self.of_teacher, (), inputs)
+        arguments = self._arguments(self.of_teacher, (), inputs)
         shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         needs_gradient = torch.is_grad_enabled()
-        own_loss = None
 
-        def objective(*student: Tensor, **options: Any) -> LossOutput:
-            nonlocal own_loss
-
-            def teacher_objective(hidden: Tensor, weight: Tensor, _: Tensor, **head: Any) -> tuple[None, LossOutput]:
+        def loss_of(*student: Tensor, **options: Any) -> LossOutput:
+            def objective(hidden: Tensor, weight: Tensor, _: Tensor, **head: Any) -> tuple[None, LossOutput]:
                 with torch.set_grad_enabled(needs_gradient):
                     names = head.keys() & {"bias", "softcap", "logit_scale"}
                     teacher_options = {f"teacher_{name}": head[name] for name in names}
-                    arguments = {**teacher_options, **options, **self.options, **inputs}
-                    return None, self(*student, hidden, weight, **arguments)
+                    return None, self(*student, hidden, weight, **{**teacher_options, **options, **arguments})
 
             with torch.no_grad():
-                loss: LossOutput = _forward(
-                    name, teacher, input_ids, labels=labels, objective=teacher_objective, **shared_inputs
-                ).details
-            own_loss = loss.loss
-            return loss
+                out = _forward(name, teacher, input_ids, labels=labels, objective=objective, **shared_inputs)
+            output: LossOutput = out.details
+            return output
 
-        out = _forward(name, model, input_ids, labels=labels, objective=objective, **shared_inputs)
-        return _loss_output(out, own_loss, aux_loss_share)
+        return _loss_of_model(name, model, loss_of, input_ids, labels, shared_inputs, aux_loss_share)

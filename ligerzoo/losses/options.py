@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass
 from typing import (
     Annotated,
     Any,
@@ -114,6 +114,12 @@ class HeadOptions:
     accepted: ClassVar[dict[str, Values | None]] = {}
     """The values that each option accepts; None for tensors."""
 
+    positional: ClassVar[tuple[str, ...]] = ()
+    """Options that a loss also takes by position, after `target`."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    """Those of them without a default."""
+
     bias: Tensor | None = None
     ignore_index: Annotated[int, integer()] = -100
     softcap: Positive | None = None
@@ -124,6 +130,9 @@ class HeadOptions:
     def __init_subclass__(cls) -> None:
         hints = get_type_hints(cls, include_extras=True)
         cls.accepted = {name: _values(hint) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+        fields = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        cls.positional = tuple(fields)
+        cls.required = tuple(name for name, value in fields.items() if value.default is MISSING)
 
     @classmethod
     def checked(cls, name: str, /, *args: Any, **given: Any) -> Self:
