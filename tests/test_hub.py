@@ -544,7 +544,7 @@ print(json.dumps([seen, len(versions)]))
 """
 
 
-@pytest.mark.parametrize("seconds, number", [(2, 1), pytest.param(60, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds, number", [(0.5, 1), pytest.param(60, 2, marks=pytest.mark.slow)])
 def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: float, number: int) -> None:
     directory = tmp_path / "model"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

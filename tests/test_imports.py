@@ -247,8 +247,10 @@ def test_triton_is_imported_at_the_first_launch_only() -> None:
 def test_importing_the_package_is_fast() -> None:
     """By the time of the processor, which other work on the machine does not change much."""
     script = "import time, torch; start = time.process_time(); import ligerzoo; print(time.process_time() - start)"
-    seconds = min(fresh_interpreter(script) for _attempt in range(2))
-    assert seconds <= 0.3, f"import ligerzoo takes {seconds} s more than import torch"
+    found: list[float] = []
+    while not found or (found[-1] > 0.3 and len(found) < 3):
+        found.append(fresh_interpreter(script))
+    assert min(found) <= 0.3, f"import ligerzoo takes {found} s more than import torch"
 
 
 def test_the_version_is_the_package_s() -> None:
