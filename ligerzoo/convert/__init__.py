@@ -42,13 +42,10 @@ def architecture_of(model_type: object) -> Architecture:
         if model_type in FAMILIES:
             return FAMILIES[model_type]
     if model_type not in MODEL_TYPES:
-        raise ConfigError(
-            "no such architecture",
-            where="model_type",
-            got=repr(model_type),
-            expected=" or ".join((*MODEL_TYPES, *_REGISTERED)),
-            remedy="If it is a class of your own, call AutoModel.register first.",
-        )
+        what = "no such architecture"
+        expected = " or ".join((*MODEL_TYPES, *_REGISTERED))
+        remedy = "If it is a class of your own, call AutoModel.register first."
+        raise ConfigError(what, where="model_type", got=repr(model_type), expected=expected, remedy=remedy)
     architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture
 
@@ -61,11 +58,10 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
             ligerzoo.models; or it is not a model of ligerzoo.
     """
     if not isinstance(model, LanguageModel):
-        raise ConfigError(
-            "not a model of ligerzoo", where="model", got=type(model).__name__,
-            expected="a model that AutoModel.from_pretrained or AutoModel.from_config returns",
-            remedy="ligerzoo.from_transformers converts models of transformers.",
-        )  # fmt: skip
+        what = "not a model of ligerzoo"
+        expected = "a model that AutoModel.from_pretrained or AutoModel.from_config returns"
+        remedy = "ligerzoo.from_transformers converts models of transformers."
+        raise ConfigError(what, where="model", got=type(model).__name__, expected=expected, remedy=remedy)
     if isinstance(model, SequenceClassifier):
         return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
     return architecture_for(type(model))
@@ -80,12 +76,10 @@ def architecture_for(model_class: type) -> Architecture:
     for base in model_class.__mro__:
         if architecture := _find("model_class", base):
             return architecture
-    raise ConfigError(
-        "the class is not registered, so it cannot be saved or loaded",
-        where=model_class.__name__,
-        expected="a class of ligerzoo.models, a subclass of one, or a registered class",
-        remedy=f'Call AutoModel.register(<config class>, {model_class.__name__}, model_type="...").',
-    )
+    what = "the class is not registered, so it cannot be saved or loaded"
+    expected = "a class of ligerzoo.models, a subclass of one, or a registered class"
+    remedy = f'Call AutoModel.register(<config class>, {model_class.__name__}, model_type="...").'
+    raise ConfigError(what, where=model_class.__name__, expected=expected, remedy=remedy)
 
 
 def architecture_for_config(config_class: type) -> Architecture:
@@ -96,22 +90,20 @@ def architecture_for_config(config_class: type) -> Architecture:
     """
     if architecture := _find("config_class", config_class):
         return architecture
-    raise ConfigError(
-        "no model class is known for this config class",
-        where=config_class.__name__,
-        expected="the config class of a model in ligerzoo.models, or a registered one",
-        remedy=f'Call AutoModel.register({config_class.__name__}, <model class>, model_type="...").',
-    )
+    what = "no model class is known for this config class"
+    expected = "the config class of a model in ligerzoo.models, or a registered one"
+    remedy = f'Call AutoModel.register({config_class.__name__}, <model class>, model_type="...").'
+    raise ConfigError(what, where=config_class.__name__, expected=expected, remedy=remedy)
 
 
 def _find(attribute: str, cls: type) -> Architecture | None:
     """Returns the architecture whose `model_class` or `config_class` is this class, importing only its converter."""
     package, _, module = cls.__module__.rpartition(".")
-    known = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_TYPES else []
-    return next((found for found in (*_REGISTERED.values(), *known) if getattr(found, attribute) is cls), None)
+    own = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_TYPES else []
+    return next((found for found in (*_REGISTERED.values(), *own) if getattr(found, attribute) is cls), None)
 
 
-def register(
+def register_architecture(
     config_class: type, model_class: type[CausalLM], model_type: str, *, layout: tuple[Rule, ...] = ()
 ) -> None:
     """Adds an architecture for a user's own classes, see `ligerzoo.AutoModel.register`."""
@@ -120,10 +112,8 @@ def register(
         raise ConfigError("not a model class", where="model_class", got=model_class, expected="a subclass of CausalLM")
     _check_config_class(config_class)
     if not isinstance(layout, tuple | list) or not all(_is_rule(rule) for rule in layout):
-        raise ConfigError(
-            "not a tuple of rules", where="layout", got=repr(layout),
-            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.layout",
-        )  # fmt: skip
+        expected = "a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.layout"
+        raise ConfigError("not a tuple of rules", where="layout", got=repr(layout), expected=expected)
     _check_unused(config_class, model_class, model_type)
     base = next((found for cls in model_class.__mro__[1:] if (found := _find("model_class", cls))), None)
     own: dict[str, Any] = {
@@ -154,11 +144,10 @@ def _check_order(*arguments: object) -> None:
         config_class, model_class, model_type = (
             getattr(by_kind[name], "__name__", repr(by_kind[name])) for name in expected
         )
-        raise ConfigError(
-            "the arguments are in another order", where="AutoModel.register", got=", ".join(map(str, got)),
-            expected=", ".join(expected),
-            remedy=f"Call AutoModel.register({config_class}, {model_class}, model_type={model_type}).",
-        )  # fmt: skip
+        what = "the arguments are in another order"
+        where = "AutoModel.register"
+        remedy = f"Call AutoModel.register({config_class}, {model_class}, model_type={model_type})."
+        raise ConfigError(what, where=where, got=", ".join(map(str, got)), expected=", ".join(expected), remedy=remedy)
 
 
 def _is_model_class(value: object) -> bool:
@@ -198,10 +187,8 @@ def _check_unused(config_class: type, model_class: type, model_type: object) -> 
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError("not a name", where="model_type", got=repr(model_type), expected="a non-empty string")
     if model_type in MODEL_TYPES or model_type in ALIASES:
-        raise ConfigError(
-            "the name belongs to an architecture of ligerzoo.models", where="model_type", got=repr(model_type),
-            remedy="Choose another name.",
-        )  # fmt: skip
+        what = "the name belongs to an architecture of ligerzoo.models"
+        raise ConfigError(what, where="model_type", got=repr(model_type), remedy="Choose another name.")
     registered = _REGISTERED.get(model_type)
     for attribute, cls in (("model_class", model_class), ("config_class", config_class)):
         previous = getattr(registered, attribute, cls)
@@ -212,7 +199,5 @@ def _check_unused(config_class: type, model_class: type, model_type: object) -> 
             )  # fmt: skip
         owner = _find(attribute, cls)
         if owner and owner is not registered:
-            raise ConfigError(
-                f"the class belongs to model_type {owner.model_type!r}", where=attribute, got=cls.__qualname__,
-                remedy="Register a subclass.",
-            )  # fmt: skip
+            what = f"the class belongs to model_type {owner.model_type!r}"
+            raise ConfigError(what, where=attribute, got=cls.__qualname__, remedy="Register a subclass.")

@@ -110,10 +110,9 @@ def written_fields(config: Any) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                "cannot be written to config.json", where=name, got=f"{value!r} ({type(value).__name__})",
-                expected="numbers, strings, booleans, None, or lists, tuples, dicts and dataclasses of them",
-            ) from error  # fmt: skip
+            what = "cannot be written to config.json"
+            expected = "numbers, strings, booleans, None, or lists, tuples, dicts and dataclasses of them"
+            raise ConfigError(what, where=name, got=f"{value!r} ({type(value).__name__})", expected=expected) from error
     return entries
 
 
@@ -131,10 +130,8 @@ def _first_not_null(spellings: Iterable[tuple[str, Any]]) -> Any:
     given = [(name, value) for name, value in spellings if value is not None]
     for name, value in given[1:]:
         if _json_type(value) != _json_type(given[0][1]):
-            raise ConfigError(
-                "invalid value", where=name, got=repr(value),
-                expected=f"no entry or {_json_type(given[0][1])}, as in {given[0][0]}",
-            )  # fmt: skip
+            expected = f"no entry or {_json_type(given[0][1])}, as in {given[0][0]}"
+            raise ConfigError("invalid value", where=name, got=repr(value), expected=expected)
     return given[0][1] if given else None
 
 
@@ -191,10 +188,9 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     if original is not None:
         scaling[_ORIGINAL] = original
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
-        raise ConfigError(
-            "not supported", where="rope_parameters", got=f"an object with {', '.join(map(repr, nested))}",
-            expected="the parameters of all layers in one object",
-        )  # fmt: skip
+        what = "not supported"
+        got = f"an object with {', '.join(map(repr, nested))}"
+        raise ConfigError(what, where="rope_parameters", got=got, expected="the parameters of all layers in one object")
     return {
         "rope_theta": default_theta if theta is None else theta,
         "rope_scaling": {"rope_type": rope_type, **scaling} if rope_type != "default" else None,
@@ -261,10 +257,8 @@ def rope_of_layer_types(
     sliding = {"rope_scaling": object_entry(both, "sliding_attention"), "rope_theta": local_theta}
     local = rope_fields(sliding, default_local_theta)
     if local["rope_scaling"] is not None:
-        raise ConfigError(
-            "not supported", where="rope_parameters, sliding_attention", got=local["rope_scaling"],
-            expected='rope_type "default"',
-        )  # fmt: skip
+        where = "rope_parameters, sliding_attention"
+        raise ConfigError("not supported", where=where, got=local["rope_scaling"], expected='rope_type "default"')
     rope = rope_fields({"rope_scaling": full, "rope_theta": raw.get("rope_theta")}, default_theta)
     return {**rope, "rope_local_base_freq": local["rope_theta"]}
 
@@ -305,7 +299,5 @@ def refuse(raw: Mapping[str, Any], name: str, *, unless: tuple[object, ...], rem
     accepted = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in unless)
     if not accepted:  # 0 == False in Python, so the types are compared too
         got = repr(value) if not isinstance(value, Mapping) else f"an object with {', '.join(map(repr, value))}"
-        raise ConfigError(
-            "not supported", where=name, got=got,
-            expected=" or ".join("no entry" if other is None else repr(other) for other in unless), remedy=remedy,
-        )  # fmt: skip
+        expected = " or ".join("no entry" if other is None else repr(other) for other in unless)
+        raise ConfigError("not supported", where=name, got=got, expected=expected, remedy=remedy)

@@ -56,11 +56,10 @@ class ClassifierArchitecture(Architecture):
         causal_lm = self.causal_lm.build(config, device=device)
         names = [name for name in causal_lm.state_dict() if not name.startswith(("model.", "lm_head."))]
         if names or type(causal_lm).embed is not LanguageModel.embed:
-            raise ConfigError(
-                "a sequence classifier has a decoder only", where=type(causal_lm).__name__,
-                got=f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`",
-                remedy="Models that read images cannot be classifiers, nor classes of your own with further parts.",
-            )  # fmt: skip
+            what = "a sequence classifier has a decoder only"
+            got = f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`"
+            remedy = "Models that read images cannot be classifiers, nor classes of your own with further parts."
+            raise ConfigError(what, where=type(causal_lm).__name__, got=got, remedy=remedy)
         with building(device):
             return SequenceClassifier(config, causal_lm.model, self.labels)
 
@@ -141,10 +140,8 @@ def _names(entries: Mapping[str, Any]) -> list[str] | None:
         by_index = {index: name for name, index in by_name.items()}
     expected = [str(index) for index in range(len(by_index))]
     if by_index.keys() != set(expected):
-        raise ConfigError(
-            "invalid indices of labels", where="id2label", got=first_names(list(by_index)),
-            expected=f"0 to {len(by_index) - 1}",
-        )  # fmt: skip
+        what = "invalid indices of labels"
+        raise ConfigError(what, where="id2label", got=first_names(list(by_index)), expected=f"0 to {len(by_index) - 1}")
     if any(by_index.get(index) != name for name, index in by_name.items()):
         raise ConfigError("contradicts id2label", where="label2id", got=repr(entries["label2id"])[:200])
     return [by_index[index] for index in expected] or None

@@ -106,19 +106,16 @@ def _keep_owner(target: Path, new: Path) -> None:
     """Sets the owner and group of the new directory to those of the directory that it replaces."""
     if not target.exists():
         return
-    old, created = target.stat(), new.stat()
-    if (created.st_uid, created.st_gid) == (old.st_uid, old.st_gid):
+    old, created = ((owner.st_uid, owner.st_gid) for owner in (target.stat(), new.stat()))
+    if created == old:
         return
     try:
-        os.chown(new, old.st_uid, old.st_gid)
+        os.chown(new, *old)
     except OSError as error:
-        raise CheckpointError(
-            "cannot be replaced: it would get another owner",
-            where=target,
-            got=f"user {created.st_uid}, group {created.st_gid}",
-            expected=f"user {old.st_uid}, group {old.st_gid}",
-            remedy="Save to another directory, or as the user who owns this one.",
-        ) from error
+        got, expected = ("user {}, group {}".format(*owner) for owner in (created, old))
+        what = "cannot be replaced: it would get another owner"
+        remedy = "Save to another directory, or as the user who owns this one."
+        raise CheckpointError(what, where=target, got=got, expected=expected, remedy=remedy) from error
 
 
 def refuse_irreplaceable(target: Path) -> None:
@@ -128,25 +125,18 @@ def refuse_irreplaceable(target: Path) -> None:
     if not target.is_dir():
         raise CheckpointError("is a file", where=target, expected="a directory, or a path that does not exist")
     on_another_device = target.stat().st_dev != target.parent.stat().st_dev
+    why = got = None
     if target == target.parent or on_another_device or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            "cannot be replaced in one step: it is a mount point, or its parent is not writable",
-            where=target,
-            remedy="Save to a subdirectory of it.",
-        )
-    if not os.access(target, os.R_OK | os.W_OK | os.X_OK):
-        raise CheckpointError(
-            "cannot be replaced: no permission to read and write it",
-            where=target,
-            remedy="Save to another directory, or change its mode.",
-        )
-    if mount := _mount_below(target):
-        raise CheckpointError(
-            "cannot be replaced: it contains a mount point, whose files would be deleted",
-            where=target,
-            got=mount,
-            remedy="Save to another directory, or unmount it.",
-        )
+        why = " in one step: it is a mount point, or its parent is not writable"
+        remedy = "Save to a subdirectory of it."
+    elif not os.access(target, os.R_OK | os.W_OK | os.X_OK):
+        why = ": no permission to read and write it"
+        remedy = "Save to another directory, or change its mode."
+    elif got := _mount_below(target):
+        why = ": it contains a mount point, whose files would be deleted"
+        remedy = "Save to another directory, or unmount it."
+    if why is not None:
+        raise CheckpointError(f"cannot be replaced{why}", where=target, got=got, remedy=remedy)
 
 
 def _mount_below(directory: Path) -> str | None:
@@ -203,11 +193,8 @@ def _link_or_copy(source: Path, destination: Path) -> None:
         try:
             shutil.copy2(source, destination, follow_symlinks=False)
         except PermissionError as error:
-            raise CheckpointError(
-                "cannot be carried over: no permission to read it",
-                where=source,
-                remedy="Make it readable, or save to another directory.",
-            ) from error
+            what, remedy = "no permission to read it", "Make it readable, or save to another directory."
+            raise CheckpointError(f"cannot be carried over: {what}", where=source, remedy=remedy) from error
         if destination.is_file():
             _sync(destination)
 

@@ -53,12 +53,8 @@ class TensorInfo:
             CheckpointError: The stored dtype is complex, or has 4 or 6 bits, for which torch has no dtype.
         """
         if self.stored_dtype not in DTYPES:
-            raise CheckpointError(
-                "dtype is not supported",
-                where=f"{self.file}, tensor {quote(self.name)}",
-                got=self.stored_dtype,
-                expected=SUPPORTED,
-            )
+            where = f"{self.file}, tensor {quote(self.name)}"
+            raise CheckpointError("dtype is not supported", where=where, got=self.stored_dtype, expected=SUPPORTED)
         return DTYPES[self.stored_dtype]
 
     @property
@@ -150,9 +146,10 @@ class Checkpoint:
         else:
             what, file = "the index does not list this tensor", self.unlisted[name].file
         return CheckpointError(
-            what, where=f"{self.directory / file}, tensor {quote(name)}",
+            what,
+            where=f"{self.directory / file}, tensor {quote(name)}",
             remedy="The files may be damaged or of several checkpoints: download all of them again.",
-        )  # fmt: skip
+        )
 
     def _locate_stored(self, info: TensorInfo) -> str:
         return f"{self.directory / info.file}, tensor {quote(info.name)}"
@@ -225,12 +222,8 @@ def read_weight_map(index: str | Path) -> dict[str, str]:
         raise CheckpointError("no weight_map", where=index, expected="an object of tensor names and file names")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not is_plain_name(file) or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                "invalid file name",
-                where=f"{index}, tensor {quote(name)}",
-                got=quote(file),
-                expected="the name of a .safetensors file in the same directory",
-            )
+            where, expected = f"{index}, tensor {quote(name)}", "the name of a .safetensors file in the same directory"
+            raise CheckpointError("invalid file name", where=where, got=quote(file), expected=expected)
     return weight_map
 
 
@@ -254,14 +247,8 @@ def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
 
 
 def _refuse_missing_files(directory: Path, files: list[str]) -> None:
-    missing = [file for file in files if not (directory / file).exists()]
-    if not missing:
-        return
-    found = sorted(os.listdir(directory))
-    raise CheckpointError(
-        f"{len(missing)} of {len(files)} weight files missing",
-        where=directory,
-        got=files_in(directory),
-        expected=first_names(missing),
-        remedy=remedy_for(found) or "Download the whole checkpoint.",
-    )
+    if missing := [file for file in files if not (directory / file).exists()]:
+        what = f"{len(missing)} of {len(files)} weight files missing"
+        remedy = remedy_for(sorted(os.listdir(directory))) or "Download the whole checkpoint."
+        got, expected = files_in(directory), first_names(missing)
+        raise CheckpointError(what, where=directory, got=got, expected=expected, remedy=remedy)

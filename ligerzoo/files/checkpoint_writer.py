@@ -49,10 +49,8 @@ def write_checkpoint(
         _refuse_unnamable(name, tensor.dtype)
     for name in files:
         if not is_plain_name(name) or WEIGHT_FILE.fullmatch(name):
-            raise CheckpointError(
-                "invalid file name", where=directory, got=quote(name),
-                expected="the name of a file in the directory that does not hold weights",
-            )  # fmt: skip
+            expected = "the name of a file in the directory that does not hold weights"
+            raise CheckpointError("invalid file name", where=directory, got=quote(name), expected=expected)
     shards = _plan_shards(blueprints, max_shard_size)
     total_size = sum(tensor.nbytes for tensor in blueprints.values())
     from tqdm import tqdm

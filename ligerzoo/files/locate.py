@@ -62,11 +62,9 @@ def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_option
     if os.path.isdir(name_or_path):  # False for a path that is too long; Path.is_dir raises
         return Path(name_or_path)
     if os.path.isfile(name_or_path) or str(name_or_path).lower().endswith((".gguf", ".safetensors")):
-        raise CheckpointError(
-            "a file" if os.path.isfile(name_or_path) else "no such file", where=name_or_path,
-            expected="a directory in Hugging Face's format",
-            remedy=remedy_for([os.path.basename(name_or_path)], is_given=True),
-        )  # fmt: skip
+        what = "a file" if os.path.isfile(name_or_path) else "no such file"
+        remedy = remedy_for([os.path.basename(name_or_path)], is_given=True)
+        raise CheckpointError(what, where=name_or_path, expected="a directory in Hugging Face's format", remedy=remedy)
     if not _REPO_ID.fullmatch(str(name_or_path)) or ".." in str(name_or_path):
         raise CheckpointError(
             "no such directory, and not a repository id", where=name_or_path, expected='a directory or "org/name"'
@@ -78,8 +76,7 @@ def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_option
         return Path(snapshot_download(str(name_or_path), allow_patterns=list(patterns), **hub_options))
     except Exception as error:  # errors of the HTTP client have no common base class across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            "no such directory, and cannot be downloaded from the hub",
-            where=name_or_path, got=f"{type(error).__name__}: {reason}",
-            remedy="Check the name, the network connection and, for a gated or private repository, the token.",
-        ) from error  # fmt: skip
+        what = "no such directory, and cannot be downloaded from the hub"
+        where = name_or_path
+        remedy = "Check the name, the network connection and, for a gated or private repository, the token."
+        raise CheckpointError(what, where=where, got=f"{type(error).__name__}: {reason}", remedy=remedy) from error

@@ -108,10 +108,8 @@ def _excluded_modules(entry: Mapping[str, Any]) -> tuple[str, ...]:
     lists = {name: entry[name] for name in _LIST_NAMES if entry.get(name) is not None}
     for name, modules in lists.items():
         if not isinstance(modules, list) or not all(isinstance(module, str) and module for module in modules):
-            raise ConfigError(
-                "not a list of modules", where=f"{ENTRY}, {name}", got=repr(modules),
-                expected='a list of names such as "lm_head"',
-            )  # fmt: skip
+            expected = 'a list of names such as "lm_head"'
+            raise ConfigError("not a list of modules", where=f"{ENTRY}, {name}", got=repr(modules), expected=expected)
     if len(lists) == 2 and set(lists[_LIST_NAMES[0]]) != set(lists[_LIST_NAMES[1]]):
         raise ConfigError(f"contradicts {_LIST_NAMES[0]}", where=f"{ENTRY}, {_LIST_NAMES[1]}")
     return tuple(next(iter(lists.values()), ()))
@@ -146,25 +144,23 @@ def find_quantized(
 
     if quantization is None:
         for stored_as in FORMATS.values():
-            if values := next(_pairs_without_entry(tensors, stored_as), None):
-                raise CheckpointError(
-                    "quantized tensor, but config.json has no quantization_config", where=locate(values),
-                    remedy="Download config.json again.",
-                )  # fmt: skip
+            for scales, values, _ in _scales(tensors, stored_as):
+                if values is not None and scales.stored_dtype in stored_as.scales_dtypes:
+                    what = "quantized tensor, but config.json has no quantization_config"
+                    raise CheckpointError(what, where=locate(values), remedy="Download config.json again.")
         return {}
-    found = {}
     stored_as = quantization.format
+    for scales, values, name in _scales(tensors, stored_as):
+        if values is None:
+            got = tensors[name].stored_dtype if name in tensors else "no such tensor"
+            expected = f"{stored_as.values_dtype} values in {name!r}"
+            raise CheckpointError("scales without quantized values", where=locate(scales), got=got, expected=expected)
+    found = {}
     for info in tensors.values():
-        if not info.name.endswith(stored_as.scales_suffix):
-            if info.stored_dtype == stored_as.values_dtype:
-                pair = _pair(info, tensors, stored_as, locate)
-                _refuse_excluded(pair, quantization, locate)
-                found[pair.info.name] = pair
-        elif _values_of(info.name, tensors, stored_as) is None:
-            expected = f"{stored_as.values_dtype} values in {_values_name(info.name, stored_as)!r}"
-            values = tensors.get(_values_name(info.name, stored_as))
-            got = values.stored_dtype if values else "no such tensor"
-            raise CheckpointError("scales without quantized values", where=locate(info), got=got, expected=expected)
+        if info.stored_dtype == stored_as.values_dtype and not info.name.endswith(stored_as.scales_suffix):
+            pair = _pair(info, tensors, stored_as, locate)
+            _refuse_excluded(pair, quantization, locate)
+            found[pair.info.name] = pair
     if not found:
         raise CheckpointError(
             "no quantized tensor, but config.json has a quantization_config", where=directory,
@@ -174,22 +170,15 @@ def find_quantized(
     return found
 
 
-def _values_name(scales_name: str, stored_as: QuantizedFormat) -> str:
-    return scales_name.removesuffix(stored_as.scales_suffix) + stored_as.values_suffix
-
-
-def _values_of(scales_name: str, tensors: Mapping[str, TensorInfo], stored_as: QuantizedFormat) -> TensorInfo | None:
-    values = tensors.get(_values_name(scales_name, stored_as))
-    return values if values is not None and values.stored_dtype == stored_as.values_dtype else None
-
-
-def _pairs_without_entry(tensors: Mapping[str, TensorInfo], stored_as: QuantizedFormat) -> Iterator[TensorInfo]:
-    """Yields the values of each pair of tensors with the names and dtypes of a format."""
+def _scales(
+    tensors: Mapping[str, TensorInfo], stored_as: QuantizedFormat
+) -> Iterator[tuple[TensorInfo, TensorInfo | None, str]]:
+    """Yields each tensor named as scales of a format, its values or None, and the name that they should have."""
     for info in tensors.values():
-        if info.name.endswith(stored_as.scales_suffix) and info.stored_dtype in stored_as.scales_dtypes:
-            values = _values_of(info.name, tensors, stored_as)
-            if values is not None:
-                yield values
+        if info.name.endswith(stored_as.scales_suffix):
+            name = info.name.removesuffix(stored_as.scales_suffix) + stored_as.values_suffix
+            values = tensors.get(name)
+            yield info, values if values and values.stored_dtype == stored_as.values_dtype else None, name
 
 
 def _pair(
@@ -200,10 +189,8 @@ def _pair(
 ) -> QuantizedTensor:
     """Returns the quantized tensor with these values. Raises CheckpointError unless its scales fit."""
     if not values.name.endswith(stored_as.values_suffix):
-        raise CheckpointError(
-            f"not a tensor of weights: {values.stored_dtype}", where=locate(values),
-            expected=f"a name that ends with {stored_as.values_suffix!r}",
-        )  # fmt: skip
+        what = f"not a tensor of weights: {values.stored_dtype}"
+        raise CheckpointError(what, where=locate(values), expected=f"a name that ends with {stored_as.values_suffix!r}")
     name = values.name.removesuffix(stored_as.values_suffix)
     shapes = stored_as.shapes(values.shape)
     if shapes is None or 0 in values.shape:
@@ -211,20 +198,14 @@ def _pair(
     scales_shape, shape = shapes
     scales = tensors.get(name + stored_as.scales_suffix)
     if scales is None:
-        raise CheckpointError(
-            "quantized values without scales", where=locate(values),
-            expected=f"a tensor {name + stored_as.scales_suffix!r} of shape {scales_shape}",
-        )  # fmt: skip
+        expected = f"a tensor {name + stored_as.scales_suffix!r} of shape {scales_shape}"
+        raise CheckpointError("quantized values without scales", where=locate(values), expected=expected)
     if scales.stored_dtype not in stored_as.scales_dtypes:
-        raise CheckpointError(
-            "wrong dtype of scales", where=locate(scales), got=scales.stored_dtype,
-            expected=" or ".join(stored_as.scales_dtypes),
-        )  # fmt: skip
+        expected = " or ".join(stored_as.scales_dtypes)
+        raise CheckpointError("wrong dtype of scales", where=locate(scales), got=scales.stored_dtype, expected=expected)
     if scales.shape != scales_shape:
-        raise CheckpointError(
-            "wrong shape of scales", where=locate(scales), got=scales.shape,
-            expected=f"{scales_shape}, for values of shape {values.shape}",
-        )  # fmt: skip
+        expected = f"{scales_shape}, for values of shape {values.shape}"
+        raise CheckpointError("wrong shape of scales", where=locate(scales), got=scales.shape, expected=expected)
     if name != values.name and name in tensors:
         raise CheckpointError("stored twice", where=locate(tensors[name]), got=f"also {values.name!r}")
     return QuantizedTensor(TensorInfo(name, values.file, shape, "BF16"), values, scales)
@@ -288,10 +269,9 @@ class QuantizedCheckpoint(Checkpoint):
         values_index, scales_index, chosen = self._format.cover(_complete(index, pair.info.shape))
         values, scales = self._read_stored(pair.values)[values_index], self._read_stored(pair.scales)[scales_index]
         if scales.numel() and not self._format.is_valid(scales):
-            raise CheckpointError(
-                "invalid scale", where=self._locate_stored(pair.scales), expected=self._format.valid_scales,
-                remedy="The file may be damaged: download it again.",
-            )  # fmt: skip
+            where = self._locate_stored(pair.scales)
+            remedy = "The file may be damaged: download it again."
+            raise CheckpointError("invalid scale", where=where, expected=self._format.valid_scales, remedy=remedy)
         matrices = _dequantize(self._format, values, copy(scales), copy)
         return self._format.arrange(matrices[..., chosen[0], chosen[1]].contiguous())
 

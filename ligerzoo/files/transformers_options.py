@@ -145,11 +145,10 @@ def text_options(options: Mapping[str, Any], where: str, *names: str) -> HubOpti
     """
     accepted = [*HUB_OPTIONS, *names]
     others = _others(options, _OF_TEXT)
-    for name in others.keys() - {*HUB_OPTIONS}:
-        raise ConfigError(
-            "unknown", where=f"{where}, argument {name}", expected=f"one of {', '.join(accepted)}",
-            remedy=did_you_mean(name, [*accepted, *_OF_TEXT]),
-        )  # fmt: skip
+    for name in [name for name in others if name not in HUB_OPTIONS]:
+        expected = f"one of {', '.join(accepted)}"
+        remedy = did_you_mean(name, [*accepted, *_OF_TEXT])
+        raise ConfigError("unknown", where=f"{where}, argument {name}", expected=expected, remedy=remedy)
     return cast("HubOptions", others)
 
 
@@ -179,10 +178,9 @@ def _single_device(device_map: object) -> str | torch.device:
     values = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
     devices = {f"cuda:{value}" if type(value) is int else str(value) for value in values}
     if len(devices) != 1 or not isinstance(values[0], str | int | torch.device) or devices <= {"disk", "True", "False"}:
-        raise ConfigError(
-            "not one device", where="argument device_map", got=repr(device_map)[:200],
-            expected='"auto", a device, or a map with one device', remedy=_ONE_DEVICE,
-        )  # fmt: skip
+        got = repr(device_map)[:200]
+        expected = '"auto", a device, or a map with one device'
+        raise ConfigError("not one device", where="argument device_map", got=got, expected=expected, remedy=_ONE_DEVICE)
     return devices.pop()
 
 

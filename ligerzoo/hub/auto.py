@@ -72,7 +72,7 @@ class AutoModel:
         Raises:
             ConfigError: An argument is invalid, or the name or a class is in use already.
         """
-        convert.register(config_class, model_class, model_type=model_type, layout=layout)
+        convert.register_architecture(config_class, model_class, model_type=model_type, layout=layout)
 
 
 class AutoModelForSequenceClassification:
@@ -120,10 +120,9 @@ def _refuse_other_than_config(config: object) -> None:
         return
     is_model = isinstance(config, LanguageModel)
     remedy = "Pass model.config." if is_model else "To load a checkpoint, call from_pretrained."
-    raise ConfigError(
-        "not a config", where="config", got=repr(config) if isinstance(config, str | type) else type(config).__name__,
-        expected="a config of ligerzoo.models, such as LlamaConfig(...), or of a registered class", remedy=remedy,
-    )  # fmt: skip
+    got = repr(config) if isinstance(config, str | type) else type(config).__name__
+    expected = "a config of ligerzoo.models, such as LlamaConfig(...), or of a registered class"
+    raise ConfigError("not a config", where="config", got=got, expected=expected, remedy=remedy)
 
 
 def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
@@ -135,8 +134,7 @@ def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
             if value != (expected if argument == "dtype" else expected.type):
                 others.setdefault(str(value), []).append(name)
         if others:
-            raise ConfigError(
-                f"parameters that do not have the given {argument}", where=type(model).__name__,
-                got="; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items()),
-                expected=f"{expected} in all", remedy="Do not set it in the constructor: its modules get it without.",
-            )  # fmt: skip
+            what = f"parameters that do not have the given {argument}"
+            got = "; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items())
+            remedy = "Do not set it in the constructor: its modules get it without."
+            raise ConfigError(what, where=type(model).__name__, got=got, expected=f"{expected} in all", remedy=remedy)

@@ -27,7 +27,7 @@ from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 @dataclass(frozen=True)
 class Description:
-    """What config.json says of a model.
+    """The model that config.json describes.
 
     Attributes:
         path: the file.
@@ -63,7 +63,7 @@ class Description:
             raise ConfigError("no model can be built with these sizes", where=self.path, got=error) from error
 
 
-def describe(
+def read_description(
     raw: dict[str, Any],
     path: Path,
     model_class: type[LanguageModel] = LanguageModel,
@@ -116,7 +116,7 @@ def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
         CheckpointError: config.json is missing or malformed.
     """
     path = locate_files(name_or_path, CONFIG_FILES, **hub_options) / CONFIG_FILE
-    return describe(read_json(path), path).config
+    return read_description(read_json(path), path).config
 
 
 @contextlib.contextmanager
@@ -144,19 +144,17 @@ def _config_class(architecture: Architecture, model_class: type[LanguageModel]) 
         config_class = architecture_for(model_class).config_class
         if issubclass(config_class, architecture.config_class):
             return config_class
-    raise ConfigError(
-        "the checkpoint has another architecture", where="model_type", got=repr(architecture.model_type),
-        expected=model_class.__name__,
-        remedy=f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained.",
-    )  # fmt: skip
+    what = "the checkpoint has another architecture"
+    got = repr(architecture.model_type)
+    remedy = f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained."
+    raise ConfigError(what, where="model_type", got=got, expected=model_class.__name__, remedy=remedy)
 
 
 def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
     fields = [field.name for field in dataclasses.fields(config_class)]
     parameters = inspect.signature(LanguageModel.from_pretrained).parameters.values()
     options = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
-    for name in overrides.keys() - {*fields}:
-        raise ConfigError(
-            "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
-            remedy=did_you_mean(name, [*fields, *options, *label_options]),
-        )  # fmt: skip
+    for name in [name for name in overrides if name not in fields]:
+        expected = f"an option of from_pretrained or a field of {config_class.__name__}"
+        remedy = did_you_mean(name, [*fields, *options, *label_options])
+        raise ConfigError("unknown", where=name, expected=expected, remedy=remedy)

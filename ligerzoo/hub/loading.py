@@ -30,8 +30,8 @@ from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
 from ligerzoo.files.quantized import QuantizedCheckpoint
 from ligerzoo.files.transformers_options import HUB_OPTIONS, model_options
 from ligerzoo.files.untrusted import read_json, reading_directory
-from ligerzoo.hub.description import Description, describe
-from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
+from ligerzoo.hub.description import Description, read_description
+from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, TensorSource, match_tensors
 from ligerzoo.hub.sharding import as_shard_of, shard_of
 from ligerzoo.hub.staging import Staging
 from ligerzoo.kernels.preparation import preparing_triton
@@ -122,7 +122,7 @@ def _opened(
             raw = read_json(directory / CONFIG_FILE)
             has_generation_config = os.path.lexists(directory / GENERATION_FILE)
             generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
-            described = describe(raw, directory / CONFIG_FILE, model_class, overrides)
+            described = read_description(raw, directory / CONFIG_FILE, model_class, overrides)
             checkpoint = files.enter_context(QuantizedCheckpoint(directory, described.quantization))
         yield described, generation_config, checkpoint
 
@@ -161,16 +161,14 @@ def _match_exactly(
 ) -> tuple[Model, Match]:
     layers = getattr(described.config, "all_layers", 0)
     if layers > len(checkpoint.tensors):  # bounds the size of the model
-        raise CheckpointError(
-            "fewer tensors than layers", where=checkpoint.directory, got=len(checkpoint.tensors),
-            expected=f"{layers} layers",
-        )  # fmt: skip
+        what = "fewer tensors than layers"
+        where = checkpoint.directory
+        raise CheckpointError(what, where=where, got=len(checkpoint.tensors), expected=f"{layers} layers")
     # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
     has_layers = "num_hidden_layers" not in described.overrides
-    source = Source(
+    source = TensorSource(
         checkpoint.tensors,
         str(checkpoint.directory),
-        locate=checkpoint.locate,
         if_missing="Compare config.json with the files: they may be of different models, or the upload incomplete. "
         "If the class extends the saved one, load with strict=False.",
         if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
@@ -178,6 +176,7 @@ def _match_exactly(
         absent=checkpoint.absent,
         unlisted=checkpoint.unlisted,
         disagreement=checkpoint.disagreement,
+        locate_file=checkpoint.locate,
     )
     model: Model = described.build_on_meta(model_class)
     shapes = shapes_of(model.state_dict())
@@ -217,9 +216,10 @@ def _read(
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
     # Dequantizes one matrix of a stack at a time: the memory for intermediate results is that of a matrix.
     own_slices = [
-        piece for part in own_slices
+        piece
+        for part in own_slices
         for piece in (matrices_of(part) if part.stored_name in checkpoint.quantized else [part])
-    ]  # fmt: skip
+    ]
     total = sum(
         math.prod(len(range(rows.start, rows.stop, rows.step or 1)) for rows in part.stored_index)
         * checkpoint.tensors[part.stored_name].dtype.itemsize
@@ -244,11 +244,10 @@ def _read(
 def _refuse_computed_tensors(model: LanguageModel, match: Match, directory: Path) -> None:
     """Raises CheckpointError if a tensor is not in the files: building the model would allocate all weights."""
     if match.missing or has_tensors_outside_state_dict(model):
-        raise CheckpointError(
-            "tensors that only the constructor computes cannot be loaded in shards", where=directory,
-            got=first_names(match.missing) or f"buffers or attributes of {type(model).__name__}",
-            remedy="Load the model with from_pretrained, save it, and load that; or shard it after loading.",
-        )  # fmt: skip
+        what = "tensors that only the constructor computes cannot be loaded in shards"
+        got = first_names(match.missing) or f"buffers or attributes of {type(model).__name__}"
+        remedy = "Load the model with from_pretrained, save it, and load that; or shard it after loading."
+        raise CheckpointError(what, where=directory, got=got, remedy=remedy)
 
 
 def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoint: Checkpoint) -> None:
@@ -258,11 +257,9 @@ def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoin
         return
     values = [checkpoint.read_slice(part.stored_name, part.stored_index) for part in stored.values()]
     if not torch.equal(*values):
-        raise CheckpointError(
-            "head and embedding are stored with different values, but config.json ties them",
-            where=f"{checkpoint.directory}, tie_word_embeddings", got=True,
-            remedy="Load with tie_word_embeddings=False.",
-        )  # fmt: skip
+        what = "head and embedding are stored with different values, but config.json ties them"
+        where = f"{checkpoint.directory}, tie_word_embeddings"
+        raise CheckpointError(what, where=where, got=True, remedy="Load with tie_word_embeddings=False.")
 
 
 def has_tensors_outside_state_dict(model: LanguageModel) -> bool:

@@ -22,30 +22,34 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """The tensors to load, in files or in memory, and how error messages describe them.
 
     Attributes:
         tensors: shapes and dtypes, by stored name.
         where: the directory or argument that holds the tensors.
-        locate: returns where a tensor is, given its stored name.
         if_missing: remedy for missing tensors.
         if_unexpected: remedy for an unexpected tensor.
         num_layers: tensors of layers from this index on are ignored; None if they are unexpected.
         absent: names of tensors that an index lists although they are not stored.
         unlisted: names of stored tensors that the index does not list.
         disagreement: returns the error about an absent or unlisted tensor, given its name.
+        locate_file: returns where a tensor is, given its stored name; None for tensors in memory.
     """
 
     tensors: Mapping[str, TensorInfo] | Mapping[str, Tensor]
     where: str
-    locate: Callable[[str], str]
     if_missing: str
     if_unexpected: str
     num_layers: int | None = None
     absent: Collection[str] = ()
     unlisted: Collection[str] = ()
     disagreement: Callable[[str], CheckpointError] = lambda name: CheckpointError("not listed", where=name)
+    locate_file: Callable[[str], str] | None = None
+
+    def locate(self, name: str) -> str:
+        """Returns where a stored tensor is."""
+        return f"{self.where}, tensor {name!r}" if self.locate_file is None else self.locate_file(name)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Match:
 
     Attributes:
         slices: the slices to read.
-        num_layers: as in `Source`.
+        num_layers: as in `TensorSource`.
     """
 
     layout: Layout
@@ -66,7 +70,7 @@ class Match:
 
 
 def match_tensors(
-    source: Source, architecture: Architecture, config: Any, shapes: Mapping[str, Shape], *, strict: bool
+    source: TensorSource, architecture: Architecture, config: Any, shapes: Mapping[str, Shape], *, strict: bool
 ) -> Match:
     """Compares the stored tensors with the parameters that config.json implies.
 
@@ -111,22 +115,16 @@ def match_tensors(
     for name in source.unlisted:
         if name in everything or (strict and not is_ignored(name)):
             raise source.disagreement(name)
-    _refuse_missing(source, slices)
+    if absent := [part.stored_name for part in slices if part.stored_name not in source.tensors]:
+        got = f"no {first_names(list(dict.fromkeys(absent)), 5)}"
+        raise CheckpointError("tensors are missing", where=source.where, got=got, remedy=source.if_missing)
     unexpected = _check_tensors(source, slices, is_ignored, strict=strict)
     unexpected += [name for name in source.unlisted if not is_ignored(name)]
     return Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected), source.num_layers)
 
 
-def _refuse_missing(source: Source, slices: Sequence[TensorSlice]) -> None:
-    missing = [name for name in dict.fromkeys(part.stored_name for part in slices) if name not in source.tensors]
-    if missing:
-        raise CheckpointError(
-            "tensors are missing", where=source.where, got=f"no {first_names(missing, 5)}", remedy=source.if_missing
-        )
-
-
 def _check_tensors(
-    source: Source, slices: Sequence[TensorSlice], is_ignored: Callable[[str], bool], *, strict: bool
+    source: TensorSource, slices: Sequence[TensorSlice], is_ignored: Callable[[str], bool], *, strict: bool
 ) -> list[str]:
     """Checks the names, shapes and dtypes of the stored tensors.
 

@@ -20,7 +20,7 @@ from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
 from ligerzoo.hub.matching import TIED
 from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
-from ligerzoo.hub.state import refuse_other_names, refuse_other_values, stored_tensors
+from ligerzoo.hub.state import as_stored, refuse_other_names, refuse_other_values
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -73,7 +73,7 @@ def save(
     files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
-    tensors = stored_tensors(model, origin, state, tensors_class)
+    tensors = as_stored(model, origin, state, tensors_class)
     if isinstance(tensors, GatheredTensors):
         write_gathered(
             directory, tensors, files, meta=tensors.meta(), mesh=tensors.mesh, max_shard_size=max_shard_size,
@@ -96,10 +96,9 @@ def _refuse_other_weights(state_dict: Mapping[str, Tensor]) -> None:
     refuse_other_values(state_dict, "state_dict")
     for name, tensor in state_dict.items():
         if not tensor.is_floating_point():
-            raise CheckpointError(
-                "not a dtype of weights", where=f"state_dict, tensor {name!r}", got=tensor.dtype,
-                expected="a floating-point dtype",
-            )  # fmt: skip
+            what = "not a dtype of weights"
+            where = f"state_dict, tensor {name!r}"
+            raise CheckpointError(what, where=where, got=tensor.dtype, expected="a floating-point dtype")
 
 
 def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> None:

@@ -17,7 +17,7 @@ from ligerzoo.convert.stored_tensors import assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.hub.loading import has_tensors_outside_state_dict, tie_if_equal
-from ligerzoo.hub.matching import HEAD, TIED, Source, match_tensors
+from ligerzoo.hub.matching import HEAD, TIED, TensorSource, match_tensors
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -57,10 +57,9 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
     shapes = shapes_of(model.state_dict())
-    source = Source(
+    source = TensorSource(
         tensors,
         where=_WHERE,
-        locate=lambda name: f"{_WHERE}, tensor {name!r}",
         if_missing=f"Pass a {architecture.hf_class} without adapters.",
         if_unexpected=f"Pass a {architecture.hf_class} without adapters.",
     )
@@ -83,10 +82,8 @@ def _read_config(hf_model: nn.Module) -> tuple[dict[str, Any], Architecture, Any
     """Returns the entries of the config that are set, the architecture that it names, and our config."""
     config: Any = getattr(hf_model, "config", None)
     if not hasattr(config, "to_dict"):
-        raise ConfigError(
-            "not a model of transformers", where=_WHERE, got=type(hf_model).__name__,
-            expected="an instance of PreTrainedModel",
-        )  # fmt: skip
+        what = "not a model of transformers"
+        raise ConfigError(what, where=_WHERE, got=type(hf_model).__name__, expected="an instance of PreTrainedModel")
     entries: dict[str, Any] = config.to_dict()
     raw = {name: value for name, value in entries.items() if value is not None and not name.startswith("_")}
     try:
@@ -95,10 +92,9 @@ def _read_config(hf_model: nn.Module) -> tuple[dict[str, Any], Architecture, Any
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(entries)
     except ConfigError as error:
-        raise ConfigError(
-            error.what, where=f"{_WHERE}.config, {error.where}", got=error.got, expected=error.expected,
-            remedy=error.remedy,
-        ) from error  # fmt: skip
+        what = error.what
+        where = f"{_WHERE}.config, {error.where}"
+        raise ConfigError(what, where=where, got=error.got, expected=error.expected, remedy=error.remedy) from error
 
 
 def _refuse_other_tensors(tensors: Mapping[str, Tensor]) -> None:
@@ -107,17 +103,14 @@ def _refuse_other_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         where = f"{_WHERE}, tensor {name!r}"
         if type(tensor) not in (Tensor, nn.Parameter):
-            raise CheckpointError(
-                "not a plain tensor", where=where, got=type(tensor).__name__,
-                remedy="Convert the model before it is quantized, sharded or wrapped.",
-            )  # fmt: skip
+            remedy = "Convert the model before it is quantized, sharded or wrapped."
+            raise CheckpointError("not a plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
         if tensor.is_meta:
             raise CheckpointError("a meta tensor has no data", where=where, remedy="Load the weights first.")
         if tensor.device != device:
-            raise CheckpointError(
-                "on another device", where=where, got=tensor.device, expected=f"{device}, that of the first tensor",
-                remedy="Load the model on one device, without device_map.",
-            )  # fmt: skip
+            expected = f"{device}, that of the first tensor"
+            remedy = "Load the model on one device, without device_map."
+            raise CheckpointError("on another device", where=where, got=tensor.device, expected=expected, remedy=remedy)
 
 
 def _shared(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> Tensor:
@@ -130,10 +123,8 @@ def _shared(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
         is_one = all(other.stored_name == part.stored_name for other in parts)
         problem = "stored in another order" if is_one else "stored in several tensors"
     if problem:
-        raise CheckpointError(
-            f"cannot be shared: {problem}", where=f"{_WHERE}, tensor {part.stored_name!r}",
-            remedy="Copy the weights with copy=True.",
-        )  # fmt: skip
+        where = f"{_WHERE}, tensor {part.stored_name!r}"
+        raise CheckpointError(f"cannot be shared: {problem}", where=where, remedy="Copy the weights with copy=True.")
     return whole
 
 

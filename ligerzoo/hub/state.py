@@ -14,7 +14,7 @@ from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.stored_tensors import StoredTensors, assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, first_names
-from ligerzoo.hub.matching import EMBEDDING, HEAD, Source, match_tensors
+from ligerzoo.hub.matching import EMBEDDING, HEAD, TensorSource, match_tensors
 from ligerzoo.hub.sharding import GatheredTensors, full, is_dtensor, is_sharded, shard_like
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
@@ -48,7 +48,7 @@ def iterate_hf_state_dict(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """
     state = model.state_dict()
     refuse_other_names(state, model, "hf_state_dict")
-    yield from stored_tensors(model, model.origin, state).items()
+    yield from as_stored(model, model.origin, state).items()
 
 
 def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> None:
@@ -75,10 +75,9 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
     refuse_other_values(state, "state")
     architecture = architecture_of_model(model)
     shapes = shapes_of(parameters)
-    source = Source(
+    source = TensorSource(
         state,
         where="state",
-        locate=lambda name: f"state, tensor {name!r}",
         if_missing="Give all weights of the model; hf_state_dict() returns their names and shapes.",
         if_unexpected="Leave it out, or load the weights into a model that has it.",
         num_layers=getattr(model.config, "num_hidden_layers", None) if architecture.keeps_extra_layers else None,
@@ -111,22 +110,21 @@ def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where:
     architecture.check_rules(model.config, expected)
     if state.keys() != expected.keys():
         raise CheckpointError(
-            "tensors differ from those of the architecture", where=where,
+            "tensors differ from those of the architecture",
+            where=where,
             got=first_names(sorted(state.keys() - expected.keys())) or None,
             expected=first_names(sorted(expected.keys() - state.keys())) or None,
             remedy="Merge adapters into the weights and remove parametrizations first.",
-        )  # fmt: skip
+        )
     for name, shape in shapes_of(state).items():
         if shape != expected[name]:
+            what = "wrong shape"
             raise CheckpointError(
-                "wrong shape",
-                where=f"{where}, parameter {name!r}",
-                got=shape,
-                expected=f"{expected[name]}, as in the config",
+                what, where=f"{where}, parameter {name!r}", got=shape, expected=f"{expected[name]}, as in the config"
             )
 
 
-def stored_tensors(
+def as_stored(
     model: LanguageModel,
     origin: LoadedFrom | None,
     state: Mapping[str, Tensor],
@@ -191,28 +189,24 @@ def refuse_other_values(state: Mapping[str, Tensor], where: str) -> None:
         if tensor.is_meta:
             raise CheckpointError("a meta tensor has no data", where=location)
         if tensor.layout is not torch.strided or tensor.is_nested:
-            raise CheckpointError(
-                "not a dense tensor", where=location,
-                got="a nested tensor" if tensor.is_nested else str(tensor.layout), remedy="Call to_dense() on it.",
-            )  # fmt: skip
+            got = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise CheckpointError("not a dense tensor", where=location, got=got, remedy="Call to_dense() on it.")
 
 
 def _refuse_parameters_without_data(parameters: Mapping[str, Tensor]) -> None:
     if empty := [name for name, parameter in parameters.items() if parameter.is_meta]:
-        raise CheckpointError(
-            "parameters on the meta device hold no data", where="model", got=first_names(empty),
-            remedy='Call to_empty(device="cpu") and tie_weights() first, or build the model on a device.',
-        )  # fmt: skip
+        what = "parameters on the meta device hold no data"
+        remedy = 'Call to_empty(device="cpu") and tie_weights() first, or build the model on a device.'
+        raise CheckpointError(what, where="model", got=first_names(empty), remedy=remedy)
 
 
 def _refuse_different_tied_weights(state: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
     given = [part.stored_name for part in slices if part.name in (HEAD, EMBEDDING)]
     if len(given) == 2 and not torch.equal(*(full(state[name]) for name in given)):
-        raise CheckpointError(
-            "tied weights have different values", where=f"state, tensors {given[0]!r} and {given[1]!r}",
-            expected="equal tensors, or one of them",
-            remedy="For independent weights, build the model with tie_word_embeddings=False.",
-        )  # fmt: skip
+        what = "tied weights have different values"
+        where = f"state, tensors {given[0]!r} and {given[1]!r}"
+        remedy = "For independent weights, build the model with tie_word_embeddings=False."
+        raise CheckpointError(what, where=where, expected="equal tensors, or one of them", remedy=remedy)
 
 
 def _apart_from(

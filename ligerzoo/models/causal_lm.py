@@ -179,12 +179,11 @@ class CausalLM(Generative, LanguageModel):
             return selected
         found = {m.num_experts_per_token for m in self.modules() if isinstance(m, Router | SigmoidRouter)}
         if len(found) != 1:
-            raise LigerzooError(
-                "unknown number of experts per token", where="output_router_logits",
-                got=f"a config without num_experts_per_tok, and routers that select {sorted(found)}",
-                expected="this field, or one number in all routers",
-                remedy=f"Add the field to {type(self.config).__name__}, or override aux_loss.",
-            )  # fmt: skip
+            what = "unknown number of experts per token"
+            got = f"a config without num_experts_per_tok, and routers that select {sorted(found)}"
+            expected = "this field, or one number in all routers"
+            remedy = f"Add the field to {type(self.config).__name__}, or override aux_loss."
+            raise LigerzooError(what, where="output_router_logits", got=got, expected=expected, remedy=remedy)
         return found.pop()
 
     def repeat_rows(

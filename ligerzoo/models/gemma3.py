@@ -109,12 +109,11 @@ class Gemma3Config(Gemma3DecoderConfig):
         super().__post_init__()
         tokens, patches = math.isqrt(self.mm_tokens_per_image), self.vision_config.patches_per_side
         if tokens**2 != self.mm_tokens_per_image or patches % tokens or patches == 0:
-            raise ConfigError(
-                "invalid number of tokens", where="mm_tokens_per_image",
-                got=f"{self.mm_tokens_per_image} tokens for {patches} x {patches} patches",
-                expected="a perfect square whose root divides image_size // patch_size of vision_config",
-                remedy="A text-only checkpoint has model_type gemma3_text.",
-            )  # fmt: skip
+            what = "invalid number of tokens"
+            got = f"{self.mm_tokens_per_image} tokens for {patches} x {patches} patches"
+            expected = "a perfect square whose root divides image_size // patch_size of vision_config"
+            remedy = "A text-only checkpoint has model_type gemma3_text."
+            raise ConfigError(what, where="mm_tokens_per_image", got=got, expected=expected, remedy=remedy)
 
     @property
     def all_layers(self) -> int:

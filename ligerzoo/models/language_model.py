@@ -75,11 +75,10 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
         """
         std = self.config.initializer_range if std is None else std
         if self._is_empty and (names := list(self._uninitializable())):
-            raise LigerzooError(
-                "modules without init_weights and reset_parameters have no values after to_empty",
-                where=f"init_weights of {type(self).__name__}", got=", ".join(names[:10]) + ", ..." * (len(names) > 10),
-                remedy="Define init_weights(self, std) in their classes, build the model on a device, or load weights.",
-            )  # fmt: skip
+            what = "modules without init_weights and reset_parameters have no values after to_empty"
+            got = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+            remedy = "Define init_weights(self, std) in their classes, build the model on a device, or load weights."
+            raise LigerzooError(what, where=f"init_weights of {type(self).__name__}", got=got, remedy=remedy)
         for module in self.modules():
             if module is not self and hasattr(module, "init_weights"):
                 module.init_weights(std)  # type: ignore[operator]
@@ -134,9 +133,10 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
         """
         self._refuse_unknown(modalities)
         outputs = {
-            "hidden_states": output_hidden_states, "attentions": output_attentions,
+            "hidden_states": output_hidden_states,
+            "attentions": output_attentions,
             "router_logits": output_router_logits,
-        }  # fmt: skip
+        }
         flags = {"use_cache": use_cache, **{f"output_{name}": flag for name, flag in outputs.items()}}
         for name, flag in flags.items():
             if not (flag is None or isinstance(flag, bool)):
@@ -154,10 +154,9 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
         hidden = self.model(self.embed(x, context, **modalities), context)
         for name, flag in outputs.items():
             if flag and not getattr(context, name):
-                raise LigerzooError(
-                    f"no layer of {type(self).__name__} has {name.replace('_', ' ')}", where=f"output_{name}", got=True,
-                    expected="False", remedy=f"Layers of your own append theirs to context.{name}.",
-                )  # fmt: skip
+                what = f"no layer of {type(self).__name__} has {name.replace('_', ' ')}"
+                remedy = f"Layers of your own append theirs to context.{name}."
+                raise LigerzooError(what, where=f"output_{name}", got=True, expected="False", remedy=remedy)
         return hidden, context
 
     def _wants_router_logits(self) -> bool:
@@ -175,10 +174,8 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
                 accepted = [*inspect.signature(self.forward).parameters, *self.modalities]
                 remedy = did_you_mean(name, accepted) if is_misspelt else None
                 expected = ", ".join(self.modalities) or "text inputs only, such as input_ids"
-                raise LigerzooError(
-                    f"not an input of {type(self).__name__}", where=name, expected=None if remedy else expected,
-                    remedy=remedy,
-                )  # fmt: skip
+                what = f"not an input of {type(self).__name__}"
+                raise LigerzooError(what, where=name, expected=None if remedy else expected, remedy=remedy)
 
     def aux_loss(self, context: Context) -> Tensor | None:
         """Returns an auxiliary loss from what layers stored in the context, 0-d; None if the architecture has none."""
@@ -231,10 +228,9 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
             if modalities.get(name) is not None:
                 is_invalid = is_invalid & ~is_placeholder
             elif not is_sampled and any_true(is_placeholder if padding_mask is None else is_placeholder & padding_mask):
-                raise LigerzooError(
-                    f"placeholder tokens of images or videos without {name}", where="input_ids", got=token_id,
-                    expected=f"{name} as well", remedy="Get both from the model's processor.",
-                )  # fmt: skip
+                what = f"placeholder tokens of images or videos without {name}"
+                remedy = "Get both from the model's processor."
+                raise LigerzooError(what, where="input_ids", got=token_id, expected=f"{name} as well", remedy=remedy)
         if any_true(is_invalid):
             ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)], -1)).unbind(-1)
             raise LigerzooError(
@@ -252,10 +248,9 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
 
         The Trainer recognizes its own models only, by their class.
         """
-        raise LigerzooError(
-            "a model without transformers' interface cannot be trained by its Trainer", where=type(self).__name__,
-            remedy="Give the Trainer ligerzoo.integrations.transformers.wrap(model).",
-        )  # fmt: skip
+        what = "a model without transformers' interface cannot be trained by its Trainer"
+        remedy = "Give the Trainer ligerzoo.integrations.transformers.wrap(model)."
+        raise LigerzooError(what, where=type(self).__name__, remedy=remedy)
 
     @property
     def base_model(self) -> Decoder:
@@ -314,15 +309,12 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
         if size == self.config.vocab_size:
             return embedding
         if self.input_vocab_size != self.config.vocab_size:
-            raise LigerzooError(
-                f"rows of image tokens follow the vocabulary of {type(self).__name__}", where="new_num_tokens",
-                got=size, expected=f"{self.config.vocab_size}, the current vocabulary",
-            )  # fmt: skip
+            what = f"rows of image tokens follow the vocabulary of {type(self).__name__}"
+            expected = f"{self.config.vocab_size}, the current vocabulary"
+            raise LigerzooError(what, where="new_num_tokens", got=size, expected=expected)
         if size <= (last := max(self.placeholders, default=-1)):
-            raise LigerzooError(
-                "fewer rows than the placeholder token ids of images and videos need", where="new_num_tokens",
-                got=size, expected=f"at least {last + 1}",
-            )  # fmt: skip
+            what = "fewer rows than the placeholder token ids of images and videos need"
+            raise LigerzooError(what, where="new_num_tokens", got=size, expected=f"at least {last + 1}")
         if any(hasattr(weight, "device_mesh") for weight in weights):
             raise LigerzooError(
                 "the weights are sharded", where="resize_token_embeddings", remedy="Resize before sharding."

@@ -270,10 +270,9 @@ class Mllama(CausalLM):
         count, tile = counts[arrangement][..., None], torch.arange(self._max_tiles, device=arrangement.device)
         expected = tile < count.clamp(min=1)
         if not torch.equal(is_tile.to(expected.device).bool(), expected):
-            raise LigerzooError(
-                "contradicts aspect_ratio_ids", where="aspect_ratio_mask", got=is_tile.int().tolist(),
-                expected=expected.int().tolist(),
-            )  # fmt: skip
+            what = "contradicts aspect_ratio_ids"
+            where = "aspect_ratio_mask"
+            raise LigerzooError(what, where=where, got=is_tile.int().tolist(), expected=expected.int().tolist())
         return tile < count
 
     def embed(

@@ -173,21 +173,18 @@ def last_tokens(
     elif rows == 1 or x.is_floating_point():
         return row, torch.full_like(row, tokens - 1)
     else:
-        raise LigerzooError(
-            f"{rows} sequences whose last token is unknown", where="input_ids",
-            expected="a batch of one sequence, an attention_mask, or pad_token_id in the config",
-            remedy="Load with from_pretrained(..., pad_token_id=<the tokenizer's>).",
-        )  # fmt: skip
+        what = f"{rows} sequences whose last token is unknown"
+        expected = "a batch of one sequence, an attention_mask, or pad_token_id in the config"
+        remedy = "Load with from_pretrained(..., pad_token_id=<the tokenizer's>)."
+        raise LigerzooError(what, where="input_ids", expected=expected, remedy=remedy)
     index: Tensor = torch.arange(tokens, device=x.device) * is_token
     return row, index.argmax(-1)
 
 
 def _check_problem_type(problem_type: str, num_labels: int) -> None:
     if problem_type not in get_args(ProblemType):
-        raise ConfigError(
-            "unknown", where="problem_type", got=repr(problem_type),
-            expected=" or ".join(map(repr, get_args(ProblemType))),
-        )  # fmt: skip
+        expected = " or ".join(map(repr, get_args(ProblemType)))
+        raise ConfigError("unknown", where="problem_type", got=repr(problem_type), expected=expected)
     if problem_type == "single_label_classification" and num_labels == 1:
         raise ConfigError(
             "a single label leaves nothing to choose", where="problem_type", got=repr(problem_type),
@@ -226,12 +223,11 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemTyp
     _check_problem_type(problem_type, num_labels)
     is_single = problem_type == "single_label_classification"
     if labels.numel() != (rows if is_single else logits.numel()) or (is_single and labels.is_floating_point()):
-        raise LigerzooError(
-            f"labels do not fit {problem_type} with {num_labels} labels", where="labels",
-            got=f"{tuple(labels.shape)} {labels.dtype}",
-            expected=f"({rows},) label indices" if is_single else f"{tuple(logits.shape)} numbers",
-            remedy=None if is_single or num_labels == 1 else "Integers choose one label for each sequence.",
-        )  # fmt: skip
+        what = f"labels do not fit {problem_type} with {num_labels} labels"
+        got = f"{tuple(labels.shape)} {labels.dtype}"
+        expected = f"({rows},) label indices" if is_single else f"{tuple(logits.shape)} numbers"
+        remedy = None if is_single or num_labels == 1 else "Integers choose one label for each sequence."
+        raise LigerzooError(what, where="labels", got=got, expected=expected, remedy=remedy)
     if is_single:
         _check_label_indices(labels, num_labels)
         return F.cross_entropy(logits, labels.view(-1).long())
@@ -246,8 +242,7 @@ def _check_label_indices(labels: Tensor, num_labels: int) -> None:
         return
     is_wrong = (labels != -100) & ((labels < 0) | (labels >= num_labels))
     if any_true(is_wrong):
-        raise LigerzooError(
-            "no label has this index", where="labels", got=innermost(labels)[innermost(is_wrong)][:8].tolist(),
-            expected=f"0 to {num_labels - 1}, or -100 for an ignored sequence",
-            remedy="Load the model with num_labels=..., the number of labels.",
-        )  # fmt: skip
+        got = innermost(labels)[innermost(is_wrong)][:8].tolist()
+        expected = f"0 to {num_labels - 1}, or -100 for an ignored sequence"
+        remedy = "Load the model with num_labels=..., the number of labels."
+        raise LigerzooError("no label has this index", where="labels", got=got, expected=expected, remedy=remedy)

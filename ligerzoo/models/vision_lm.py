@@ -55,11 +55,12 @@ class VisionTowerConfig(ABC):
         check_fields(self)
         if self.patch_features % (4 * self.num_heads) or not is_rotary_dim(self.patch_features // self.num_heads // 2):
             raise ConfigError(
-                "invalid number of heads", where="vision_config, num_heads",
+                "invalid number of heads",
+                where="vision_config, num_heads",
                 got=f"{self.num_heads} for {self.patch_features} features",
                 expected="features per head to be a multiple of 4 (2-D rotary embedding), "
                 f"at most {2 * MAX_ROTARY_DIM}",
-            )  # fmt: skip
+            )
         side, where = self.spatial_merge_size, "vision_config, spatial_merge_size"
         expected = "fewer than 2^63 features in a block of patches"
         refuse_unless(side**2 * self.patch_features < 2**63, where, side, expected)

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.hub import LoadedFrom
-from ligerzoo.hub.description import describe
+from ligerzoo.hub.description import read_description
 from ligerzoo.hub.saving import config_entries
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
@@ -261,7 +261,7 @@ def changed(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dic
 def read() -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that reads config.json as loading does."""
 
-    return lambda raw: describe(dict(raw), Path("config.json")).config
+    return lambda raw: read_description(dict(raw), Path("config.json")).config
 
 
 @every_type

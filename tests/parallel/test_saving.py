@@ -10,7 +10,7 @@ from torch import Tensor
 from ligerzoo import AutoModel
 from ligerzoo.hub import sharding
 from ligerzoo.hub.sharding import GatheredTensors
-from ligerzoo.hub.state import stored_tensors
+from ligerzoo.hub.state import as_stored
 from tests.models.tiny import HEAD, Tiny, without
 from tests.models.tiny_gemma3 import GEMMA3
 from tests.models.tiny_llama import LLAMA
@@ -67,7 +67,7 @@ def test_one_whole_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch, director
     model = AutoModel.from_pretrained(directory / "loaded" / "mixtral")
     gathered: list[Tensor] = []
     monkeypatch.setattr(sharding, "full", lambda tensor: gathered.append(tensor) or tensor)
-    plain = stored_tensors(model, model.origin, model.state_dict())
+    plain = as_stored(model, model.origin, model.state_dict())
     slices = [part for parts in plain._slices.values() for part in parts]
     tensors = GatheredTensors(slices, plain._tensors)
     meta = tensors.meta()
