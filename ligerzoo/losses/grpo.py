@@ -45,6 +45,7 @@ two are equal without padding.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def ppo_clip_loss(inputs: LossInputs, options: PPOOptions) -> LossOutput:
     """
     check_floats(inputs.name, old_logps=options.old_logps)
     num_tokens = options.num_items if options.entropy_coef != 0 else None
-    return _policy_loss(inputs, GRPOOptions(**vars(options), variant="bnpo", num_tokens=num_tokens))
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    return _policy_loss(inputs, GRPOOptions(**given, variant="bnpo", num_tokens=num_tokens))
 
 
 def _policy_loss(inputs: LossInputs, options: GRPOOptions) -> LossOutput:
