@@ -117,6 +117,7 @@ def test_logits_and_gradients_without_copies(tiny: Tiny) -> None:
             assert_close(got[name], gradient, f"gradient of {name}")
 
 
+@pytest.mark.every_layer
 @every_architecture
 def test_training_one_trains_the_other(tiny: Tiny) -> None:
     theirs = theirs_of(tiny)
@@ -141,6 +142,7 @@ def test_training_one_trains_the_other(tiny: Tiny) -> None:
         assert_close(after, theirs(**inputs, **further).logits, "logits")
 
 
+@pytest.mark.every_layer
 @every_architecture
 def test_saved_files_load_in_transformers(tiny: Tiny, tmp_path: Path) -> None:
     theirs = theirs_of(tiny)
@@ -165,6 +167,7 @@ def token_id(theirs: PreTrainedModel, name: str) -> Any:
     return getattr(theirs.config, name, None) or text
 
 
+@pytest.mark.every_layer
 @every_architecture
 def test_copies_are_independent(tiny: Tiny) -> None:
     theirs = theirs_of(tiny)
