@@ -17,7 +17,13 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, uses_triton
-from ligerzoo.kernels.loss.reduction import Reduction, check_target_dtype, token_reduction
+from ligerzoo.kernels.loss.reduction import (
+    Reduction,
+    as_targets,
+    check_target_dtype,
+    check_terms,
+    token_reduction,
+)
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, Terms, TokenStatistics, Upstream, reference
 from ligerzoo.kernels.registration import register
@@ -128,12 +134,14 @@ def cross_entropy(  # type: ignore[misc]
         raise LigerzooError(what, where=name, expected="(..., V) and (...)")
     n_classes, dtype = logits.shape[-1], accumulation_dtype(logits.dtype)
     terms = Terms(logit_scale, softcap, temperature, label_smoothing, z_loss, ignore_index)
+    check_terms(name, terms)
+    target = as_targets(name, target, n_classes, ignore_index)
     mean = token_reduction(name, target, n_classes, dtype, terms, reduction, num_items, class_weight, token_weight)
     results: Sequence[Tensor]
     if uses_triton(logits, backend=backend):
-        results = _CrossEntropy.apply(logits, mean.target, class_weight, terms, return_statistics)
+        results = _CrossEntropy.apply(logits, target, class_weight, terms, return_statistics)
     else:
-        rows, targets = logits.reshape(-1, n_classes), mean.target.flatten()
+        rows, targets = logits.reshape(-1, n_classes), target.flatten()
         results = reference(rows, targets, terms, class_weight, statistics=return_statistics)
     loss = mean.loss(results[0])
     return (loss, mean.statistics(results)) if return_statistics else loss

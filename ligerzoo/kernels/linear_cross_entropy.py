@@ -211,11 +211,6 @@ def prepare_inputs(name: str, head: HeadInputs, target: Tensor, terms: Terms) ->
         ValueError: shapes, dtypes, terms or targets are invalid.
     """
     check_terms(name, terms)
-    head = _prepared_head(name, head, target)
-    return head, as_targets(name, target, head.weight.shape[0], terms.ignore_index)
-
-
-def _prepared_head(name: str, head: HeadInputs, target: Tensor) -> HeadInputs:
     check_floats(name, hidden=head.hidden, weight=head.weight)
     check_optional_floats(name, bias=head.bias)
     check_target_dtype(name, target)
@@ -232,7 +227,8 @@ def _prepared_head(name: str, head: HeadInputs, target: Tensor) -> HeadInputs:
             where=name,
             expected="(..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype",
         )
-    return HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    head = HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    return head, as_targets(name, target, weight.shape[0], terms.ignore_index)
 
 
 @overload
@@ -314,14 +310,14 @@ def linear_cross_entropy(  # type: ignore[misc]
     """
     name = "linear_cross_entropy"
     terms = Terms(logit_scale, softcap, temperature, label_smoothing, z_loss, ignore_index)
-    head = _prepared_head(name, HeadInputs(hidden, weight, bias), target)
+    head, target = prepare_inputs(name, HeadInputs(hidden, weight, bias), target, terms)
     n_classes, dtype = weight.shape[0], accumulation_dtype(head.hidden.dtype)
     mean = token_reduction(name, target, n_classes, dtype, terms, reduction, num_items, class_weight, token_weight)
     check_budget(name, logits_budget)
     triton = uses_triton(head.hidden, head.weight, backend=backend)
     options = SweepOptions(logits_budget, triton, return_statistics)
     if mean.divisor is None or not precomputes_gradients():
-        results = _TokenResults.apply(*head, mean.target.reshape(-1), class_weight, terms, options)
+        results = _TokenResults.apply(*head, target.reshape(-1), class_weight, terms, options)
         loss = mean.loss(results[0])
     else:
         loss, results = _reduced_loss(head, class_weight, mean, terms, options)

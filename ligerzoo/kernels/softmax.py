@@ -110,14 +110,9 @@ def _long_backward_kernel(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n_cols, BL
         tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _allocate_forward(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@register("softmax_forward", fake=_allocate_forward)
+@register("softmax_forward", fake=lambda x: x.new_empty(x.shape))
 def _forward(x: Tensor) -> Tensor:
-    y = _allocate_forward(x)
-    rows = as_rows(x)
+    y, rows = x.new_empty(x.shape), as_rows(x)
     n_rows, n_cols = rows.shape
     if n_cols > _MAX_COLUMNS_IN_REGISTERS:
         _long_forward_kernel[n_rows](rows, y, rows.stride(0), n_cols, _BLOCK, num_warps=8)
@@ -129,14 +124,9 @@ def _forward(x: Tensor) -> Tensor:
     return y
 
 
-def _allocate_backward(y: Tensor) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-@register("softmax_backward", fake=_allocate_backward)
+@register("softmax_backward", fake=lambda y: y.new_empty(y.shape))
 def _backward(dy: Tensor, y: Tensor) -> Tensor:
-    dx = _allocate_backward(y)
-    dy_rows, y_rows = as_rows(dy), as_rows(y)
+    dx, dy_rows, y_rows = y.new_empty(y.shape), as_rows(dy), as_rows(y)
     n_rows, n_cols = y_rows.shape
     strides = dy_rows.stride(0), y_rows.stride(0)
     if n_cols > _MAX_COLUMNS_IN_REGISTERS:

@@ -57,7 +57,7 @@ from ligerzoo.losses.checks import check_both_or_neither, check_constants, check
 from ligerzoo.losses.logps import items_or, masked_mean, masked_sum
 from ligerzoo.losses.objective import GroupObjective, LossGroup, LossOutput, evaluate_objective
 from ligerzoo.losses.options import LossInputs, takes
-from ligerzoo.losses.policy import VARIANTS, GRPOOptions, PPOOptions, Rollout, kl_estimate, policy_inputs
+from ligerzoo.losses.policy import VARIANTS, GRPOOptions, PPOOptions, Rollout, kl_estimate, policy_of
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
@@ -130,12 +130,12 @@ def _policy_loss(inputs: LossInputs, options: GRPOOptions) -> LossOutput:
 
     def total_loss(logps: Tensor, entropy: Tensor | None, *constants: Any) -> Tensor:
         rollout = Rollout(*constants)
-        inputs = policy_inputs(logps, rollout, options.ratio_level)
-        losses = variant.formula.token_losses(inputs, options)
+        policy = policy_of(logps, rollout, options.ratio_level)
+        losses = variant.formula.token_losses(policy, rollout, options)
         if rollout.correction is not None and not variant.weighs_sequences:
             losses = losses * rollout.correction
         if options.beta != 0 and rollout.ref_logps is not None:  # with beta = 0 only the metrics need the reference
-            losses = losses + options.beta * kl_estimate(logps, inputs.ratio, rollout.ref_logps, options)
+            losses = losses + options.beta * kl_estimate(logps, policy.ratio, rollout.ref_logps, options)
         loss = (rollout.weights * losses).sum() / items
         if entropy is None:
             return loss
@@ -159,14 +159,14 @@ def _metrics(logps: Tensor, entropy: Tensor | None, rollout: Rollout, options: G
         return masked_mean(x.to(logps.dtype), rollout.mask).sum() / max(1, x.shape[0])
 
     metrics = {} if entropy is None else {"entropy": token_mean(entropy)}
-    inputs = policy_inputs(logps, rollout, options.ratio_level)
+    policy = policy_of(logps, rollout, options.ratio_level)
     clips = VARIANTS[options.variant].formula.options
     if rollout.ref_logps is not None:
-        metrics["kl"] = token_mean(kl_estimate(logps, inputs.ratio, rollout.ref_logps, options))
+        metrics["kl"] = token_mean(kl_estimate(logps, policy.ratio, rollout.ref_logps, options))
     if "epsilon_high" in clips:
-        high = (inputs.ratio > 1 + options.upper_epsilon) & (inputs.advantages > 0)
+        high = (policy.ratio > 1 + options.upper_epsilon) & (rollout.advantages > 0)
         metrics["clip_ratio/high"] = ratio_mean(high)
     if "epsilon" in clips:
-        low = (inputs.ratio < 1 - options.epsilon) & (inputs.advantages < 0)
+        low = (policy.ratio < 1 - options.epsilon) & (rollout.advantages < 0)
         metrics["clip_ratio/low"], metrics["clip_ratio/region"] = ratio_mean(low), ratio_mean(low | high)
     return metrics

@@ -40,24 +40,18 @@ class Rollout(NamedTuple):
     correction: Tensor | None
 
 
-class PolicyInputs(NamedTuple):
-    """What the loss of a token depends on, (B, T) each; `ratio` is (B, 1) at the level of sequences."""
+class Policy(NamedTuple):
+    """The model's log-probabilities of the sampled tokens, (B, T) each; `ratio` is (B, 1) at the level of sequences."""
 
     logps: Tensor
     log_ratio: Tensor
     ratio: Tensor
-    advantages: Tensor
-    mask: Tensor
-    correction: Tensor | None
 
 
-def policy_inputs(logps: Tensor, rollout: Rollout, level: Level) -> PolicyInputs:
-    old_logps = logps.detach() if rollout.old_logps is None else rollout.old_logps
-    log_ratio = logps - old_logps
-    log_ratio_at_level = log_ratio if level == "token" else masked_mean(log_ratio, rollout.mask)[:, None]
-    return PolicyInputs(
-        logps, log_ratio, safe_exp(log_ratio_at_level), rollout.advantages, rollout.mask, rollout.correction
-    )
+def policy_of(logps: Tensor, rollout: Rollout, level: Level) -> Policy:
+    log_ratio = logps - (logps.detach() if rollout.old_logps is None else rollout.old_logps)
+    at_level = log_ratio if level == "token" else masked_mean(log_ratio, rollout.mask)[:, None]
+    return Policy(logps, log_ratio, safe_exp(at_level))
 
 
 def _where(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
@@ -66,32 +60,31 @@ def _where(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Ten
     return torch.where(condition, first, second)
 
 
-def _clipped(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
-    ratio = inputs.ratio if options.delta is None else inputs.ratio.clamp(max=options.delta)
-    in_range = inputs.ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
-    return -torch.minimum(ratio * inputs.advantages, in_range * inputs.advantages)
+def _clipped(policy: Policy, rollout: Rollout, options: GRPOOptions) -> Tensor:
+    ratio = policy.ratio if options.delta is None else policy.ratio.clamp(max=options.delta)
+    in_range = policy.ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
+    return -torch.minimum(ratio * rollout.advantages, in_range * rollout.advantages)
 
 
-def _cispo(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
-    return -inputs.ratio.detach().clamp(max=1 + options.upper_epsilon) * inputs.advantages * inputs.logps
+def _cispo(policy: Policy, rollout: Rollout, options: GRPOOptions) -> Tensor:
+    return -policy.ratio.detach().clamp(max=1 + options.upper_epsilon) * rollout.advantages * policy.logps
 
 
-def _sapo(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
-    temperature = _where(inputs.advantages > 0, options.sapo_temperatures, inputs.logps)
-    return -4 / temperature * torch.sigmoid(temperature * (inputs.ratio - 1)) * inputs.advantages
+def _sapo(policy: Policy, rollout: Rollout, options: GRPOOptions) -> Tensor:
+    temperature = _where(rollout.advantages > 0, options.sapo_temperatures, policy.logps)
+    return -4 / temperature * torch.sigmoid(temperature * (policy.ratio - 1)) * rollout.advantages
 
 
-def _vespo(inputs: PolicyInputs, options: GRPOOptions) -> Tensor:
+def _vespo(policy: Policy, rollout: Rollout, options: GRPOOptions) -> Tensor:
     lowest, highest = math.log(1e-8), 20.0
-    log_w = masked_sum(inputs.log_ratio.detach().clamp(-highest, highest), inputs.mask)
-    if inputs.correction is not None:
-        log_w = log_w + masked_sum(inputs.correction.log().clamp(lowest, highest), inputs.mask)
+    log_w = masked_sum(policy.log_ratio.detach().clamp(-highest, highest), rollout.mask)
+    if rollout.correction is not None:
+        log_w = log_w + masked_sum(rollout.correction.log().clamp(lowest, highest), rollout.mask)
     log_w = log_w.clamp(lowest, highest)[:, None]
-    shape, rate = (
-        _where(inputs.advantages >= 0, pair, inputs.logps) for pair in zip(*options.vespo_shapes, strict=True)
-    )
+    is_good = rollout.advantages >= 0
+    shape, rate = (_where(is_good, pair, policy.logps) for pair in zip(*options.vespo_shapes, strict=True))
     weight = torch.exp(shape * log_w + rate * (1 - log_w.exp()))
-    return -weight * inputs.advantages * inputs.logps
+    return -weight * rollout.advantages * policy.logps
 
 
 def _uniform_weights(mask: Tensor) -> Tensor:
@@ -106,7 +99,7 @@ def _mean_weights(mask: Tensor) -> Tensor:
 class PolicyFormula(NamedTuple):
     """The loss of a token, and the options that only some formulas use."""
 
-    token_losses: Callable[[PolicyInputs, GRPOOptions], Tensor]
+    token_losses: Callable[[Policy, Rollout, GRPOOptions], Tensor]
     options: tuple[str, ...]
 
 

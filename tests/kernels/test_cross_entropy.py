@@ -213,7 +213,7 @@ def test_debug_checks_for_a_target_outside_the_vocabulary_on_a_gpu(wrong: int, m
 def test_an_unchecked_target_outside_the_vocabulary_gives_nan(
     wrong: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("loss.reduction"), "as_targets", lambda _, target, *__: target)
+    monkeypatch.setattr(kernel_file("cross_entropy"), "as_targets", lambda _, target, *__: target)
     logits = numbers(3, 33, device=device)
     target = torch.tensor([1, wrong, 32], device=device)
     losses = cross_entropy(logits, target, reduction="none")

@@ -276,15 +276,11 @@ def divergence_forward(student: Tensor, teacher: Tensor, target: Tensor, options
     return results
 
 
-def _backward_fake(student: Tensor) -> Tensor:
-    return student.new_empty(student.shape)
-
-
-@register("divergence_backward", fake=_backward_fake)
+@register("divergence_backward", fake=lambda student: student.new_empty(student.shape))
 def divergence_backward(
     student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, options: DivergenceOptions
 ) -> Tensor:
-    dstudent = _backward_fake(student)
+    dstudent = student.new_empty(student.shape)
     tensors = statistics, upstream, dstudent
     _launch(_backward_kernel, as_rows(student), as_rows(teacher), target, tensors, options, upstream.stride(0))
     return dstudent

@@ -104,23 +104,21 @@ def token_reduction(
 
     Args:
         name: the public function.
-        target: (...) integers.
+        target: (...) int64, each in [0, V) or ignored.
         n_classes: V.
         dtype: the dtype of the losses.
         terms: the transform and the loss.
         reduction, num_items, class_weight, token_weight: see `cross_entropy`.
 
     Raises:
-        ValueError: a number, a weight, a target or the reduction is invalid.
+        ValueError: a weight or the reduction is invalid.
     """
-    check_terms(name, terms)
     check_optional_floats(name, class_weight=class_weight, token_weight=token_weight)
     if class_weight is not None and (class_weight.shape != (n_classes,) or requires_gradient(class_weight)):
         given = f"shape {tuple(class_weight.shape)} and requires_grad={requires_gradient(class_weight)}"
         expected = f"shape {(n_classes,)} and requires_grad=False"
         raise LigerzooError(f"class_weight has {given}", where=name, expected=expected)
     ignore_index = terms.ignore_index
-    target = as_targets(name, target, n_classes, ignore_index)
     if token_weight is not None:
         if token_weight.shape != target.shape:
             what, expected = (
