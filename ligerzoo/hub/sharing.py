@@ -16,6 +16,7 @@ from ligerzoo.convert.fields import refuse
 from ligerzoo.convert.stored_tensors import assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.hub.description import naming_source
 from ligerzoo.hub.loading import has_tensors_outside_state_dict, tie_if_equal
 from ligerzoo.hub.matching import HEAD, TIED, TensorSource, match_tensors
 from ligerzoo.models.causal_lm import CausalLM
@@ -86,15 +87,11 @@ def _read_config(hf_model: nn.Module) -> tuple[dict[str, Any], Architecture, Any
         raise ConfigError(what, where=_WHERE, got=type(hf_model).__name__, expected="an instance of PreTrainedModel")
     entries: dict[str, Any] = config.to_dict()
     raw = {name: value for name, value in entries.items() if value is not None and not name.startswith("_")}
-    try:
+    with naming_source(f"{_WHERE}.config"):
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the unquantized model.")
         refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(entries)
-    except ConfigError as error:
-        what = error.what
-        where = f"{_WHERE}.config, {error.where}"
-        raise ConfigError(what, where=where, got=error.got, expected=error.expected, remedy=error.remedy) from error
 
 
 def _refuse_other_tensors(tensors: Mapping[str, Tensor]) -> None:

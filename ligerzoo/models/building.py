@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,15 @@ class ModelMeta(type):
             )  # fmt: skip
         with building(device, dtype):
             return super().__call__(*args, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's parameters, and `device` and `dtype`, for `help`."""
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+        call = inspect.signature(ModelMeta.__call__).parameters
+        names = {parameter.name for parameter in own}
+        own += [call[name] for name in ("device", "dtype") if name not in names]
+        return inspect.Signature(sorted(own, key=lambda parameter: parameter.kind))
 
 
 @contextlib.contextmanager

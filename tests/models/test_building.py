@@ -1,11 +1,13 @@
 """Models are built on one device and in one dtype, which constructors do not pass on."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 from ligerzoo.errors import ConfigError, LigerzooError
-from ligerzoo.models import ARCHITECTURES, Llama, LlamaConfig
+from ligerzoo.models import ARCHITECTURES, CausalLM, Llama, LlamaConfig
 from ligerzoo.models.building import building
 
 CONFIG = LlamaConfig(
@@ -31,6 +33,11 @@ def test_parameters_have_the_device_and_dtype(device: str | None, dtype: torch.d
     assert others == {(dtype or torch.float32, device or "cpu")}
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_default_device().type == "cpu"
+
+
+def test_the_signature_names_config_device_and_dtype() -> None:
+    assert [*inspect.signature(WithConstants).parameters] == ["config", "value", "device", "dtype"]
+    assert [*inspect.signature(CausalLM).parameters] == ["config", "model", "lm_head", "device", "dtype", "parts"]
 
 
 def test_defaults_are_restored_after_an_error() -> None:
