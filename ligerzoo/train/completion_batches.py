@@ -19,6 +19,7 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.kernels import token_logps
 from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
+from ligerzoo.train import processes
 from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.data.batches import collate
 from ligerzoo.train.data.packing import pack_best_fit
@@ -66,26 +67,24 @@ class CompletionBatch:
 
 
 def pack_completions(
-    completions: Sequence[SampledCompletion], *, batch_size: int, seq_length: int, pad_token_id: int, rank: int = 0,
-    world_size: int = 1,
-) -> list[CompletionBatch]:  # fmt: skip
+    completions: Sequence[SampledCompletion], batch_size: int, seq_length: int, *, pad_token_id: int
+) -> list[CompletionBatch]:
     """Packs prompts with their completions into batches, whose rows are as long as the longest one of the batch.
 
-    All processes get equally many batches, since a sharded model runs in all of them. A process for which the last
-    batch has no row gets a row that is not trained.
+    Each process gets every n-th row of a batch of all n processes. All get equally many batches, since a sharded model
+    runs in all of them. A process for which the last batch has no row gets a row that is not trained.
 
     Args:
         completions: with advantages; those of all processes.
         batch_size: B, largest number of rows of a batch of a process.
         seq_length: largest number of tokens of a row.
         pad_token_id: fills the end of a row; any token.
-        rank: number of this process, which gets each `world_size`-th row of a batch of all processes.
-        world_size: number of processes.
 
     Raises:
         DataError: a prompt with its completion is longer than a row.
     """
     rows = cast("list[list[SampledCompletion]]", pack_best_fit(completions, seq_length, True).rows)
+    rank, world_size = processes.rank(), processes.world_size()
     size = batch_size * world_size
     groups = [rows[first : first + size][rank::world_size] for first in range(0, len(rows), size)]
     return [_batch(group or [[_untrained(completions)]], pad_token_id) for group in groups]

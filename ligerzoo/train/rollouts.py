@@ -16,7 +16,7 @@ from ligerzoo.train import processes
 from ligerzoo.train.completions import CompletionSampler, SampledCompletion, completion_seeds, samples_exactly
 from ligerzoo.train.data import PromptSample
 from ligerzoo.train.methods import GRPORunOptions
-from ligerzoo.train.rewards import RewardFunction
+from ligerzoo.train.rewards import RewardFunction, with_advantages
 from ligerzoo.train.run import Run
 from ligerzoo.train.stopwatch import Stopwatch
 
@@ -69,13 +69,19 @@ class Rollouts:
         options: its options.
         reward: scores completions.
 
+    Attributes:
+        watch: times "sampling" and "reward" of the last prompts, in this process.
+
     Raises:
         ConfigError: Exact sampling is asked for, and the model or its device does not support it.
     """
 
+    watch: Stopwatch
+
     def __init__(self, run: Run, options: GRPORunOptions, reward: RewardFunction) -> None:
         self._model, self._reward = SamplingModel(run.model, mixed_precision=options.mixed_precision), reward
-        self._seed, self._num_samples, self._decode = options.seed, options.num_samples, run.tokenizer.decode
+        self._seed, self._num_samples, self._scale = options.seed, options.num_samples, options.scale_rewards
+        self._decode = run.tokenizer.decode
         is_exact = samples_exactly(self._model.model, options.exact, options.seq_length)
         reason = "--exact off" if options.exact == "off" else "the device, dtype or model does not support that"
         processes.say(f"Log-probabilities of sampling are {'exact' if is_exact else f'not exact: {reason}'}")
@@ -87,13 +93,14 @@ class Rollouts:
             for num_samples, temperature in ((options.num_samples, options.temperature), (1, None))
         )  # fmt: skip
 
-    def __call__(self, prompts: Sequence[PromptSample], step: int, watch: Stopwatch) -> list[SampledCompletion]:
-        """Returns the completions of all prompts of a step with rewards, in order. All processes must call it.
+    def __call__(self, prompts: Sequence[PromptSample], step: int) -> list[SampledCompletion]:
+        """Returns the completions of all prompts of a step with rewards and advantages, in order.
+
+        All processes must call it.
 
         Args:
             prompts: the same in all processes.
             step: number of the step, which the seeds of the completions depend on.
-            watch: times "sampling" and "reward" of this process.
 
         Raises:
             LigerzooError: Sampling or the reward function failed in a process; all processes raise.
@@ -101,22 +108,23 @@ class Rollouts:
         count = self._num_samples
         seeds = completion_seeds(self._seed, step, len(prompts) * count)
         groups = share_of([seeds[first : first + count] for first in range(0, len(seeds), count)])
-        return self._roll_out(self._sample, prompts, [seed for group in groups for seed in group], watch)
+        completions = self._roll_out(self._sample, prompts, [seed for group in groups for seed in group])
+        return with_advantages(completions, count, self._scale)
 
     def _roll_out(
-        self, sample: CompletionSampler, prompts: Sequence[PromptSample], seeds: Sequence[int] | None, watch: Stopwatch
+        self, sample: CompletionSampler, prompts: Sequence[PromptSample], seeds: Sequence[int] | None
     ) -> list[SampledCompletion]:
+        self.watch = Stopwatch(self._model.model.device)
         with self._model.current(), failing_together("sampling and the reward function"):
-            with watch.time("sampling"):
+            with self.watch.time("sampling"):
                 completions = sample(share_of(prompts), seeds)
-            with watch.time("reward"):
+            with self.watch.time("reward"):
                 completions = self._reward(completions)
         return [one for part in processes.gather(completions) for one in part]
 
     def evaluate(self, prompts: Sequence[PromptSample]) -> dict[str, Any]:
         """Returns what a run logs of an evaluation: mean reward and length of a greedy completion of each prompt."""
-        watch = Stopwatch(self._model.model.device)
-        completions = self._roll_out(self._sample_greedily, prompts, None, watch)
+        completions = self._roll_out(self._sample_greedily, prompts, None)
         rewards, lengths = [one.reward for one in completions], [len(one.tokens) for one in completions]
         shown = [
             {"prompt": self._decode(one.prompt.input_ids), "continuation": one.text} for one in completions[:SHOWN]

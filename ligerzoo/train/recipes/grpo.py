@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,12 @@ from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
 from ligerzoo.train.options import run_script
-from ligerzoo.train.rewards import RewardFunction, summarize, with_advantages
+from ligerzoo.train.rewards import RewardFunction, summarize
 from ligerzoo.train.rollouts import Rollouts
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts, padding_token
 from ligerzoo.train.run_model import open_reference
 from ligerzoo.train.sample_log import SampleLog
-from ligerzoo.train.stopwatch import Stopwatch
 
 DEFAULTS: dict[str, Any] = {}
 
@@ -44,16 +44,14 @@ def main(options: GRPORunOptions) -> int:
         model, samples = run.open_model(), SampleLog(run.output, run.tokenizer)
         roll_out = Rollouts(run, options, reward)
         if options.dry_run:
-            processes.say(samples.describe(roll_out(data.first(1), 1, Stopwatch(run.device))))
+            processes.say(samples.describe(roll_out(data.first(1), step=1)))
             return 0
         reference = open_reference(options, run.device) if needs_copy else model if options.beta else None
-        batch_options: dict[str, Any] = {
-            "batch_size": options.batch_size, "seq_length": options.seq_length, "rank": processes.rank(),
-            "world_size": processes.world_size(), "pad_token_id": padding_token(run.tokenizer, model.input_vocab_size),
-        }  # fmt: skip
-        constant_options: dict[str, Any] = {
-            "recomputes": options.old_logps == "recomputed", "reference": reference, "temperature": options.temperature,
-        }  # fmt: skip
+        padding = padding_token(run.tokenizer, model.input_vocab_size)
+        constants_of = partial(
+            policy_constants, model, recomputes=options.old_logps == "recomputed", reference=reference,
+            temperature=options.temperature,
+        )  # fmt: skip
 
         def train_on(completions: Sequence[SampledCompletion]) -> tuple[list[CompletionBatch], dict[str, Tensor]]:
             """Updates the weights with the completions of a step. Returns the batches, and what the log shows."""
@@ -61,44 +59,43 @@ def main(options: GRPORunOptions) -> int:
             items = sum(one.trained_tokens for one in completions) if by_tokens else len(completions)
             # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
             used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
-            batches = pack_completions(used, **batch_options)
+            batches = pack_completions(used, options.batch_size, options.seq_length, pad_token_id=padding)
+            sizes, share = [batch.trained_tokens for batch in batches], 1 / max(1, len(batches))
+            divisor = processes.divisor(items, run.device)
             with run.autocast():  # the constants of the loss, before the first update with a batch
-                given = [(batch, *policy_constants(model, batch, **constant_options)) for batch in batches]
-            shared: dict[str, Any] = {"num_items": processes.divisor(items, run.device)}
-            shared["aux_loss_share"] = 1 / max(1, len(batches))
+                given = [(batch, *constants_of(batch)) for batch in batches]
 
             def loss_of(part: tuple[CompletionBatch, dict[str, Any], dict[str, Tensor]]) -> LossOutput:
                 batch, constants, differences = part
                 with run.autocast():
-                    out = completion_loss(model, batch, loss_function, **shared, **constants)
+                    out = completion_loss(
+                        model, batch, loss_function, aux_loss_share=share, num_items=divisor, **constants
+                    )
                 return LossOutput(out.loss, {**out.metrics, **differences})
 
             results: list[dict[str, Any]] = []
             for _ in range(options.iterations if batches else 0):
-                sizes = [batch.trained_tokens for batch in batches]
                 loss, metrics = forward_backward(loss_of, given, sizes, run.device)
                 results.append({"loss": loss, "grad_norm": run.optimizer_step(), **metrics})
-            return batches * options.iterations, mean_of(results)
+            no_signal = dict.fromkeys(("loss", "grad_norm"), torch.zeros((), device=run.device))
+            return batches * options.iterations, mean_of(results or [no_signal])
 
         samples.cut(run.state.step)
         steps = run.steps(
             lambda: roll_out.evaluate(data.held_out), metrics=("reward", "completion_length"), may_be_zero=True
         )
         for step in steps:
-            watch = Stopwatch(run.device)
-            completions = roll_out(step.batches, step.number, watch)
-            completions = with_advantages(completions, options.num_samples, options.scale_rewards)
+            completions = roll_out(step.batches, step.number)  # with rewards and advantages
             numbers = summarize(completions, options.num_samples)
             if step.number == 1 or step.number % options.sample_every == 0:
                 samples.write(step.number, completions)
                 run.log.say(samples.describe(completions[: options.num_samples]))
             if options.mask_truncated:
                 completions = [without_labels(one) if one.finish_reason == "length" else one for one in completions]
-            with watch.time("update"):
+            with roll_out.watch.time("update"):
                 batches, results = train_on(completions)
-            none = torch.zeros((), device=run.device)  # if all groups have equal rewards
-            loss, norm = results.pop("loss", none), results.pop("grad_norm", none)
-            metrics = {**on_device({**numbers, **watch.seconds}, run.device), **results}
+            loss, norm = results.pop("loss"), results.pop("grad_norm")
+            metrics = {**on_device({**numbers, **roll_out.watch.seconds}, run.device), **results}
             step.log(loss=loss, grad_norm=norm, metrics=metrics, batches=batches)
     return run.exit_code
 
