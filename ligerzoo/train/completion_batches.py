@@ -67,7 +67,7 @@ class CompletionBatch:
 
 
 def pack_completions(
-    completions: Sequence[SampledCompletion], batch_size: int, seq_length: int, *, pad_token_id: int
+    completions: Sequence[SampledCompletion], *, batch_size: int, seq_length: int, pad_token_id: int
 ) -> list[CompletionBatch]:
     """Packs prompts with their completions into batches, whose rows are as long as the longest one of the batch.
 

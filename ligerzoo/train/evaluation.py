@@ -35,28 +35,6 @@ def evaluating(model: CausalLM) -> Iterator[None]:
         model.train(was_training)
 
 
-def evaluation_loss(model: CausalLM, batches: Iterable[CountedBatch]) -> tuple[float, int]:
-    """Returns the mean loss over all trained tokens, without a load-balancing loss, and the number of these tokens.
-
-    All processes must call it, each with its part of the batches.
-
-    Raises:
-        LigerzooError: There are no trained tokens.
-    """
-    total, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
-    with evaluating(model):
-        for batch in batches:
-            inputs = {name: tensor.to(model.device, non_blocking=True) for name, tensor in batch.inputs.items()}
-            loss = model(**inputs, num_items_in_batch=1, output_router_logits=False).loss
-            assert loss is not None
-            total += loss
-            tokens += batch.trained_tokens
-    total, (tokens,) = processes.mean(total) * processes.world_size(), processes.total(tokens)
-    if not tokens:
-        raise LigerzooError("the evaluation data has no trained token", remedy="Look at it with --dry-run.")
-    return float(total) / tokens, tokens
-
-
 Prompt = Sequence[int] | Mapping[str, Tensor]
 """Token ids of a prompt; or, with images, all model inputs of one row."""
 
@@ -88,16 +66,32 @@ def continue_prompts(
 def evaluate_loss(
     model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompts: Iterable[Prompt]
 ) -> dict[str, Any]:
-    """Returns what a run logs of an evaluation: the loss, and greedy continuations. All processes must call it.
+    """Returns what a run logs of an evaluation: the mean loss over trained tokens, and greedy continuations.
+
+    All processes must call it. A load-balancing loss is left out.
 
     Args:
         model: the model.
         tokenizer: its tokenizer.
         batches: held-out data, this process's part.
         prompts: prompts to continue, see `prompt_of`; the same in all processes.
+
+    Raises:
+        LigerzooError: There are no trained tokens.
     """
-    loss, tokens = evaluation_loss(model, batches)
-    return {"eval_loss": loss, "eval_tokens": tokens, "samples": continue_prompts(model, tokenizer, prompts)}
+    total, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
+    with evaluating(model):
+        for batch in batches:
+            inputs = {name: tensor.to(model.device, non_blocking=True) for name, tensor in batch.inputs.items()}
+            loss = model(**inputs, num_items_in_batch=1, output_router_logits=False).loss
+            assert loss is not None
+            total += loss
+            tokens += batch.trained_tokens
+    total, (tokens,) = processes.mean(total) * processes.world_size(), processes.total(tokens)
+    if not tokens:
+        raise LigerzooError("the evaluation data has no trained token", remedy="Look at it with --dry-run.")
+    samples = continue_prompts(model, tokenizer, prompts)
+    return {"eval_loss": float(total) / tokens, "eval_tokens": tokens, "samples": samples}
 
 
 def evaluate_method(

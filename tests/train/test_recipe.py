@@ -16,15 +16,18 @@ from torch import nn
 
 from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
+from ligerzoo.memory import OPTIMIZERS
 from ligerzoo.models import Mixtral, MixtralConfig
 from ligerzoo.train import tracking
 from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
 from ligerzoo.train.methods import METHODS, SFTRunOptions, printed_recipe
+from ligerzoo.train.optimizers import OPTIMIZER_NAMES
 from ligerzoo.train.options import options_of
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_model import open_model
+from ligerzoo.train.run_options import RunOptions
 from tests.train import tiny_run
 from tests.train.grpo_run import write_reward
 from tests.train.test_resume import environment
@@ -54,6 +57,12 @@ def test_every_option_is_described(method: str) -> None:
     groups = {option.group for option in described}
     assert {"Model", "Data", "Optimizer", "Memory"} < groups
     assert "Options of all recipes" not in groups
+
+
+def test_the_names_of_optimizers_are_those_of_make_optimizer_and_of_memory() -> None:
+    (accepted,) = (option.values.choices for option in options_of(RunOptions) if option.name == "optimizer")
+    assert accepted == OPTIMIZER_NAMES
+    assert {*OPTIMIZER_NAMES} < {*OPTIMIZERS}
 
 
 def test_the_command_line_reads_options_without_torch() -> None:

@@ -47,7 +47,8 @@ def main(options: GRPORunOptions) -> int:
             processes.say(samples.describe(roll_out(data.first(1), step=1)))
             return 0
         reference = open_reference(options, run.device) if needs_copy else model if options.beta else None
-        padding = padding_token(run.tokenizer, model.input_vocab_size)
+        rows = {"batch_size": options.batch_size, "seq_length": options.seq_length}
+        rows["pad_token_id"] = padding_token(run.tokenizer, model.input_vocab_size)
         constants_of = partial(
             policy_constants, model, recomputes=options.old_logps == "recomputed", reference=reference,
             temperature=options.temperature,
@@ -59,7 +60,7 @@ def main(options: GRPORunOptions) -> int:
             items = sum(one.trained_tokens for one in completions) if by_tokens else len(completions)
             # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
             used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
-            batches = pack_completions(used, options.batch_size, options.seq_length, pad_token_id=padding)
+            batches = pack_completions(used, **rows)
             sizes, share = [batch.trained_tokens for batch in batches], 1 / max(1, len(batches))
             divisor = processes.divisor(items, run.device)
             with run.autocast():  # the constants of the loss, before the first update with a batch
