@@ -166,6 +166,10 @@ class DPOOptions(MarginOptions):
             self.check_unused(name, f"variant={self.variant!r}", "discopop_tau")
 
     @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
     def averages_scores(self) -> bool:
         return self.average_log_prob or self.variant == "ipo"  # dynamo calls no property of super()
 

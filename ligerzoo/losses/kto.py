@@ -60,6 +60,10 @@ class KTOOptions(LogpOptions):
     weights: Tensor | None = None
     num_items: NumItems = None
 
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
     def check(self, name: str) -> None:
         check_num_items(name, num_items=self.num_items)
         if self.variant != "kto":

@@ -311,8 +311,8 @@ class HeadLoss(nn.Module):
         return _loss_of_model(name, model, loss_of, input_ids, labels, model_inputs, aux_loss_share)
 
     def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
-        """Returns whether `of` needs `reference` or `ref_logps`, given the loss's arguments."""
-        return False
+        """Returns whether `of` needs `reference` or `ref_logps`, with arguments that override the options."""
+        return self._checked({**self.options, **arguments}).needs_reference
 
     def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
         """Returns the function of (hidden, weight, target) that computes `ref_logps`, given the loss's arguments."""
@@ -327,9 +327,6 @@ class DPO(HeadLoss):
 
     function = staticmethod(dpo_loss)
     options_type = DPOOptions
-
-    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
-        return True
 
 
 class CPO(HeadLoss):
@@ -359,18 +356,12 @@ class KTO(HeadLoss):
     function = staticmethod(kto_loss)
     options_type = KTOOptions
 
-    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
-        return True
-
 
 class GRPO(HeadLoss):
     """Group relative policy optimization and its variants: `grpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(grpo_loss)
     options_type = GRPOOptions
-
-    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
-        return bool(arguments.get("beta", 0.0) != 0)
 
     def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
         return partial(token_logps, temperature=arguments.get("temperature", 1.0))

@@ -168,6 +168,11 @@ class HeadOptions:
                 raise LigerzooError(what, where=name)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with log-probabilities of a reference model."""
+        return False
+
+    @property
     def terms(self) -> Terms:
         """The transform of the logits."""
         return Terms(self.logit_scale, self.softcap, ignore_index=self.ignore_index)

@@ -219,6 +219,10 @@ class GRPOOptions(LogpOptions):
     num_tokens: NumItems = None
 
     @property
+    def needs_reference(self) -> bool:
+        return self.beta != 0
+
+    @property
     def ratio_level(self) -> Level:
         """`level`, by default that of the variant."""
         return VARIANTS[self.variant].level if self.level is None else self.level
