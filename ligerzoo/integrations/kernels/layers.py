@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ligerzoo.integrations.kernels.forwards import DECORATED, decorated_like, undecorated
-from ligerzoo.integrations.kernels.norms import KernelRMSNorm, add_and_normalize, normalize
+from ligerzoo.integrations.kernels.norms import KernelRMSNorm, kernel_add_and_normalize, kernel_normalize
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, difference_for, no_effects, random_like
 
 
@@ -64,9 +64,9 @@ class KernelPreNormLayer(KernelDecoderLayer):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
-        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
         attended = self._attend(normalized, arguments, named)
-        normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
+        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
         return hidden_states + self._feed_forward(normalized)
 
 
@@ -77,9 +77,9 @@ class KernelScaledPreNormLayer(KernelPreNormLayer):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
-        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
         attended = self._attend(normalized, arguments, named) * self.residual_multiplier
-        normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
+        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
         return hidden_states + self._feed_forward(normalized) * self.residual_multiplier
 
 
@@ -91,9 +91,9 @@ class KernelDropoutPreNormLayer(KernelPreNormLayer):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
-        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
         attended = self.resid_attn_dropout(self._attend(normalized, arguments, named))
-        normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
+        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
         return hidden_states + self.resid_mlp_dropout(self._feed_forward(normalized))  # type: ignore[no-any-return]
 
 
@@ -110,9 +110,9 @@ class KernelSandwichLayer(KernelDecoderLayer):
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
         after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.kernel_norms)
-        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
         attended = after_attention(self._attend(normalized, arguments, named))
-        normalized, hidden_states = add_and_normalize(attended, hidden_states, before_mlp)
+        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, before_mlp)
         return hidden_states + after_mlp(self._feed_forward(normalized))  # type: ignore[no-any-return]
 
 

@@ -65,14 +65,14 @@ class KernelLayerNorm(KernelModule):
         return layer_norm(input, weight, getattr(self, "bias", None), self.kernel_eps)
 
 
-def normalize(hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def kernel_normalize(hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(hidden_states), hidden_states)`; one kernel adds their gradients if nothing wraps the norm."""
     if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
         return norm.kernel_residual(hidden_states)
     return norm(hidden_states), hidden_states
 
 
-def add_and_normalize(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def kernel_add_and_normalize(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(hidden_states + residual), hidden_states + residual)`; in one kernel if nothing wraps the norm."""
     if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
         return norm.kernel_add(hidden_states, residual)
