@@ -21,7 +21,6 @@ from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
-from ligerzoo.kernels.few_rows import linear_glu
 from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
 from ligerzoo.kernels.gating import ClampedSwiGLU, GatedActivation
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
@@ -29,7 +28,7 @@ from ligerzoo.kernels.latent_decode_attention import latent_decode_attention
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
-from ligerzoo.kernels.linears import linears
+from ligerzoo.kernels.linears import linear_glu, linears
 from ligerzoo.kernels.logit_filter import FilterBounds, filter_bounds
 from ligerzoo.kernels.lora import LowRank, lora_linears
 from ligerzoo.kernels.lora_experts import lora_experts_mlp

@@ -29,7 +29,7 @@ from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_tr
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.row_sums import linear
+from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
@@ -190,7 +190,7 @@ class _ActivationLinear(FusedFunction):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.activation = activation
-        return linear(_forward(x, activation, weight.dtype), weight, bias)
+        return unsplit_linear(_forward(x, activation, weight.dtype), weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,9 @@
 """Linear layers applied to few rows without gradients, as in each step of decoding.
 
-    linears:      y_i = x W_i^T + b_i              several projections of the same rows, in one kernel; see `linears`
+    linears:      y_i = x W_i^T + b_i              several projections of the same rows, in one kernel
     linear_glu:   y = a(x G^T + g) * (x U^T + u)   the gate, the up projection and their product, in one kernel
+
+`linears` has both functions.
 
 With few rows the time is that of reading the weights. Up to 64 rows are the right operand of a matrix product,
 transposed, whose left operand, the weight, streams through shared memory. Where sums may be split, see `row_sums`, a
@@ -21,21 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.activation import Activation, activate, check_activation
+from ligerzoo.kernels.activation import Activation, activate
 from ligerzoo.kernels.autograd import under_transform
-from ligerzoo.kernels.dispatch import (
-    Backend,
-    accumulation_dtype,
-    as_rows,
-    cdiv,
-    padded_size,
-    uses_triton,
-)
-from ligerzoo.kernels.glu import glu
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.row_sums import linear, splits_row_sums, would_split
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.kernels.row_sums import splits_row_sums, would_split
 
 MAX_ROWS = 64
 _MAX_WEIGHTS = 3
@@ -236,7 +229,7 @@ def uses_few_rows(
     scales: Sequence[Tensor] | None = None,
 ) -> bool:
     """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
-    if backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
+    if x.dtype not in _DTYPES or backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
         return False
     if not 0 < x.numel() <= MAX_ROWS * x.shape[-1] or under_transform():
         return False
@@ -248,7 +241,7 @@ def uses_few_rows(
     parameters = [*weights, *(scales or ()), *floats[1:]]
     return (
         len(weights) <= _MAX_WEIGHTS
-        and x.dtype in _DTYPES
+        and all(weight.shape[1] == x.shape[-1] for weight in weights)
         and all(tensor.dtype == x.dtype for tensor in floats)
         and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
         and len({bias is None for bias in biases}) == 1
@@ -281,90 +274,15 @@ def project_few_rows(
     return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
 
 
-def check_weight(name: str, argument: str, weight: object, scale: object) -> None:
-    """Raises unless a weight is a floating-point tensor, or an int8 one with a scale."""
-    if scale is None:
-        check_floats(name, **{argument: weight})
-        return
-    check_tensor(name, argument, weight, "integer")
-    check_floats(name, **{f"scale of {argument}": scale})
-    assert isinstance(weight, Tensor)
-    assert isinstance(scale, Tensor)
-    if (weight.dtype, scale.dtype) != (torch.int8, torch.float32):
-        raise ValueError(
-            f"{name}: {argument} has dtype {weight.dtype} and a scale of {scale.dtype}; expected torch.int8 with a "
-            "scale of torch.float32"
-        )
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in plain torch; with a scale, the weight is int8, and dequantized in fp32."""
-    if scale is None:
-        return linear(x, weight, bias)
-    wide = accumulation_dtype(x.dtype)
-    weight = weight.to(wide) * scale[:, None]
-    return linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
-
-
-def glu_reference(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
-    gate_scale: Tensor | None = None, up_scale: Tensor | None = None, activation: Activation = "silu",
-) -> Tensor:  # fmt: skip
-    """`linear_glu` in plain torch."""
-    gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
-    return glu(*gate_and_up, activation=activation, backend="torch")
-
-
-def linear_glu(
+def gate_few_rows(
     x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    gate_scale: Tensor | None = None,
-    up_scale: Tensor | None = None,
-    *,
-    activation: Activation = "silu",
-    backend: Backend = "auto",
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None,
+    activation: Activation,
 ) -> Tensor:
-    """Computes `a(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`: in one kernel for few rows without gradients.
-
-    Args:
-        x: (..., K), up to 64 rows for the kernel.
-        gate: (I, K), like `torch.nn.Linear.weight`; int8 with `gate_scale`.
-        up: (I, K); int8 with `up_scale`.
-        gate_bias: (I,) or None.
-        up_bias: (I,) or None, like `gate_bias`.
-        gate_scale: (I,) fp32, factors of the rows of `gate`; None for weights in floating point.
-        up_scale: (I,) fp32 or None, like `gate_scale`.
-        activation: the activation a, see `activation_linear`.
-        backend: "auto" (Triton where supported), "triton" (where supported) or "torch" (the reference).
-
-    Returns:
-        (..., I).
-
-    Raises:
-        ValueError: the shapes do not match, or the activation is unknown.
-    """
-    check_activation(activation)
-    check_floats("linear_glu", x=x)
-    check_optional_floats("linear_glu", gate_bias=gate_bias, up_bias=up_bias)
-    check_weight("linear_glu", "gate", gate, gate_scale)
-    check_weight("linear_glu", "up", up, up_scale)
-    weights, biases = (gate, up), (gate_bias, up_bias)
-    scales = None if gate_scale is None or up_scale is None else (gate_scale, up_scale)
-    fits = gate.shape == up.shape == (len(gate), x.shape[-1]) and (gate_scale is None) == (up_scale is None)
-    vectors = [None if vector is None else tuple(vector.shape) for vector in (*biases, gate_scale, up_scale)]
-    if not fits or any(shape not in (None, gate.shape[:1]) for shape in vectors):
-        raise ValueError(
-            f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases and scales "
-            f"{vectors}; expected (..., K), (I, K) twice, and (I,) or None, two scales or none"
-        )
-    if not uses_few_rows(x, weights, biases, backend, scales):
-        gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
-        return glu(*gate_and_up, activation=activation, backend=backend)
-    splits = splits_row_sums()
-    out = _few_rows(
-        as_rows(x), gate, up, None, gate_bias, up_bias, None, gate_scale, up_scale, None, activation, splits
-    )
+    """`linear_glu` in one kernel, for inputs that `uses_few_rows` accepts."""
+    factors = (None, None) if scales is None else scales
+    parameters = *weights, None, *biases, None, *factors, None
+    out = _few_rows(as_rows(x), *parameters, activation, splits_row_sums())  # type: ignore[call-arg]
     return out.view(*x.shape[:-1], -1)

@@ -30,7 +30,7 @@ from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.low_rank_glu_gradients import low_rank_glu_gradients
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.row_sums import linear
+from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
@@ -150,7 +150,7 @@ class _GLULinear(FusedFunction):
     ) -> Tensor:  # fmt: skip
         y, h = _activated(gate, up, activation, weight.dtype, scales, *factors), None
         if a is None or b is None:
-            z = linear(y, weight, bias)
+            z = unsplit_linear(y, weight, bias)
         else:
             rows = y.view(-1, y.shape[-1])
             h = F.linear(rows, a.to(y.dtype))

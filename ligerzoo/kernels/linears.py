@@ -1,4 +1,4 @@
-"""Several linear layers of one input, such as the projections to queries, keys and values.
+"""Several linear layers of one input, such as the projections to queries, keys and values, and `linear_glu`.
 
 Forward:   y_i = x @ W_i.T + b_i.
 Backward:  dx = sum over i of dy_i @ W_i,   dW_i = dy_i.T @ x,   db_i = sum over rows of dy_i.
@@ -17,10 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, autocast, uses_triton
-from ligerzoo.kernels.few_rows import check_weight, product, project_few_rows, uses_few_rows
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+from ligerzoo.kernels.few_rows import gate_few_rows, project_few_rows, uses_few_rows
+from ligerzoo.kernels.glu import glu
+from ligerzoo.kernels.row_sums import unsplit_linear
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in plain torch; with a scale, the weight is int8, and dequantized in fp32."""
+    if scale is None:
+        return unsplit_linear(x, weight, bias)
+    wide = accumulation_dtype(x.dtype)
+    weight = weight.to(wide) * scale[:, None]
+    return unsplit_linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
 
 
 def reference(
@@ -93,13 +105,12 @@ def linears(
         ValueError: the shapes do not match.
     """
     biases = [None] * len(weights) if biases is None else biases
-    present = [bias for bias in biases if bias is not None]
     factors = [None] * len(weights) if scales is None else scales
     check_floats("linears", x=x)
     shapes_match = len(weights) == len(biases) == len(factors) > 0
     if shapes_match:
         for i, (weight, scale) in enumerate(zip(weights, factors, strict=True)):
-            check_weight("linears", f"weights[{i}]", weight, scale)
+            _check_weight("linears", f"weights[{i}]", weight, scale)
         shapes_match = all(
             weight.ndim == 2
             and weight.shape[1:] == x.shape[-1:]
@@ -112,8 +123,20 @@ def linears(
             f"{_shapes(factors)}; expected shapes (..., H), (O_i, H) and (O_i,) or None, as many biases and scales as "
             "weights"
         )
+    return compute_linears(x, weights, biases, scales, backend)
+
+
+def compute_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None,
+    backend: Backend,
+) -> tuple[Tensor, ...]:
+    """`linears` without checks, for layers."""
     if uses_few_rows(x, weights, biases, backend, scales):
         return project_few_rows(x, weights, biases, scales)
+    present = [bias for bias in biases if bias is not None]
     if scales is not None or not (torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend)):
         return reference(x, weights, biases, scales)
     x, *parameters = autocast(x, *weights, *biases)
@@ -122,3 +145,90 @@ def linears(
 
 def _shapes(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
     return [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+
+
+def _check_weight(name: str, argument: str, weight: object, scale: object) -> None:
+    """Raises unless a weight is a floating-point tensor, or an int8 one with a scale."""
+    if scale is None:
+        check_floats(name, **{argument: weight})
+        return
+    check_tensor(name, argument, weight, "integer")
+    check_floats(name, **{f"scale of {argument}": scale})
+    assert isinstance(weight, Tensor)
+    assert isinstance(scale, Tensor)
+    if (weight.dtype, scale.dtype) != (torch.int8, torch.float32):
+        raise ValueError(
+            f"{name}: {argument} has dtype {weight.dtype} and a scale of {scale.dtype}; expected torch.int8 with a "
+            "scale of torch.float32"
+        )
+
+
+def glu_reference(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
+    gate_scale: Tensor | None = None, up_scale: Tensor | None = None, activation: Activation = "silu",
+) -> Tensor:  # fmt: skip
+    """`linear_glu` in plain torch."""
+    gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
+    return glu(*gate_and_up, activation=activation, backend="torch")
+
+
+def linear_glu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    gate_scale: Tensor | None = None,
+    up_scale: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Computes `a(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`: in one kernel for few rows without gradients.
+
+    Args:
+        x: (..., K), up to 64 rows for the kernel.
+        gate: (I, K), like `torch.nn.Linear.weight`; int8 with `gate_scale`.
+        up: (I, K); int8 with `up_scale`.
+        gate_bias: (I,) or None.
+        up_bias: (I,) or None, like `gate_bias`.
+        gate_scale: (I,) fp32, factors of the rows of `gate`; None for weights in floating point.
+        up_scale: (I,) fp32 or None, like `gate_scale`.
+        activation: the activation a, see `activation_linear`.
+        backend: "auto" (Triton where supported), "triton" (where supported) or "torch" (the reference).
+
+    Returns:
+        (..., I).
+
+    Raises:
+        ValueError: the shapes do not match, or the activation is unknown.
+    """
+    check_activation(activation)
+    check_floats("linear_glu", x=x)
+    check_optional_floats("linear_glu", gate_bias=gate_bias, up_bias=up_bias)
+    _check_weight("linear_glu", "gate", gate, gate_scale)
+    _check_weight("linear_glu", "up", up, up_scale)
+    weights, biases = (gate, up), (gate_bias, up_bias)
+    scales = None if gate_scale is None or up_scale is None else (gate_scale, up_scale)
+    fits = gate.shape == up.shape == (len(gate), x.shape[-1]) and (gate_scale is None) == (up_scale is None)
+    vectors = [None if vector is None else tuple(vector.shape) for vector in (*biases, gate_scale, up_scale)]
+    if not fits or any(shape not in (None, gate.shape[:1]) for shape in vectors):
+        raise ValueError(
+            f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases and scales "
+            f"{vectors}; expected (..., K), (I, K) twice, and (I,) or None, two scales or none"
+        )
+    return compute_linear_glu(x, weights, biases, scales, activation, backend)
+
+
+def compute_linear_glu(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None,
+    activation: Activation,
+    backend: Backend,
+) -> Tensor:
+    """`linear_glu` without checks, for layers; weights, biases and scales are those of gate and up."""
+    if len(weights[0]) == len(weights[1]) and uses_few_rows(x, weights, biases, backend, scales):
+        return gate_few_rows(x, weights, biases, scales, activation)
+    return glu(*reference(x, weights, biases, scales), activation=activation, backend=backend)

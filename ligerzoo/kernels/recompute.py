@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class Recompute(IntEnum):
     MLP = 2
     BLOCK = 3
 
+
+T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
 _state = threading.local()
 
@@ -77,6 +79,20 @@ def recomputable(
         recipes: _Recipes = _state.recipes
         if level <= recipes.level and (in_checkpoints or recipes.level < Recompute.BLOCK):
             recipes.add(outputs, function, inputs)
+
+
+def recomputed(function: Callable[..., T], *inputs: Any, level: Recompute | None = Recompute.ELEMENTWISE) -> T:
+    """Returns `function(*inputs)`, and declares it `recomputable`.
+
+    Args:
+        function: returns a tensor or a tuple of tensors.
+        inputs: see `recomputable`.
+        level: the lowest level that recomputes the outputs; None for no declaration.
+    """
+    outputs = function(*inputs)
+    if level is not None and is_recording():
+        recomputable(outputs if isinstance(outputs, tuple) else (outputs,), function, *inputs, level=level)
+    return outputs
 
 
 def recomputing(level: Recompute) -> AbstractContextManager[None]:

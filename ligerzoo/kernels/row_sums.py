@@ -142,7 +142,7 @@ class _OrderedProduct(FusedFunction):
         return dy @ weight if needs_x else None, dy.T @ x if needs_weight else None, dy.sum(0) if needs_bias else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` that splits sums only where it is allowed."""
     if not would_split(x, weight):
         return F.linear(x, weight, bias)
@@ -153,9 +153,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         sizes = [len(weight) - beyond, beyond]
         biases = (None, None) if bias is None else bias.split(sizes)
         parts = zip(weight.split(sizes), biases, strict=True)
-        return torch.cat([linear(x, *part) for part in parts], -1)
+        return torch.cat([unsplit_linear(x, *part) for part in parts], -1)
     if missing := -x.shape[-1] % _ALIGNMENT:
-        return linear(F.pad(x, (0, missing)), F.pad(weight, (0, missing)), bias)
+        return unsplit_linear(F.pad(x, (0, missing)), F.pad(weight, (0, missing)), bias)
     if bias is None:  # torch leaves only products with a bias to cuBLASLt
         bias = x.new_zeros(len(weight))
     options = torch.backends.cuda.matmul

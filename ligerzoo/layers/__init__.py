@@ -1,6 +1,7 @@
 """Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
-from ligerzoo.layers.attention import Attention, RotaryNormAttention, SinkAttention, attend
+from ligerzoo.layers.attention import Attention, RotaryNormAttention, SinkAttention
+from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import (
     GatedPreNormBlock,

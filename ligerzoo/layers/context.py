@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,6 @@ from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import CausalMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.tensor_checks import describe, kind_of
-
-if TYPE_CHECKING:
-    from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
-    from ligerzoo.layers.deepstack import DeepStack
 
 _NO_CACHE = KVCache([])
 
@@ -51,6 +47,13 @@ _ATTRIBUTES = (
 
 LAYER_OUTPUTS = ("router_logits", "attentions")
 """Attributes of a context to which layers within a block append tensors."""
+
+
+class AddedFeatures(Protocol):
+    """Features that are added to hidden states between blocks, as `DeepStack`."""
+
+    def add(self, x: Tensor, block: int) -> Tensor:
+        """Returns the output of the block with this index plus its features; x: (B, T, H) -> (B, T, H)."""
 
 
 class InputProperties(NamedTuple):
@@ -112,7 +115,7 @@ class Context:
         padding_mask: (B, S) bool, False for padding; None without padding.
         last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
             token itself.
-        cross_attention_inputs: what cross-attention layers attend to; initially None, for nothing.
+        cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
         router_logits: (B * T, E) of each MoE layer, in order. None to store none.
         hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
@@ -184,8 +187,8 @@ class Context:
         if position_ids is None:
             position_ids = self._segment_positions()
         self.position_ids = position_ids
-        self.cross_attention_inputs: CrossAttentionInputs | None = None
-        self.deepstack: DeepStack | None = None
+        self.cross_attention_inputs: object | None = None
+        self.deepstack: AddedFeatures | None = None
         self.router_logits: list[Tensor] | None = []
         self.hidden_states: list[Tensor] | None = None
         self.attentions: list[Tensor] | None = None

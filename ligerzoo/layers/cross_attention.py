@@ -5,17 +5,20 @@ Shapes: B batch, T tokens in the call, S image states, H features of both, K key
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
+from ligerzoo.layers.cross_attention_inputs import inputs_of
+from ligerzoo.layers.exactness import Obstacle, not_dense
 from ligerzoo.layers.kv_cache import new_layer_cache
-from ligerzoo.layers.linear import INIT_STD, check_features
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.norm import add_and_normalize
-from ligerzoo.tensor_checks import describe
+from ligerzoo.layers.projection import check_features
 
 
 class CrossAttention(Attention):
@@ -59,12 +62,9 @@ class CrossAttention(Attention):
             context: holds the image states, `cross_attention_inputs`.
             cache: a `CrossAttentionLayerCache`; keys and values of new states are appended to it.
         """
-        inputs = context.cross_attention_inputs
-        if not isinstance(inputs, CrossAttentionInputs):
-            error = ValueError if inputs is None else TypeError
-            raise error(
-                f"CrossAttention: context.cross_attention_inputs is {describe(inputs)}; expected CrossAttentionInputs"
-            )
+        inputs = inputs_of(context)
+        if inputs is None:
+            raise ValueError("CrossAttention: context.cross_attention_inputs is None; expected CrossAttentionInputs")
         check_features(self, x, self.hidden_size)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
@@ -72,6 +72,10 @@ class CrossAttention(Attention):
         k, v = self._keys_and_values(inputs.states, cache)
         out = self.attend(q, k, v, inputs.mask, context)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield not_dense(self)
 
     def new_cache(self, capacity: int | None = None) -> CrossAttentionLayerCache:
         """Returns an empty cache. `capacity` is unused: it limits tokens, and this cache holds image states."""
@@ -130,7 +134,7 @@ class CrossAttentionBlock(nn.Module):
         return context.cross_attention_inputs is None
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        inputs = context.cross_attention_inputs
+        inputs = inputs_of(context)
         if inputs is None:
             return x
         attended = self.attn_gate.tanh() * self.cross_attn(self.input_layernorm(x), context, cache)

@@ -7,15 +7,13 @@ in all, including cached ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ligerzoo.layers.context import Context
 from ligerzoo.layers.masks import TileMask
-
-if TYPE_CHECKING:
-    from ligerzoo.layers.context import Context
+from ligerzoo.tensor_checks import describe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +32,20 @@ class CrossAttentionInputs:
     mask: TileMask | None = None
     no_states: Tensor | None = None
     bypass: Tensor | None = None
+
+
+def inputs_of(context: Context) -> CrossAttentionInputs | None:
+    """Returns `context.cross_attention_inputs`.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    inputs = context.cross_attention_inputs
+    if not (inputs is None or isinstance(inputs, CrossAttentionInputs)):
+        raise TypeError(
+            f"CrossAttention: context.cross_attention_inputs is {describe(inputs)}; expected CrossAttentionInputs"
+        )
+    return inputs
 
 
 def tile_cross_attention_inputs(

@@ -6,6 +6,7 @@ C = 2 * K * D_k + V * D_v channels of the convolution.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -21,8 +22,9 @@ from ligerzoo.kernels import (
 )
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import INIT_STD, Linear, check_features
-from ligerzoo.layers.lora import project_jointly
+from ligerzoo.layers.exactness import Obstacle, not_dense
+from ligerzoo.layers.linear import INIT_STD, Linear
+from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.token_order import tokens_first
 
@@ -209,6 +211,10 @@ class GatedDeltaNet(nn.Module):
         order = tokens_first(mask.expand(x.shape[:2]))
         return order.undo(self._mix(order.apply(x), None, order.lengths, cache))
 
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield not_dense(self)
+
     def new_cache(self, capacity: int | None = None) -> RecurrentLayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given."""
         return RecurrentLayerCache() if capacity is None else StaticRecurrentLayerCache(capacity)
@@ -231,7 +237,7 @@ class GatedDeltaNet(nn.Module):
             lengths: (B,) int64, tokens of each row, which come first; None for T.
             cache: see `forward`.
         """
-        qkv, z, b, a = project_jointly(
+        qkv, z, b, a = project(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, backend=self.backend
         )
         g, beta = delta_gates(a, b, self.A_log, self.dt_bias, backend=self.backend)

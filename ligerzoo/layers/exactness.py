@@ -14,15 +14,17 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ligerzoo.kernels.exact_attention import HEAD_SIZES
-from ligerzoo.layers.attention import Attention
-from ligerzoo.layers.cross_attention import CrossAttention
-from ligerzoo.layers.delta_net import GatedDeltaNet
-from ligerzoo.layers.latent_attention import LatentAttention
-from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.plain import is_plain_tensor
 
 _HOPPER = 9  # major number of the compute capability
+
+Obstacle = tuple[str, str, str]
+"""What prevents exact results: the name of an attribute, "" for the layer itself; what is expected; what it is."""
+
+
+def not_dense(layer: nn.Module) -> Obstacle:
+    """The obstacle of a layer that never gives exact results."""
+    return "", "a dense decoder with self-attention only", f"is a {type(layer).__name__}"
 
 
 def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> None:
@@ -33,18 +35,18 @@ def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | No
         capacity: of the cache; None if it grows. Longer texts than a sliding window are not supported.
         dtype: of the cache.
     """
-    for name, expected, got in _obstacles(module, capacity, dtype):
+    for name, expected, got in obstacles(module, capacity, dtype):
         raise ValueError(f"exact cache: {name} {got}; expected {expected}. Use exact=False")
 
 
 def exact_length(module: nn.Module) -> int | None:
     """Returns the largest number of tokens of an exact cache, the smallest sliding window; None for no limit."""
-    windows = [part.window for part in module.modules() if isinstance(part, Attention) and part.window is not None]
-    return min(windows, default=None)
+    windows = (getattr(part, "window", None) for part in module.modules() if hasattr(part, "exact_obstacles"))
+    return min((window for window in windows if window is not None), default=None)
 
 
-def _obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> Iterator[tuple[str, str, str]]:
-    """What prevents exact results: what it is, what is expected, and what it is instead."""
+def obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> Iterator[Obstacle]:
+    """Yields obstacles to exact results: name, expected, got. Layers yield theirs in a method `exact_obstacles()`."""
     if dtype is not None:
         yield "the cache's dtype", "that of the keys", f"is {dtype}"
     longest = exact_length(module)
@@ -56,16 +58,6 @@ def _obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | Non
         if weight.dtype != torch.bfloat16 or not is_plain_tensor(weight):
             yield f"{name}", "a plain tensor of torch.bfloat16", f"is a {type(weight).__name__} of {weight.dtype}"
     for name, part in module.named_modules():
-        if isinstance(part, Experts | CrossAttention | GatedDeltaNet | LatentAttention):
-            yield f"{name}", "a dense decoder with self-attention only", f"is a {type(part).__name__}"
-        if isinstance(part, Attention):
-            if part.head_dim not in HEAD_SIZES:
-                yield f"{name}.head_dim", " or ".join(map(str, HEAD_SIZES)), f"is {part.head_dim}"
-            if part.sinks is not None:
-                yield name, "attention without sinks", "has sinks"
-            if part.softcap is not None or not part.is_causal:
-                yield (
-                    name,
-                    "causal attention without a soft cap",
-                    "has a soft cap" if part.is_causal else "is not causal",
-                )
+        if hasattr(part, "exact_obstacles"):
+            for attribute, expected, got in part.exact_obstacles():
+                yield f"{name}.{attribute}".rstrip("."), expected, got

@@ -9,7 +9,8 @@ from torch import Tensor
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.projection import check_features
 
 
 class GatedAttention(Attention):

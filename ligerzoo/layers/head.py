@@ -13,8 +13,9 @@ from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
-from ligerzoo.layers.linear import INIT_STD, check_features, linear
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized
+from ligerzoo.layers.projection import check_features, linear
 
 
 def scaled_and_capped(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:

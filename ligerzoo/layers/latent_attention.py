@@ -16,6 +16,8 @@ of a head's query that are not rotated, V features of a head's value.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,14 +26,15 @@ from ligerzoo.kernels import latent_decode_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.fp8 import from_storage
-from ligerzoo.layers.attention import apply_probabilities, attend, attention_probabilities
+from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features
-from ligerzoo.layers.lora import project_jointly
-from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
+from ligerzoo.layers.exactness import Obstacle, not_dense
+from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.masks import AttentionMask, Mask, single_query_interval
 from ligerzoo.layers.norm import RMSNorm, recomputable_norm
 from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import DECODE_TOKENS, StaticLayerCache
 
@@ -132,9 +135,9 @@ class LatentAttention(nn.Module):
             Queries (B, T, N, D) and rotated (B, T, N, P); latent vectors (B, T, 1, R) and rotated keys (B, T, 1, P).
         """
         if self.q_rank is None:
-            q, compressed = project_jointly(x, self.q_proj, self.kv_a_proj_with_mqa, backend=self.backend)
+            q, compressed = project(x, self.q_proj, self.kv_a_proj_with_mqa, backend=self.backend)
         else:
-            q, compressed = project_jointly(x, self.q_a_proj, self.kv_a_proj_with_mqa, backend=self.backend)
+            q, compressed = project(x, self.q_a_proj, self.kv_a_proj_with_mqa, backend=self.backend)
             q = self.q_b_proj(recomputable_norm(q, self.q_a_layernorm))
         q_nope, q_rope = self._split_heads(q, self.nope_dim, self.rope_dim)
         latents, k_rope = compressed.split_with_sizes([self.kv_rank, self.rope_dim], -1)
@@ -174,13 +177,9 @@ class LatentAttention(nn.Module):
         to_keys, to_values = weight[:, : self.nope_dim], weight[:, self.nope_dim :]
         q = torch.einsum("btnd,ndr->btnr", q_nope, to_keys)
         if q.shape[1] == 1 and (mask is None or isinstance(mask, Mask)):
-            first = last = padding_mask = fallback = None
-            if mask is not None:
-                first, last, padding_mask = mask.first[:, 0], mask.last[:, 0], mask.padding_mask
-                fallback = None if mask.fallback is None else mask.fallback[:, 0]
             out = latent_decode_attention(
-                q[:, 0], q_rope[:, 0], latents[:, :, 0], k_rope[:, :, 0], first, last, padding_mask, fallback,
-                scale=self.scale, backend=self.backend,
+                q[:, 0], q_rope[:, 0], latents[:, :, 0], k_rope[:, :, 0],
+                *single_query_interval(mask), scale=self.scale, backend=self.backend,
             )[:, None]  # fmt: skip
         else:
             latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
@@ -192,13 +191,11 @@ class LatentAttention(nn.Module):
         """Returns (B, T, N, V); stores the probabilities if the context asks for them."""
         if context.attentions is None:
             return attend_unequal(q, k, v, mask, self.scale)
-        if isinstance(mask, AttentionMask):
-            mask = mask.additive(q.dtype)
-        elif mask is not None and mask.dtype == torch.bool:
-            mask = additive_mask(mask, q.dtype)
-        probabilities = attention_probabilities(q, k, mask, self.scale)
-        context.attentions.append(probabilities)
-        return apply_probabilities(probabilities, v)
+        return attend_and_record(AttentionCall(q, k, v, mask, self.scale, None, True, None), context.attentions)
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield not_dense(self)
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache, of fixed size if `capacity` is given.

@@ -15,21 +15,18 @@ Dropout applies to the input of A. Layers that project one input, such as q, k a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE, PROBABILITY, check
-from ligerzoo.kernels import linears
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, dtype_of_products, uses_triton
-from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms, stacked_a
-from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
-from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
-from ligerzoo.layers.linear import Linear, fusible_parameters, linear
-from ligerzoo.layers.plain import dequantized, is_plain, is_plain_tensor, is_unmodified
+from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
+from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.plain import dequantized, is_unmodified
+from ligerzoo.layers.projection import Terms, project_alone
 from ligerzoo.layers.routers import Router
 
 
@@ -199,7 +196,15 @@ class LoRALinear(LoRAMatrixLayer, Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., K) -> (..., O)."""
-        return _project(x, [self], "auto", None)[0]
+        return project_alone(x, self._terms())
+
+    def terms(self) -> Terms | None:
+        """See `Linear.terms`."""
+        return self._terms() if is_unmodified(self, LoRALinear) else None
+
+    def _terms(self) -> Terms:
+        rescales = self.lora_enabled and self.lora_magnitude_vector is not None
+        return Terms(self.weight, self.bias, self.update, self, rescales)
 
 
 class LoRARouter(LoRAMatrixLayer, Router):
@@ -219,141 +224,3 @@ def add_update_product(y: Tensor, x: Tensor, layer: LoRAMatrixLayer) -> Tensor:
         return y
     y = y + low_rank_product(x if dropped is None else dropped, update).to(y.dtype)
     return y if factors is None else (y * factors).to(y.dtype)
-
-
-def has_dropped_input(layer: nn.Module) -> bool:
-    """Whether a linear layer applies dropout to the input of its update in this call."""
-    return isinstance(layer, LoRALayer) and layer.lora_dropout > 0
-
-
-def update_of(layer: nn.Module) -> LowRank | None:
-    """Returns the active update of a linear layer; None for a plain one."""
-    return layer.update if isinstance(layer, LoRAMatrixLayer) else None
-
-
-def rescale(y: Tensor, layer: nn.Module, level: Recompute | None = None) -> Tensor:
-    """Applies DoRA's factors to the output of a linear layer without its bias, and adds the bias.
-
-    Args:
-        y: (..., O).
-        layer: a linear layer, with or without an update.
-        level: see `project_jointly`.
-    """
-    factors = layer.row_factors() if isinstance(layer, LoRAMatrixLayer) else None
-    if factors is None:
-        return y
-    inputs: Any = y, factors, layer.bias
-    rescaled = _rescale(*inputs)
-    if level is not None and is_recording():
-        recomputable((rescaled,), _rescale, *inputs, level=level)
-    return rescaled
-
-
-def _rescale(y: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
-    y = (y * factors).to(y.dtype)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
-def inner_bias(layer: nn.Module) -> Tensor | None:
-    """Returns the bias that is added before `rescale`: that of a layer without DoRA."""
-    has_factors = isinstance(layer, LoRAMatrixLayer) and layer.lora_enabled and layer.lora_magnitude_vector is not None
-    return None if has_factors else layer.bias  # type: ignore[return-value]
-
-
-def project_jointly(
-    x: Tensor, *layers: nn.Module, backend: Backend = "auto", level: Recompute | None = None
-) -> tuple[Tensor, ...]:
-    """Returns the outputs of several linear layers for one input, (..., H) -> (..., O) each.
-
-    By `ligerzoo.kernels.linears` or `lora_linears` where these can, see `fusible_parameters`.
-
-    Args:
-        x: (..., H).
-        layers: linear layers, with or without updates.
-        backend: see `ligerzoo.kernels.linears`.
-        level: the lowest level of an activation plan that recomputes the outputs in backward; None to keep them. Those
-            of quantized weights, and of layers with hooks or wrappers, are kept.
-    """
-    parameters = fusible_parameters(x, *layers, backend=backend)
-    if parameters is not None:
-        outputs = linears(x, *parameters, backend=backend)
-        if level is not None and parameters.scales is None and is_recording():
-            weights, biases, _ = parameters
-            recomputable(
-                outputs, lambda x, *_: linears(x, weights, biases, backend=backend), x, *weights, *biases, level=level
-            )
-        return outputs
-    kinds = Linear, nn.Linear, LoRALinear
-    if torch.is_grad_enabled() and all(is_unmodified(layer, *kinds) for layer in layers):
-        dropouts = {layer.lora_dropout for layer in layers if isinstance(layer, LoRALinear)}
-        if len(dropouts) == 1 and all(is_plain_tensor(*layer._parameters.values()) for layer in layers):
-            return _project(x, layers, backend, level)
-    return tuple(layer(x) for layer in layers)
-
-
-def project_in_parts(
-    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, backend: Backend, level: Recompute
-) -> tuple[Tensor, Tensor, LowRankTerms] | None:
-    """Returns the products of x and the weights of `gate` and `up`, and their low-rank updates as terms.
-
-    None if `ligerzoo.kernels.glu_linear` does not add the terms in registers: without gradients, without the kernels,
-    in fp32 or fp64, with a rank above `MAX_RANK`, or if `gate` or `up` has a bias, no update, dropout, DoRA or hooks.
-
-    Args:
-        x: (..., H).
-        gate: linear layer.
-        up: linear layer.
-        down: linear layer that reads the gated linear unit.
-        backend: see `ligerzoo.kernels.glu_linear`.
-        level: see `project_jointly`.
-    """
-    if not (torch.is_grad_enabled() and _has_plain_update(gate) and _has_plain_update(up)):
-        return None
-    weights = [gate.weight, up.weight]
-    gate_update, up_update, down_update = gate._update, up._update, update_of(down)
-    ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
-    dtype = dtype_of_products(x)
-    if max(ranks) > MAX_RANK or dtype.itemsize != 2 or not uses_triton(x, *weights, backend=backend):
-        return None
-    a = stacked_a(dtype, gate_update.a, up_update.a)
-    gate_y, up_y, h = linears(x, [*weights, a], backend=backend)
-    if is_recording():
-        recomputable((gate_y, up_y), lambda x, *weights: linears(x, weights, backend=backend), x, *weights, level=level)
-        recomputable((h,), lambda x, a: linears(x, [a], backend=backend), x, a, level=Recompute.BLOCK)
-    return gate_y, up_y, LowRankTerms(h, gate_update.b, up_update.b, gate_update.scale, up_update.scale)
-
-
-def _has_plain_update(layer: nn.Module) -> TypeGuard[LoRALinear]:
-    """Whether a linear layer without a bias adds an update in this call, without dropout or DoRA."""
-    return (
-        is_plain(layer, LoRALinear)
-        and layer.bias is None
-        and layer.lora_enabled
-        and layer.lora_magnitude_vector is None
-        and not layer.lora_dropout
-    )
-
-
-def _project(
-    x: Tensor, layers: Sequence[nn.Module], backend: Backend, level: Recompute | None
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Computes linear layers, at least one of them with an update, and all such with the same dropout."""
-    first = next(layer for layer in layers if isinstance(layer, LoRALinear))
-    weights: list[Any] = [layer.weight for layer in layers]
-    biases, updates, dropped = [inner_bias(y) for y in layers], [update_of(y) for y in layers], first.dropped(x)
-    if torch.is_grad_enabled() and is_plain_tensor(*weights, *biases):
-        outputs = lora_linears(x, weights, biases, updates, dropped, backend=backend)
-        if level is not None and is_recording():
-            matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
-            recomputable(
-                outputs, lambda x, dropped, *_: lora_linears(x, weights, biases, updates, dropped, backend=backend),
-                x, dropped, *weights, *biases, *matrices, level=level,
-            )  # fmt: skip
-    else:  # `linear` reads quantized weights, and has a kernel for few rows
-        outputs = tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        source = x if dropped is None else dropped
-        outputs = tuple(
-            y if update is None else y + low_rank_product(source.to(y.dtype), update)
-            for y, update in zip(outputs, updates, strict=True)
-        )
-    return tuple(rescale(y, layer, level) for y, layer in zip(outputs, layers, strict=True))

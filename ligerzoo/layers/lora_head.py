@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.layers.head import LMHead
-from ligerzoo.layers.linear import linear
 from ligerzoo.layers.lora import LoRAMatrixLayer, add_update_product
+from ligerzoo.layers.projection import linear
 
 _HEAD_MULTIPLE = 64
 """The kernels of the loss head are fastest for a multiple of this number of features."""

@@ -221,6 +221,30 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=visible.device).where(visible, torch.finfo(dtype).min)
 
 
+def as_additive(mask: AttentionMask | Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the matrix to add to scores of `dtype`, of any kind of mask; None for no mask."""
+    if isinstance(mask, AttentionMask):
+        return mask.additive(dtype)
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return additive_mask(mask, dtype)
+    if mask.dtype == dtype:
+        return mask
+    is_masked = mask == torch.finfo(mask.dtype).min
+    return mask.to(dtype).masked_fill(is_masked, torch.finfo(dtype).min)
+
+
+def single_query_interval(
+    mask: AttentionMask | Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns first and last key, (B or 1,), padding mask and fallback of a `Mask` for one query; Nones for no mask."""
+    if mask is None:
+        return None, None, None, None
+    assert isinstance(mask, Mask)
+    return mask.first[:, 0], mask.last[:, 0], mask.padding_mask, None if mask.fallback is None else mask.fallback[:, 0]
+
+
 def _block_indices(selected: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of selected key blocks of each query block, and block indices with the selected ones first."""
     selected = selected[:, None].int()

@@ -1,27 +1,13 @@
 """Feed-forward layers (MLPs)."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
-from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
+from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.low_rank_glu import LowRankTerms
-from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features, fusible_parameters
-from ligerzoo.layers.lora import (
-    LoRALinear,
-    has_dropped_input,
-    inner_bias,
-    project_in_parts,
-    project_jointly,
-    rescale,
-    update_of,
-)
-from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.projection import activate_and_project, check_features, gated_mlp
 
 
 class GatedMLP(nn.Module):
@@ -54,48 +40,10 @@ class GatedMLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
+    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., H)."""
         check_features(self, x, self.hidden_size)
-        down = self.down_proj
-        is_fusible = is_plain(down, Linear, nn.Linear, LoRALinear) and not has_dropped_input(down)
-        if not (torch.is_grad_enabled() and is_fusible):
-            return down(self.gated(x))  # type: ignore[no-any-return]
-        gate, up, terms = self.project_in_parts(x)
-        y = glu_linear(
-            gate, up, down.weight, inner_bias(down), update=update_of(down), terms=terms, activation=self.activation,
-            backend=self.backend,
-        )  # fmt: skip
-        return rescale(y, down)
-
-    def gated(self, x: Tensor) -> Tensor:
-        """(..., H) -> activation(gate) * up, (..., I)."""
-        parameters = None
-        if not torch.is_grad_enabled():
-            parameters = fusible_parameters(x, self.gate_proj, self.up_proj, backend=self.backend)
-        if parameters is None:
-            gate, up = self.project(x)
-            y = glu(gate, up, activation=self.activation, backend=self.backend)
-            recomputable((y,), partial(glu, activation=self.activation, backend=self.backend), gate, up)
-            return y
-        weights, biases, scales = parameters
-        return linear_glu(
-            x, *weights, *biases, *(scales or ()), activation=self.activation, backend=self.backend
-        )  # fmt: skip
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(..., H) -> gate and up features, (..., I) each, which backward may recompute."""
-        return project_jointly(x, self.gate_proj, self.up_proj, backend=self.backend, level=Recompute.MLP)
-
-    def project_in_parts(self, x: Tensor) -> tuple[Tensor, Tensor, LowRankTerms | None]:
-        """(..., H) -> gate and up features, (..., I) each, and low-rank terms for `glu_linear` to add to them."""
-        parts = project_in_parts(
-            x, self.gate_proj, self.up_proj, self.down_proj, backend=self.backend, level=Recompute.MLP
-        )
-        if parts is None:
-            gate, up = self.project(x)
-            return gate, up, None
-        return parts
+        return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.activation, self.backend)
 
 
 class MLP(nn.Module):
@@ -129,10 +77,10 @@ class MLP(nn.Module):
         self.fc1 = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.fc2 = Linear(intermediate_size, output_size or hidden_size, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (..., H) -> (..., O). `context` is unused; it keeps the block signature uniform."""
+    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., O)."""
         check_features(self, x, self.hidden_size)
-        return _activate_and_project(self.fc1(x), self.activation, self.fc2, self.backend)
+        return activate_and_project(self.fc1(x), self.activation, self.fc2, self.backend)
 
 
 class UngatedMLP(nn.Module):
@@ -164,17 +112,10 @@ class UngatedMLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
+    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., H)."""
         check_features(self, x, self.hidden_size)
         x = self.up_proj(x)
         if isinstance(self.act_fn, nn.Module):
             return self.down_proj(self.act_fn(x))  # type: ignore[no-any-return]
-        return _activate_and_project(x, self.act_fn, self.down_proj, self.backend)
-
-
-def _activate_and_project(x: Tensor, activation: Activation, projection: nn.Module, backend: Backend) -> Tensor:
-    """(..., I) -> projection(activation(x)), as one operation that saves only `x` where the projection is plain."""
-    if is_plain(projection, Linear, nn.Linear):
-        return activation_linear(x, projection.weight, projection.bias, activation=activation, backend=backend)
-    return projection(ACTIVATIONS[activation](x))  # type: ignore[no-any-return]
+        return activate_and_project(x, self.act_fn, self.down_proj, self.backend)

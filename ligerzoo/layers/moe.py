@@ -9,7 +9,7 @@ features of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
 from ligerzoo.kernels.gating import GatedActivation, gating
 from ligerzoo.kernels.route import fits_one_program
+from ligerzoo.layers.exactness import Obstacle, not_dense
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized, is_plain
 from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
@@ -107,6 +108,10 @@ class Experts(nn.Module):
             activation=self.activation,
             backend=self.backend,
         )
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield not_dense(self)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape

@@ -15,7 +15,7 @@ from ligerzoo.kernels import Routing, route, route_sigmoid
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
 from ligerzoo.kernels.linear_fp32 import linear_fp32
 from ligerzoo.kernels.route import selection_scores
-from ligerzoo.kernels.row_sums import linear
+from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.linear import INIT_STD
 
 
@@ -76,7 +76,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E)."""
-        return linear(x, self.weight, self.bias)
+        return unsplit_linear(x, self.weight, self.bias)
 
     def routing(self, logits: Tensor, backend: Backend) -> Routing:
         """Returns the rows of few tokens from their logits (T, E), sorted by expert. Not differentiable."""
@@ -187,7 +187,7 @@ class SigmoidRouter(_BalancingBias):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E)."""
-        return linear_fp32(x, self.weight) if self.in_fp32 else linear(x, self.weight)
+        return linear_fp32(x, self.weight) if self.in_fp32 else unsplit_linear(x, self.weight)
 
     def routing(self, logits: Tensor, backend: Backend) -> Routing:
         """See `Router.routing`."""

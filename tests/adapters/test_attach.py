@@ -12,7 +12,8 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.graphs import can_capture
 from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt
-from ligerzoo.layers.lora import LoRALayer, LoRAOptions, project_jointly
+from ligerzoo.layers.lora import LoRALayer, LoRAOptions
+from ligerzoo.layers.projection import project as project_jointly
 from tests.adapters.models import gemma2, gradients, llama, mixtral, phi3, randomize, token_ids
 from tests.covering import every_backend, long_cases
 

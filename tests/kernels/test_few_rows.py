@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import few_rows, linear_glu, linears
-from ligerzoo.kernels.few_rows import MAX_ROWS, glu_reference
-from ligerzoo.kernels.linears import reference
+from ligerzoo.kernels.few_rows import MAX_ROWS
+from ligerzoo.kernels.linears import glu_reference, reference
 from tests.covering import covering, long_cases
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper

@@ -13,7 +13,7 @@ from ligerzoo.kernels.glu import glu_linear, linear_reference
 from ligerzoo.kernels.lora import LowRank
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, recomputing
-from ligerzoo.layers import GatedMLP
+from ligerzoo.layers import GatedMLP, projection
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRAOptions
 from tests.covering import covering
@@ -169,7 +169,8 @@ def adapted(
 
 
 def terms_of(mlp: GatedMLP, x: Tensor) -> LowRankTerms | None:
-    return mlp.project_in_parts(x)[2]
+    parts = projection.low_rank_parts(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.backend)
+    return None if parts is None else parts[2]
 
 
 ALL = ("gate_proj", "up_proj", "down_proj")
@@ -192,7 +193,7 @@ def test_the_layer_is_as_exact_as_without_terms(
 
     actual = results(mlp, x, upstream)
     truth = results(deepcopy(mlp).double(), *in_fp64([x, upstream]))
-    monkeypatch.setattr("ligerzoo.layers.mlp.project_in_parts", lambda *_, **__: None)
+    monkeypatch.setattr("ligerzoo.layers.projection.low_rank_parts", lambda *_, **__: None)
     for case in zip(actual, results(mlp, x, upstream), truth, strict=True):
         assert_as_exact_as(*case)
 
@@ -236,7 +237,7 @@ def test_the_layer_under_autocast(weights: torch.dtype, device: str, monkeypatch
         return y, *torch.autograd.grad(y, [x, mlp.gate_proj.lora_A, mlp.up_proj.lora_B, mlp.down_proj.lora_A], upstream)
 
     actual = results(True)
-    monkeypatch.setattr("ligerzoo.layers.mlp.project_in_parts", lambda *_, **__: None)
+    monkeypatch.setattr("ligerzoo.layers.projection.low_rank_parts", lambda *_, **__: None)
     plain = results(False)
     wide = deepcopy(mlp).double()
     y = wide(x.double())
@@ -273,7 +274,9 @@ def test_the_products_of_the_updates_are_not_written(device: str) -> None:
     """Backward keeps gate and up without them, and as many bytes."""
     mlp = adapted(device, HALF_DTYPE, ALL, {})
     x = torch.randn(6, 24, device=device, dtype=HALF_DTYPE, requires_grad=True)
-    gate, up, _ = mlp.project_in_parts(x)
+    parts = projection.low_rank_parts(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.backend)
+    assert parts is not None
+    gate, up, _ = parts
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         mlp(x)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import linears
-from ligerzoo.kernels.row_sums import linear
+from ligerzoo.kernels.row_sums import unsplit_linear
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, judge
 from tests.kernels.compiling import compiling_for_hopper
@@ -55,13 +55,13 @@ def test_products_that_torch_does_not_give_to_cublaslt(
     inputs = [x_layout(numbers(*rows, features, dtype=HALF_DTYPE, device=device).detach()).requires_grad_()]
     inputs += [weight_layout(numbers(outputs, features, dtype=HALF_DTYPE, device=device).detach()).requires_grad_()]
     inputs += [numbers(outputs, dtype=HALF_DTYPE, device=device)] * has_bias
-    judge(linear, F.linear, inputs)
+    judge(unsplit_linear, F.linear, inputs)
 
 
 @needs_triton
 def test_products_that_cublaslt_computes(device: str, addmm_calls: list[tuple[int, ...]]) -> None:
     x, weight = (numbers(n, 16, dtype=HALF_DTYPE, device=device) for n in (66, 75))
-    y = linear(x.view(2, 33, 16), weight)
+    y = unsplit_linear(x.view(2, 33, 16), weight)
     assert addmm_calls == [(66, 16, 72)]  # the kernel computes the last three
     torch.testing.assert_close(y, F.linear(x, weight).view(2, 33, 75))
 
@@ -74,15 +74,15 @@ def test_second_derivatives(device: str, addmm_calls: list[tuple[int, ...]]) -> 
         (dx,) = torch.autograd.grad(function(x, weight).square().sum(), x, create_graph=True)
         return torch.autograd.grad(dx.float().square().sum(), weight)[0]
 
-    torch.testing.assert_close(penalty(linear), penalty(F.linear), rtol=0.02, atol=0.1)
+    torch.testing.assert_close(penalty(unsplit_linear), penalty(F.linear), rtol=0.02, atol=0.1)
 
 
 @needs_triton
 def test_a_row_has_the_same_bits_in_every_call(device: str, addmm_calls: list[tuple[int, ...]]) -> None:
     x, weight = numbers(150, 300, dtype=HALF_DTYPE, device=device), numbers(1, 300, dtype=HALF_DTYPE, device=device)
-    y = linear(x, weight)
+    y = unsplit_linear(x, weight)
     for start, end in ((0, 1), (3, 70), (149, 150)):
-        assert torch.equal(linear(x[start:end], weight), y[start:end])
+        assert torch.equal(unsplit_linear(x[start:end], weight), y[start:end])
 
 
 @pytest.mark.plain
@@ -110,7 +110,7 @@ def test_rows_do_not_depend_on_their_number(outputs: int, features: int, has_bia
     bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16) if has_bias else None
     whole = linears(x, [weight], [bias])[0]
     for rows in ROWS:
-        for results in (linears(x[:rows], [weight], [bias])[0], linear(x[:rows], weight, bias)):
+        for results in (linears(x[:rows], [weight], [bias])[0], unsplit_linear(x[:rows], weight, bias)):
             assert torch.equal(results, whole[:rows]), f"{rows} rows: {(results != whole[:rows]).sum()} numbers differ"
 
 
@@ -143,7 +143,7 @@ def judge_random_product(seed: int) -> None:
         pick(*LAYOUTS)(torch.randn(n, features, device="cuda").bfloat16()).requires_grad_() for n in (rows, outputs)
     )
     bias = pick(None, pick(torch.clone, offset, strided, expanded)(torch.randn(outputs, device="cuda").bfloat16()))
-    y = linear(x, weight, bias)
+    y = unsplit_linear(x, weight, bias)
     expected = F.linear(x, weight, bias)
     truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_as_exact_as(y.detach(), expected.detach(), truth.detach())

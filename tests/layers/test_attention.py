@@ -21,7 +21,7 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     attend,
 )  # fmt: skip
-from ligerzoo.layers.attention import reference
+from ligerzoo.layers.attention_paths import reference
 from ligerzoo.layers.masks import Mask
 
 
@@ -214,7 +214,7 @@ def test_other_models_keep_the_kernels_that_torch_chooses() -> None:
     """torch orders its kernels at the first attention of a process, here ours."""
     script = """
 import sys, torch
-from ligerzoo.layers.attention import attend
+from ligerzoo.layers.attention_paths import attend
 q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
 if "ours" in sys.argv:
     attend(q, q, q)

@@ -23,7 +23,7 @@ from ligerzoo.layers import (
     TileMask,
     tile_cross_attention_inputs,
 )
-from ligerzoo.layers.attention import reference
+from ligerzoo.layers.attention_paths import reference
 
 H = 32
 

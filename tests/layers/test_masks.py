@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import Context, KVCache, LayerCache, Mask, RollingLayerCache, StaticLayerCache, attention
-from ligerzoo.layers.attention import reference
+from ligerzoo.layers import Context, KVCache, LayerCache, Mask, RollingLayerCache, StaticLayerCache, attention_paths
+from ligerzoo.layers.attention_paths import AttentionCall, reference
 from tests.kernels.op_recorder import Recorder
 
 
@@ -267,7 +267,7 @@ def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
-    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
+    monkeypatch.setattr(attention_paths, "_compiled_flex_attention", lambda: compiled)
     with torch._dynamo.config.patch(skip_guards_on_constant_func_defaults=skips_defaults):
         for (inputs, window), dtype in 2 * list(
             product(
@@ -278,7 +278,7 @@ def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
             x = torch.randn(1, 40, 1, 16, dtype=dtype)
             mask = Context(torch.zeros(1, 40), **inputs).mask(40, window=window)
             assert isinstance(mask, Mask)
-            out = attention._flex_attention(x, x, x, mask, None, None, None)
+            out = attention_paths._flex_attention(AttentionCall(x, x, x, mask, None, None, True, None))
             torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(dtype))[:, 3:])
     assert counter.frame_count == 12
     torch._dynamo.reset()

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import Attention, Context, KVCache, RotaryEmbedding, SinkAttention, attend
-from ligerzoo.layers import attention as attention_file
-from ligerzoo.layers.attention import reference
+from ligerzoo.layers import attention_paths as attention_file
+from ligerzoo.layers.attention_paths import AttentionCall, reference
 from ligerzoo.layers.masks import Mask
 
 
@@ -79,7 +79,7 @@ def test_flex_attention_with_sinks(name: str, softcap: float | None, monkeypatch
     assert isinstance(mask, Mask)
     upstream = torch.randn(2, 12, 4, 16)
     q, k, v, sinks = (t.detach() for t in inputs)
-    forward = attention_file._flex_attention(q, k, v, mask, 0.3, softcap, sinks)
+    forward = attention_file._flex_attention(AttentionCall(q, k, v, mask, 0.3, softcap, True, sinks))
     expected = reference(*inputs[:3], mask.additive(torch.float32), 0.3, softcap, True, inputs[3])
     torch.testing.assert_close(forward, expected, rtol=0, atol=1e-5)
     # Torch's FlexAttention has no backward on a CPU: what reaches it are the gradients of its output and logsumexp.
@@ -171,9 +171,9 @@ def test_memory_of_a_step_on_meta(window: int | None) -> None:
 
 
 def test_exact_caches_are_refused(device: str) -> None:
-    from ligerzoo.layers.exactness import _obstacles
+    from ligerzoo.layers.exactness import obstacles
 
-    found = [got for _, _, got in _obstacles(layer(None, device), None, None)]
+    found = [got for _, _, got in obstacles(layer(None, device), None, None)]
     assert "has sinks" in found
 
 

@@ -17,7 +17,7 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.stored_tensors import StoredTensors
 from ligerzoo.convert.tensor_slices import shapes_of
-from ligerzoo.layers import attention
+from ligerzoo.layers import attention_paths
 from ligerzoo.models import CausalLM
 
 TOLERANCE = 2e-5
@@ -87,12 +87,10 @@ def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.
 @contextmanager
 def rounding_as_eager() -> Iterator[None]:
     """Within this context, attention in half precision on a CPU rounds scores and probabilities, as eager attention."""
-
-    def rounded(q: Tensor, k: Tensor, v: Tensor, mask: Any, *options: Any) -> Tensor:
-        return attention.reference(q, k, v, attention._additive(mask, q.dtype), *options)
-
+    paths = tuple(path for path in attention_paths.PATHS if path.run is not attention_paths._in_fp32)
+    half = attention_paths.Path(attention_paths._is_half_on_cpu, attention_paths._reference)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_attend_in_fp32", rounded)
+        patch.setattr(attention_paths, "PATHS", (half, *paths))
         yield
 
 

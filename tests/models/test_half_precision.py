@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ligerzoo import AutoModel
-from ligerzoo.layers.attention import attend
+from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.masks import Mask
 from ligerzoo.models import CausalLM, Gemma3Text, Gemma3TextConfig, GptOss, GptOssConfig, Llama, LlamaConfig
 

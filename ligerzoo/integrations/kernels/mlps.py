@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, random_like
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
-from ligerzoo.layers.lora import project_jointly
 from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.projection import project
 
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 """Attributes under which MLPs and experts store their activation."""
@@ -45,7 +45,7 @@ class KernelGatedMLP(KernelMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., H) -> (..., H)."""
-        return self._down(*project_jointly(x, self.gate_proj, self.up_proj))
+        return self._down(*project(x, self.gate_proj, self.up_proj))
 
 
 class KernelFusedGateMLP(KernelMLP):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.convert.layout import Fused
-from ligerzoo.kernels import glu
-from ligerzoo.layers import Attention, GatedMLP
+from ligerzoo.layers import Attention, Context, GatedMLP
+from ligerzoo.layers.projection import check_features, gate_and_project
 
 
 class FusedAttention(Attention):
@@ -40,18 +40,11 @@ class FusedGatedMLP(GatedMLP):
     gate_up_proj: nn.Module
     sizes: list[int]
 
-    def gated(self, x: Tensor) -> Tensor:
-        """(..., H) -> activation(gate) * up, (..., I)."""
-        return glu(*self.project(x), activation=self.activation, backend=self.backend)
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(..., H) -> gate and up features, (..., I) each."""
-        return self.gate_up_proj(x).split(self.sizes, -1)
-
-    def project_in_parts(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        """(..., H) -> gate and up features, (..., I) each, without terms to add."""
-        gate, up = self.project(x)
-        return gate, up, None
+    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., H)."""
+        check_features(self, x, self.hidden_size)
+        gate, up = self.gate_up_proj(x).split(self.sizes, -1)
+        return gate_and_project(gate, up, self.down_proj, self.activation, self.backend)
 
 
 _CLASSES: Mapping[type, tuple[str, str, type]] = {

@@ -1,0 +1,363 @@
+"""Attention as an ordered table of paths, of which the first that can computes a call.
+
+Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache as cached
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ligerzoo.kernels import apply_sinks, decode_attention, sink_attention
+from ligerzoo.kernels.attention_sinks import attention_kernel
+from ligerzoo.kernels.autograd import under_transform
+from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.kernels.fp8 import from_storage
+from ligerzoo.layers.attention_on_meta import attention_on_meta
+from ligerzoo.layers.masks import AttentionMask, Mask, as_additive, single_query_interval
+
+# Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+_MAX_SCORES = 1024 * 1024
+"""Largest T * S for which a GPU materializes the mask or the scores as a matrix."""
+
+_MAX_SCORES_WITH_SINKS = 16 * _MAX_SCORES
+"""Likewise, the scores of all heads and rows for attention with sinks that is not differentiated."""
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of `attend`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: AttentionMask | Tensor | None
+    scale: float | None
+    softcap: float | None
+    is_causal: bool
+    sinks: Tensor | None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the queries are on a CPU."""
+        return self.q.device.type == "cpu"
+
+    @property
+    def scores(self) -> int:
+        """T * S."""
+        return self.q.shape[1] * self.k.shape[1]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether backward may follow."""
+        tensors = self.q, self.k, self.v, self.sinks
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    @property
+    def masks_future(self) -> bool:
+        """Whether a kernel must mask later tokens."""
+        if self.q.shape[1] == 1:  # an `if`, since torch.compile would leave a comparison of the length symbolic
+            return False
+        return self.is_causal and self.mask is None
+
+    def additive(self, dtype: torch.dtype) -> Tensor | None:
+        """Returns the matrix to add to scores of `dtype`; None for no mask."""
+        return as_additive(self.mask, dtype)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Computes softmax(cap(q k^T * scale) + mask) v, with cap(s) = softcap * tanh(s / softcap) or the identity.
+
+    Args:
+        q: (B, T, N, D).
+        k: (B, S, K, D), K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j. Keys and values of a KV
+            cache may be in float8_e4m3fn.
+        v: (B, S, K, D).
+        mask: an `AttentionMask`, or (B or 1, 1, T, S): boolean (True: visible), or added to the scores. None requires
+            T = S, or a single query (T = 1), which attends to all keys.
+        scale: factor of the scores; None for D^-0.5.
+        softcap: soft cap of the scores (Gemma Team 2024, section 2); None for no cap.
+        is_causal: without a mask, a query attends to the keys up to its own; False: to all keys.
+        sinks: (N,), for each head a logit that takes part in the softmax but has no value (OpenAI 2025, gpt-oss); None
+            for none.
+
+    Returns:
+        (B, T, N, D).
+    """
+    call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
+    if not _decodes(call):  # the other paths cannot read float8_e4m3fn
+        call = call._replace(k=from_storage(k, q.dtype), v=from_storage(v, q.dtype))
+    for path in PATHS:
+        if path.can(call):
+            return path.run(call)
+    raise AssertionError("the last path computes every call")
+
+
+def _decodes(call: AttentionCall) -> bool:
+    """A single query per row on a GPU, without gradients."""
+    return (
+        call.q.is_cuda
+        and call.q.shape[1] == 1
+        and (call.mask is None or isinstance(call.mask, Mask))
+        and not (call.is_differentiable or under_transform())
+    )
+
+
+def _decode_kernel(call: AttentionCall) -> Tensor:
+    keys, values = call.k.transpose(1, 2), call.v.transpose(1, 2)
+    interval = single_query_interval(call.mask)
+    out = decode_attention(
+        call.q[:, 0], keys, values, *interval, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+    )
+    return out[:, None]
+
+
+def _is_long(call: AttentionCall) -> bool:
+    """A mask so large that a GPU does not create its matrix, or with sinks the scores."""
+    if not isinstance(call.mask, AttentionMask) or call.on_cpu or call.q.shape[-1] < 16:
+        return False
+    if call.q.dtype == torch.float64 or under_transform():  # vmap does not support FlexAttention
+        return False
+    if call.sinks is None:
+        return call.q.shape[1] > 1 and call.scores > _MAX_SCORES
+    # No kernel for short masks has sinks: the scores of all heads are materialized.
+    return call.is_differentiable or len(call.q) * call.q.shape[2] * call.scores > _MAX_SCORES_WITH_SINKS
+
+
+def _flex_attention(call: AttentionCall) -> Tensor:
+    q, k, v, mask, scale, softcap, _, sinks = call
+    assert isinstance(mask, AttentionMask)
+    if q.is_meta:
+        out, lse = attention_on_meta(q, k, v, is_causal=True)
+        return out if sinks is None else apply_sinks(out, lse, sinks)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    arguments = q, k, v, _softcapped(softcap), mask.block_mask(), scale, q.shape[1] != k.shape[1]
+    with nullcontext() if torch.compiler.is_compiling() else _many_flex_kernels():
+        if sinks is None:
+            plain: Tensor = _compiled_flex_attention()(*arguments)
+            return plain.transpose(1, 2)
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
+    return apply_sinks(out.transpose(1, 2), aux.lse, sinks)
+
+
+@cached
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@contextmanager
+def _many_flex_kernels() -> Iterator[None]:
+    """Within this context, torch compiles up to 128 variants of a function, instead of 8.
+
+    Each mask, cap, dtype, head size and grad mode is a variant. Above the limit, torch would run FlexAttention without
+    a kernel, with all scores in memory.
+    """
+    config = torch._dynamo.config
+    limit = config.recompile_limit
+    config.recompile_limit = max(limit, 128)
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
+
+
+@cached  # one function per cap, so that it is compiled once
+def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+    return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
+
+
+def _is_half_on_cpu(call: AttentionCall) -> bool:
+    return call.on_cpu and call.q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(call: AttentionCall) -> Tensor:
+    """Computes in fp32 and rounds once.
+
+    Scores in half precision would move probabilities where keys have large biases, as in Qwen2. The keys of each row
+    come first and padding last, so that a row has the same sums as alone, whatever the padding on its left.
+    """
+    q, k, v, mask, scale, softcap, is_causal, sinks = call
+    wide = accumulation_dtype(q.dtype)
+    added = call.additive(wide)
+    if isinstance(mask, Mask) and mask.padding_mask is not None and added is not None:
+        order = mask.padding_mask.logical_not().byte().argsort(stable=True, dim=1)
+        # Not take_along_dim, for which torch.compile compiles each size.
+        k, v = (x.gather(1, order[:, :, None, None].expand_as(x)) for x in (k, v))
+        added = added.gather(3, order[:, None, None].expand_as(added))
+    out = reference(q.to(wide), k.to(wide), v.to(wide), added, scale, softcap, is_causal, sinks)
+    return out.to(q.dtype)
+
+
+def _needs_scores(call: AttentionCall) -> bool:
+    """No fused kernel computes soft caps, under transforms some tensors, and on a CPU masks accurately."""
+    # vmap has no rule for the kernels of fp32 tensors, nor for that of a CPU.
+    has_rule = not (under_transform() and (call.on_cpu or call.q.dtype == torch.float32))
+    # On a CPU, torch's fused kernel gives rows without visible keys gradients many times too large.
+    is_accurate = not call.on_cpu or call.mask is None or call.q.shape[1] == 1
+    return call.softcap is not None or not has_rule or not is_accurate
+
+
+def _reference(call: AttentionCall) -> Tensor:
+    q, k, v, mask, scale, softcap, is_causal, sinks = call
+    return reference(q, k, v, as_additive(mask, q.dtype), scale, softcap, is_causal, sinks)
+
+
+def _on_meta(call: AttentionCall) -> Tensor:
+    call.additive(call.q.dtype)  # allocated as on a GPU
+    return attention_on_meta(call.q, call.k, call.v, call.is_causal)[0]
+
+
+def _has_sink_kernel(call: AttentionCall) -> bool:
+    if call.sinks is None or call.mask is not None:
+        return False
+    return attention_kernel(call.q, call.k, call.v, call.masks_future) is not None
+
+
+def _sink_kernel(call: AttentionCall) -> Tensor:
+    assert call.sinks is not None
+    return sink_attention(call.q, call.k, call.v, call.sinks, scale=call.scale, is_causal=call.masks_future)
+
+
+def _fused_sdpa(call: AttentionCall) -> Tensor:
+    q, k, v = call[:3]
+    if q.is_cuda and q.dtype == torch.float32:  # its only kernel that keeps no scores has equal numbers of heads
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = call.additive(q.dtype)
+    with _fastest_first(q) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, scale=call.scale, is_causal=call.masks_future, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2)
+
+
+def _fastest_first(x: Tensor) -> AbstractContextManager[Any]:
+    """Returns a context in which torch uses the fastest kernel on the GPU of x, and after which it chooses as before.
+
+    torch sets its own order at the first choice of a process. A context around that choice would undo it.
+    """
+    if not torch.compiler.is_compiling():
+        _let_torch_order_kernels(x.device)
+    return sdpa_kernel(_FASTEST_FIRST, set_priority=True)
+
+
+@cached
+def _let_torch_order_kernels(device: torch.device) -> None:
+    x = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
+    torch._fused_sdp_choice(x, x, x)
+
+
+class Path(NamedTuple):
+    """A way to compute attention.
+
+    Attributes:
+        can: whether it can compute a call, or must, since the following ones cannot.
+        run: (B, T, N, D).
+    """
+
+    can: Callable[[AttentionCall], bool]
+    run: Callable[[AttentionCall], Tensor]
+
+
+PATHS = (
+    Path(_decodes, _decode_kernel),
+    Path(_is_long, _flex_attention),
+    Path(_is_half_on_cpu, _in_fp32),
+    Path(_needs_scores, _reference),
+    Path(lambda call: call.q.is_meta, _on_meta),
+    Path(_has_sink_kernel, _sink_kernel),
+    Path(lambda call: call.sinks is not None, _reference),
+    Path(lambda call: True, _fused_sdpa),
+)
+
+
+def attend_and_record(call: AttentionCall, record: list[Tensor]) -> Tensor:
+    """`attend` in plain torch, which appends the probabilities (B, N, T, S) to `record`."""
+    q, k, _, mask, scale, softcap, is_causal, sinks = call
+    k, v = from_storage(k, q.dtype), from_storage(call.v, q.dtype)
+    probabilities = attention_probabilities(q, k, as_additive(mask, q.dtype), scale, softcap, is_causal, sinks)
+    record.append(probabilities)
+    return apply_probabilities(probabilities, v)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` in plain torch, with an additive mask; see `attention_probabilities`."""
+    return apply_probabilities(attention_probabilities(q, k, mask, scale, softcap, is_causal, sinks), v)
+
+
+def attention_probabilities(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Returns the attention probabilities (B, N, T, S): scores in the dtype of the inputs, softmax in fp32.
+
+    The arguments are those of `attend`, with an additive mask.
+    """
+    q, k = q.transpose(1, 2), _repeat_heads(k, q.shape[2])
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    elif is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(
+            1 + scores.shape[-1] - scores.shape[-2]
+        )
+        scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
+    wide = accumulation_dtype(q.dtype)
+    if sinks is None:
+        return scores.softmax(-1, dtype=wide).to(q.dtype)
+    column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores.to(wide), column], -1).softmax(-1)[..., :-1].to(q.dtype)
+
+
+def apply_probabilities(probabilities: Tensor, v: Tensor) -> Tensor:
+    """probabilities: (B, N, T, S), v: (B, S, K, D) -> (B, T, N, D)."""
+    return (probabilities @ _repeat_heads(v, probabilities.shape[1])).transpose(1, 2)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, S, K, D) -> (B, N, S, D): repeats each key-value head for its N / K query heads."""
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
