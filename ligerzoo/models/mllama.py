@@ -83,23 +83,18 @@ class MllamaVisionConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         c, kept, ratios, where = self, self.intermediate_layers_indices, self.supported_aspect_ratios, "vision_config, "
-        refuse_unless(
-            are_indices(kept) and all(i < c.num_hidden_layers for i in kept),
-            where + "intermediate_layers_indices", kept, f"a list of integers from 0 to {c.num_hidden_layers - 1}",
-        )  # fmt: skip
-        refuse_unless(
-            isinstance(ratios, list | tuple) and all(map(c._is_arrangement, ratios)),
-            where + "supported_aspect_ratios", ratios, f"a list of [rows, columns], at most {c.max_num_tiles} tiles",
-        )  # fmt: skip
-        features = c.hidden_size * (1 + len(kept))
-        refuse_unless(
-            c.vision_output_dim == features, where + "vision_output_dim", c.vision_output_dim,
-            f"{features}, hidden_size * (1 + number of intermediate layers)",
-        )  # fmt: skip
+        are_kept = are_indices(kept) and all(i < c.num_hidden_layers for i in kept)
+        expected = f"a list of integers from 0 to {c.num_hidden_layers - 1}"
+        refuse_unless(are_kept, where + "intermediate_layers_indices", kept, expected)
+        are_arrangements = isinstance(ratios, list | tuple) and all(map(c._is_arrangement, ratios))
+        expected = f"a list of [rows, columns], at most {c.max_num_tiles} tiles"
+        refuse_unless(are_arrangements, where + "supported_aspect_ratios", ratios, expected)
+        outputs, features = c.vision_output_dim, c.hidden_size * (1 + len(kept))
+        expected = f"{features}, hidden_size * (1 + number of intermediate layers)"
+        refuse_unless(outputs == features, where + "vision_output_dim", outputs, expected)
         elements = c.max_num_tiles * c.tile_length * c.hidden_size  # in one row of an embedding
-        refuse_unless(
-            elements < 2**63, where + "image_size", c.image_size, "fewer than 2^63 elements in the states of an image"
-        )
+        expected = "fewer than 2^63 elements in the states of an image"
+        refuse_unless(elements < 2**63, where + "image_size", c.image_size, expected)
         for name, divisor in (("hidden_size", "attention_heads"), ("image_size", "patch_size")):
             size, parts = getattr(c, name), getattr(c, divisor)
             refuse_unless(size % parts == 0, where + name, size, f"a multiple of {divisor}, {parts}")
@@ -142,18 +137,10 @@ class MllamaConfig(DecoderConfig):
         layers = self.cross_attention_layers
         refuse_unless(are_indices(layers), "cross_attention_layers", layers, "a list of layer indices")
         attending = sum(layer < self.num_hidden_layers for layer in set(layers))
-        refuse_unless(
-            attending < self.num_hidden_layers,
-            "cross_attention_layers",
-            layers,
-            "at least one layer without cross-attention",
-        )
-        refuse_unless(
-            not self.tie_word_embeddings,
-            "tie_word_embeddings",
-            True,
-            "false, since the embedding has more tokens than the head",
-        )
+        expected = "at least one layer without cross-attention"
+        refuse_unless(attending < self.num_hidden_layers, "cross_attention_layers", layers, expected)
+        expected = "false, since the embedding has more tokens than the head"
+        refuse_unless(not self.tie_word_embeddings, "tie_word_embeddings", True, expected)
 
     @property
     def all_layers(self) -> int:
