@@ -120,6 +120,21 @@ def _power_of_2(value: int) -> str:
     return f"2**{exponent} - 1" if exponent >= 16 and value + 1 == 2**exponent else str(value)
 
 
+def optional(values: Values, expected: str | None = None) -> Values:
+    """These values, and None."""
+    has_type, contains = values.has_type, values.contains
+    return values._replace(
+        expected=expected or f"{values.expected}, or None",
+        has_type=lambda value: value is None or has_type(value),
+        contains=lambda value: value is None or contains(value),
+    )
+
+
+def instances(expected: str, accepts: Callable[[Any], bool]) -> Values:
+    """Values that a function accepts, whatever their type."""
+    return Values(expected, accepts, lambda value: True)
+
+
 def one_of(choices: Collection[str]) -> Values:
     """Names."""
     expected = f"one of {', '.join(map(repr, choices))}"
@@ -134,5 +149,5 @@ PROBABILITY = number("a number from 0 to 1, not 1", lambda x: 0 <= x < 1)
 SHARE = number("a number greater than 0 and at most 1", lambda x: 0 < x <= 1)
 COUNT = integer(0)
 AT_LEAST_1 = integer(1)
-FLAG = Values("True or False", lambda value: isinstance(value, bool), lambda value: True)
+FLAG = instances("True or False", lambda value: isinstance(value, bool))
 TEXT = Values("a text that is not empty", lambda value: isinstance(value, str), lambda value: value != "")

@@ -101,8 +101,9 @@ def generate_batch(options: argparse.Namespace) -> int:
 
     from ligerzoo.generate import Scheduler
     from ligerzoo.serve import batch
+    from ligerzoo.serve.options import VALUES
 
-    defaults = {name: value for name, value in vars(options).items() if name in batch.OPTIONS and value is not None}
+    defaults = {name: value for name, value in vars(options).items() if name in VALUES and value is not None}
     results = batch.Results(options.output, resumes=options.resume)
     tokenizer = load_tokenizer(options)
     model = load_model(options)
@@ -115,7 +116,7 @@ def generate_batch(options: argparse.Namespace) -> int:
         tokenizer=tokenizer,
     )
     encoder = prompt_encoder(model, tokenizer, scheduler.max_length)
-    entries = results.remaining(batch.read_entries(options.batch, defaults, encoder, scheduler))
+    entries = results.remaining(batch.read_batch(options.batch, defaults, encoder, scheduler))
     start, new_tokens = time.perf_counter(), 0
     with (
         results,
@@ -123,7 +124,7 @@ def generate_batch(options: argparse.Namespace) -> int:
         tqdm(total=len(entries), unit="prompt", disable=None) as progress,
     ):
         try:
-            progress_of_steps = batch.run(entries, scheduler, options.batch_size, tokenizer, results)
+            progress_of_steps = batch.run_batch(entries, scheduler, options.batch_size, tokenizer, results)
             for count, has_finished in progress_of_steps:
                 new_tokens += count
                 rate = new_tokens / (time.perf_counter() - start)
@@ -334,13 +335,10 @@ def print_continuation(
     how fast it decodes.
     """
     from ligerzoo.generate import TextStreamer
+    from ligerzoo.generate.options import FILTERS, infer_do_sample
 
     tokenizer.check_ids(inputs["input_ids"], embedding_rows(model))
-    sampling: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    if options.temperature == 0:
-        sampling = {"do_sample": False}
-    elif any(value is not None for value in sampling.values()):
-        sampling["do_sample"] = True
+    sampling = infer_do_sample({name: getattr(options, name) for name in FILTERS})
     if cache is not None and inputs.keys() & set(model.modalities):
         cache = None
     ids = model.generate(

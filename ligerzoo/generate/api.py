@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, overload
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import FLAG
 from ligerzoo.generate.decode_loop import DecodeStep, LogProbs, SpeculativeStep, decode_loop
 from ligerzoo.generate.drafts import DraftOptions
 from ligerzoo.generate.options import (
@@ -21,10 +22,10 @@ from ligerzoo.generate.options import (
     CallOptions,
     SamplingOptions,
     check_copies,
+    check_option,
     count_new_tokens,
-    refuse_unknown,
+    refuse_unknown_options,
     require,
-    require_bool,
     take_options,
     type_name,
 )
@@ -310,15 +311,15 @@ def generate(
             a prompt is empty, the cache does not fit, or `CausalLM.check_inputs` refuses the inputs. Later: the logits
             are NaN or infinite.
     """
-    require_bool("use_model_defaults", use_model_defaults)
+    check_option("use_model_defaults", use_model_defaults, FLAG)
     call = CallOptions(
         {"max_new_tokens": max_new_tokens, "max_length": max_length, "num_return_sequences": num_return_sequences,
          "stop_strings": stop_strings, **take_options(options, SAMPLING_OPTIONS)},
         model.generation_config if use_model_defaults else {},
     )  # fmt: skip
     drafts = DraftOptions(**take_options(options, _DRAFT_OPTIONS))
-    refuse_unknown(model, options, _OPTIONS)
-    require_bool("return_dict_in_generate", return_dict_in_generate)
+    refuse_unknown_options(model, options, _OPTIONS)
+    check_option("return_dict_in_generate", return_dict_in_generate, FLAG)
     check_streamer(streamer)
     with call.naming_file():
         sampling, copies = call.sampling, call.get("num_return_sequences", 1)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import optional
 from ligerzoo.device import upload
 from ligerzoo.generate.graphs import independent_length
-from ligerzoo.generate.options import is_integer, require, type_name
+from ligerzoo.generate.options import POSITIVE_INTEGER, check_option, require, type_name
 from ligerzoo.generate.prompts import Prompts, SupportsGenerate
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.sequences import make_sequences
@@ -154,9 +155,7 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
-            value = getattr(self, name)
-            is_valid = value is None or (is_integer(value) and value > 0)
-            require(is_valid, name, repr(value), "a positive integer, or None")
+            check_option(name, getattr(self, name), optional(POSITIVE_INTEGER))
         for name, needed in (
             ("max_matching_ngram_size", "prompt_lookup_num_tokens"),
             ("num_assistant_tokens", "assistant_model"),

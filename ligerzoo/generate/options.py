@@ -7,12 +7,25 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import (
+    AT_LEAST_1,
+    COUNT,
+    FLAG,
+    FRACTION,
+    SHARE,
+    Values,
+    instances,
+    integer,
+    is_number,
+    number,
+    optional,
+)
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import KVCache
@@ -106,7 +119,10 @@ NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
 """Values without an effect on the result, of options of transformers that are not implemented. They are accepted."""
 
 
-def refuse_unknown(model: Any, names: Iterable[str], options: Sequence[str]) -> None:
+POSITIVE_INTEGER = AT_LEAST_1._replace(expected="a positive integer")
+
+
+def refuse_unknown_options(model: Any, names: Iterable[str], options: Sequence[str]) -> None:
     """Raises LigerzooError unless all names are inputs of the model.
 
     Args:
@@ -138,17 +154,15 @@ def count_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_
     Raises:
         LigerzooError: a number is invalid, both are None, or the prompt has `max_length` tokens already.
     """
-    expected = "an integer, 0 or more"
     if max_length is not None:
-        require(is_integer(max_length) and max_length >= 0, "max_length", repr(max_length), expected)
-    if max_new_tokens is None and max_length is None:
-        raise invalid("max_new_tokens", "None", expected, "Pass max_new_tokens=20, for example.")
+        check_option("max_length", max_length, COUNT)
     if max_new_tokens is None:
-        assert max_length is not None
+        if max_length is None:
+            raise invalid("max_new_tokens", "None", COUNT.expected, "Pass max_new_tokens=20, for example.")
         expected = f"more than {prompt_length}, the length of the prompts"
         require(max_length > prompt_length, "max_length", max_length, expected, "Use max_new_tokens.")
         return max_length - prompt_length
-    require(is_integer(max_new_tokens) and max_new_tokens >= 0, "max_new_tokens", repr(max_new_tokens), expected)
+    check_option("max_new_tokens", max_new_tokens, COUNT)
     if max_length is not None:
         warn(f"generate: max_new_tokens={max_new_tokens} takes precedence over max_length={max_length}. Pass only one.")
     return max_new_tokens
@@ -156,8 +170,7 @@ def count_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_
 
 def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
     """Raises LigerzooError unless `num_return_sequences` is valid for greedy decoding or sampling."""
-    is_count = is_integer(num_return_sequences) and num_return_sequences > 0
-    require(is_count, "num_return_sequences", repr(num_return_sequences), "a positive integer")
+    check_option("num_return_sequences", num_return_sequences, POSITIVE_INTEGER)
     got = f"{num_return_sequences} without sampling, which gives equal sequences"
     is_useful = num_return_sequences == 1 or do_sample is not False
     require(is_useful, "num_return_sequences", got, "1", "Pass do_sample=True to sample different ones.")
@@ -208,19 +221,10 @@ def require(holds: bool, name: str, got: object, expected: str, remedy: str | No
         raise invalid(name, got, expected, remedy)
 
 
-def require_bool(name: str, value: object) -> None:
-    """Raises LigerzooError unless the value of an option is True or False."""
-    require(isinstance(value, bool), name, repr(value), "True or False")
-
-
-def is_number(value: object) -> bool:
-    """Returns whether a value is an int or a float, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_integer(value: object) -> bool:
-    """Returns whether a value is an int, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def check_option(name: str, value: object, values: Values, remedy: str | None = None) -> None:
+    """Raises LigerzooError unless the value of an option is one of these."""
+    if not values.accepts(value):
+        raise invalid(name, repr(value), values.expected, remedy)
 
 
 def type_name(value: object) -> str:
@@ -231,10 +235,49 @@ def type_name(value: object) -> str:
 SMALLEST_DIVISOR = 1e-30
 """Logits divided by less may exceed fp32."""
 
-_EXPECTED = f"a number from {SMALLEST_DIVISOR}, finite in fp32"
+_LARGEST = torch.finfo(torch.float32).max
+_INT32 = integer(0, 2**31 - 1)
+_DIVISOR = number(f"a number from {SMALLEST_DIVISOR}, finite in fp32", lambda x: SMALLEST_DIVISOR <= x <= _LARGEST)
+_TEMPERATURE = _DIVISOR._replace(contains=lambda x: x == 0 or _DIVISOR.contains(x))
+_COUNT = optional(_INT32, "an integer, 0 or more, or None")
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_INT32.accepts, value))
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(word and _are_ids(word) for word in value)
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) and all(map(_is_bias, _pairs(value)))
+
+
+def _is_bias(pair: object) -> bool:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        return False
+    ids, bias = pair
+    return bool(ids) and _are_ids(ids) and is_number(bias) and abs(bias) <= _LARGEST
+
+
+def _are_functions(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(callable, value))
+
+
+def _pairs(bias: Any) -> list[tuple[Sequence[int], float]]:
+    """Returns the sequences of `sequence_bias` with their biases."""
+    return list(bias.items() if isinstance(bias, Mapping) else bias or ())
+
+
+_IDS = instances("a list of token ids", _are_ids)
+_WORDS = instances("a list of lists of token ids, none of them empty", _are_words)
+_ID_OR_IDS = instances("a token id, a list of them", lambda value: _INT32.accepts(value) or _are_ids(value))
+_BIASES = instances("a dict of tuples of token ids to numbers, or a list of such pairs", _are_biases)
+_FUNCTIONS = instances("a list of functions of input_ids and scores", _are_functions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,36 +315,37 @@ class SamplingOptions:
         LigerzooError: an option is invalid.
     """
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    min_new_tokens: int | None = None
-    min_length: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    no_repeat_ngram_size: int | None = None
-    suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | Sequence[int] | None = None
-    sequence_bias: Mapping[Sequence[int], float] | Sequence[tuple[Sequence[int], float]] | None = None
-    logits_processor: Sequence[LogitsProcessor] | None = None
+    do_sample: Annotated[bool, FLAG] = False
+    temperature: Annotated[float, _TEMPERATURE] = 1.0
+    top_k: Annotated[int | None, optional(_INT32, "a positive integer, or None or 0 for all tokens")] = None
+    top_p: Annotated[float | None, optional(SHARE)] = None
+    min_p: Annotated[float | None, optional(FRACTION)] = None
+    repetition_penalty: Annotated[float, _DIVISOR._replace(expected=f"{_DIVISOR.expected}; 1 has no effect")] = 1.0
+    min_new_tokens: Annotated[int | None, _COUNT] = None
+    min_length: Annotated[int | None, _COUNT] = None
+    bad_words_ids: Annotated[Sequence[Sequence[int]] | None, optional(_WORDS)] = None
+    no_repeat_ngram_size: Annotated[int | None, _COUNT] = None
+    suppress_tokens: Annotated[Sequence[int] | None, optional(_IDS)] = None
+    begin_suppress_tokens: Annotated[Sequence[int] | None, optional(_IDS)] = None
+    forced_bos_token_id: Annotated[int | None, optional(_INT32, "a token id, or None")] = None
+    forced_eos_token_id: Annotated[int | Sequence[int] | None, optional(_ID_OR_IDS)] = None
+    sequence_bias: Annotated[
+        Mapping[Sequence[int], float] | Sequence[tuple[Sequence[int], float]] | None, optional(_BIASES)
+    ] = None
+    logits_processor: Annotated[Sequence[LogitsProcessor] | None, optional(_FUNCTIONS)] = None
 
     def __post_init__(self) -> None:
-        self._check_filters()
-        penalty, expected = self.repetition_penalty, f"{_EXPECTED}; 1 has no effect"
-        require(_is_divisor(penalty), "repetition_penalty", repr(penalty), expected)
-        for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
-            value = getattr(self, name)
-            require(value is None or _is_count(value), name, repr(value), "an integer, 0 or more, or None")
-        self._check_tokens()
-        processors = self.logits_processor
-        are_functions = processors is None or (isinstance(processors, list | tuple) and all(map(callable, processors)))
-        remedy = "Pass logits_processor=[processor]." if callable(processors) else None
-        expected = "a list of functions of input_ids and scores, or None"
-        require(are_functions, "logits_processor", repr(processors), expected, remedy)
+        for name, values in _VALUES.items():
+            check_option(name, getattr(self, name), values, _REMEDIES_OF_VALUES.get(name))
+        if self.do_sample:
+            check_option("temperature", self.temperature, _DIVISOR, _REMEDIES_OF_VALUES["temperature"])
+            return
+        unused = {name: value for name, neutral in FILTERS.items() if (value := getattr(self, name)) not in neutral}
+        if unused:
+            warn(
+                f"generate: {', '.join(f'{name}={value!r}' for name, value in unused.items())} has no effect with "
+                "do_sample=False, which chooses the most likely token. Pass do_sample=True to sample."
+            )
 
     @property
     def is_filtering(self) -> bool:
@@ -317,8 +361,7 @@ class SamplingOptions:
     @property
     def biases(self) -> list[tuple[Sequence[int], float]]:
         """The sequences of `sequence_bias` with their biases."""
-        bias = self.sequence_bias or []
-        return list(bias.items() if isinstance(bias, Mapping) else bias)
+        return _pairs(self.sequence_bias)
 
     @property
     def forced_eos_token_ids(self) -> list[int]:
@@ -326,70 +369,39 @@ class SamplingOptions:
         ids = self.forced_eos_token_id
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
-    def _check_filters(self) -> None:
-        require_bool("do_sample", self.do_sample)
-        temperature, top_k, top_p, min_p = self.temperature, self.top_k, self.top_p, self.min_p
-        is_greedy = is_number(temperature) and temperature == 0 and not self.do_sample
-        greedy = "For the most likely token, leave out temperature and do_sample."
-        is_valid = _is_divisor(temperature) or is_greedy
-        require(is_valid, "temperature", repr(temperature), _EXPECTED, greedy)
-        is_valid = top_k is None or _is_count(top_k)
-        require(is_valid, "top_k", repr(top_k), "a positive integer, or None or 0 for all tokens")
-        is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
-        require(is_share, "top_p", repr(top_p), "a number greater than 0 and at most 1, or None")
-        is_share = min_p is None or (is_number(min_p) and 0 <= min_p <= 1)
-        require(is_share, "min_p", repr(min_p), "a number between 0 and 1, or None")
-        if self.do_sample:
-            return
-        neutral = {"temperature": (0, 1), "top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
-        unused = {name: value for name in neutral if (value := getattr(self, name)) not in neutral[name]}
-        if unused:
-            warn(
-                f"generate: {', '.join(f'{name}={value!r}' for name, value in unused.items())} has no effect with "
-                "do_sample=False, which chooses the most likely token. Pass do_sample=True to sample."
-            )
 
-    def _check_tokens(self) -> None:
-        words, remedy = self.bad_words_ids, "tokenizer.encode(text) returns the token ids of a text, one sequence."
-        is_valid = words is None or (isinstance(words, list | tuple) and all(word and _are_ids(word) for word in words))
-        require(is_valid, "bad_words_ids", repr(words), "a list of lists of token ids, none of them empty", remedy)
-        for name in ("suppress_tokens", "begin_suppress_tokens"):
-            ids = getattr(self, name)
-            require(ids is None or _are_ids(ids), name, repr(ids), "a list of token ids, or None")
-        bos, eos = self.forced_bos_token_id, self.forced_eos_token_id
-        require(bos is None or _is_count(bos), "forced_bos_token_id", repr(bos), "a token id, or None")
-        is_valid = eos is None or _is_count(eos) or _are_ids(eos)
-        require(is_valid, "forced_eos_token_id", repr(eos), "a token id, a list of them, or None")
-        bias, expected = self.sequence_bias, "a dict of tuples of token ids to numbers, or a list of such pairs"
-        is_valid = bias is None or isinstance(bias, Mapping | list | tuple)
-        require(is_valid and all(map(_is_bias, self.biases)), "sequence_bias", repr(bias), expected)
+_VALUES: dict[str, Values] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
+}
+_REMEDIES_OF_VALUES = {
+    "temperature": "For the most likely token, leave out temperature and do_sample.",
+    "bad_words_ids": "tokenizer.encode(text) returns the token ids of a text, one sequence.",
+    "logits_processor": "Pass logits_processor=[processor].",
+}
 
-
-SAMPLING_OPTIONS = tuple(field.name for field in fields(SamplingOptions))
+SAMPLING_OPTIONS = tuple(_VALUES)
 """Names of the options of sampling."""
 
-
-def _is_divisor(value: object) -> bool:
-    return is_number(value) and SMALLEST_DIVISOR <= value <= torch.finfo(torch.float32).max  # type: ignore[operator]
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_count, value))
+FILTERS: dict[str, tuple[float | None, ...]] = {
+    "temperature": (0, 1), "top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)
+}  # fmt: skip
+"""Options that have an effect only if `do_sample` is true, and their values without one."""
 
 
-def _is_bias(pair: object) -> bool:
-    if not isinstance(pair, list | tuple) or len(pair) != 2:
-        return False
-    ids, bias = pair
-    return bool(ids) and _are_ids(ids) and is_number(bias) and abs(bias) <= torch.finfo(torch.float32).max
+def infer_do_sample(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Completes options that do not say whether to sample: one of `FILTERS` samples, but a temperature of 0 does not.
 
-
-def _is_count(value: object) -> bool:
-    return is_integer(value) and 0 <= value < 2**31  # type: ignore[operator]
+    Args:
+        options: of `generate`, by name. None counts as left out.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    filters = given.keys() & FILTERS.keys()
+    if given.get("temperature") == 0:
+        return {name: value for name, value in given.items() if name not in filters} | {"do_sample": False}
+    return given | {"do_sample": True} if filters else given
 
 
 _FILE = "generation_config.json"
-_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _TOP_K = 50  # transformers' default, which its files leave out
 _FOLLOWED = (
     "do_sample", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens",
@@ -431,7 +443,7 @@ class CallOptions(dict[str, Any]):
                     "use the generate method of transformers: "
                     "ligerzoo.integrations.transformers.wrap(model).generate(...)."
                 )
-        names = [*_FOLLOWED, *(_FILTERS if samples else ())]
+        names = [*_FOLLOWED, *(FILTERS if samples else ())]
         for pair in _LENGTHS:  # the first takes precedence, and one of the caller replaces both
             names += [name for name in pair if name in file and not self.keys() & set(pair)][:1]
         self._from_file = {name: file[name] for name in names if name in file}
@@ -502,7 +514,7 @@ class CacheOptions(NamedTuple):
         """Raises LigerzooError unless the model can have such caches."""
         expected = f"{FP8}, or None for the dtype of the keys and values"
         require(self.dtype in (None, FP8), "cache_dtype", repr(self.dtype), expected)
-        require_bool("exact", self.exact)
+        check_option("exact", self.exact, FLAG)
         if not self.is_default:
             name = "cache_dtype" if self.dtype is not None else "exact"
             got = f"a {type(model).__name__} without new_cache"

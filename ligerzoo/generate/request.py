@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import FLAG, integer, is_integer
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.generate.options import (
     REMEDIES,
     SAMPLING_OPTIONS,
     CallOptions,
+    check_option,
     count_new_tokens,
-    is_integer,
     require,
-    require_bool,
     take_options,
     type_name,
 )
@@ -141,10 +141,9 @@ class RequestOptions:
         prompt_logps: bool = False,
         **sampling: Any,
     ) -> None:
-        require_bool("use_model_defaults", use_model_defaults)
-        require_bool("prompt_logps", prompt_logps)
-        is_count = is_integer(top_logps) and 0 <= top_logps <= MAX_TOP_LOGPS
-        require(is_count, "top_logps", repr(top_logps), f"an integer from 0 to {MAX_TOP_LOGPS}")
+        check_option("use_model_defaults", use_model_defaults, FLAG)
+        check_option("prompt_logps", prompt_logps, FLAG)
+        check_option("top_logps", top_logps, integer(0, MAX_TOP_LOGPS))
         self.top_logps, self.prompt_logps = top_logps, prompt_logps
         given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
         given |= take_options(sampling, SAMPLING_OPTIONS)
@@ -154,9 +153,8 @@ class RequestOptions:
         with call.naming_file():
             self.sampling = call.sampling
             self._max_new_tokens, self._max_length = call.get("max_new_tokens"), call.get("max_length")
-            least, count = int(not prompt_logps), self._max_new_tokens
-            is_count = count is None or (is_integer(count) and count >= least)
-            require(is_count, "max_new_tokens", repr(count), f"an integer, {least} or more")
+            if self._max_new_tokens is not None:
+                check_option("max_new_tokens", self._max_new_tokens, integer(0 if prompt_logps else 1))
             strings = call.get("stop_strings")
             self.stop_strings = StopStrings(strings, tokenizer) if strings is not None else None
         self.eos_token_ids = frozenset(token_ids(model, "eos_token_id", eos_token_id))

@@ -66,10 +66,10 @@ class _Parameters(RowState):
         self, rows: Tensor, options: SamplingOptions, seeds: Tensor | None, vocab_size: int, new_tokens: int
     ) -> None:
         samples = options.do_sample  # `index_fill_`, since assigning a number to an index is a host sync
-        self.temperature.index_fill_(0, rows, options.temperature if samples else 0.0)
+        self.temperature.index_fill_(0, rows, float(options.temperature) if samples else 0.0)
         self.top_k.index_fill_(0, rows, min(options.top_k or vocab_size, vocab_size) if samples else vocab_size)
-        self.top_p.index_fill_(0, rows, 1.0 if options.top_p is None or not samples else options.top_p)
-        self.min_p.index_fill_(0, rows, 0.0 if options.min_p is None or not samples else options.min_p)
+        self.top_p.index_fill_(0, rows, 1.0 if options.top_p is None or not samples else float(options.top_p))
+        self.min_p.index_fill_(0, rows, 0.0 if options.min_p is None or not samples else float(options.min_p))
         if seeds is not None:
             self.seeds[rows] = seeds
         self.counts.index_fill_(0, rows, new_tokens)
@@ -188,7 +188,7 @@ class Sampler:
             seeds = draw_seeds(len(rows), self._device, generator)
         self._leave_functions(rows)
         self._parameters.assign(index, options, seeds, self._vocab_size, new_tokens)
-        biased = [BiasedSequence(*pair) for pair in options.biases]
+        biased = [BiasedSequence(tokens, float(bias)) for tokens, bias in options.biases]
         banned = self._banned_by(options, eos_token_ids, prompt_length)
         self._allocations += self._biased.assign(index, biased)
         self._allocations += self._banned.assign(index, banned)
@@ -209,7 +209,7 @@ class Sampler:
                 self._allocations += self._history.reserve(padded.tokens.shape[1] + 1)
                 self._history.assign(index, padded)
             if is_penalized and self._penalty is not None:
-                self._penalty.assign(index, padded, options.repetition_penalty)
+                self._penalty.assign(index, padded, float(options.repetition_penalty))
         if not is_penalized and self._penalty is not None:
             self._penalty.penalty[index] = 1.0
         for row, length in zip(rows, lengths, strict=True):

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import AT_LEAST_1, integer, optional
 from ligerzoo.device import DelayedReads, to_device, upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.decode_loop import LAG
 from ligerzoo.generate.graphs import CapturedCall
-from ligerzoo.generate.options import CacheOptions, check_devices, invalid, is_integer, require
+from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt, packed_logps, score, unpack, with_top_logps
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots, default_cache_tokens
@@ -204,9 +205,8 @@ class Scheduler:
         exact: bool = False,
         **defaults: Any,
     ) -> None:
-        require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
-        is_valid = max_cache_tokens is None or (is_integer(max_cache_tokens) and max_cache_tokens > 0)
-        require(is_valid, "max_cache_tokens", repr(max_cache_tokens), "an integer, 1 or more, or None")
+        check_option("batch_size", batch_size, AT_LEAST_1)
+        check_option("max_cache_tokens", max_cache_tokens, optional(AT_LEAST_1))
         check_devices(model)
         self._model = cast(Any, model)
         cache_options = CacheOptions(cache_dtype, exact)
@@ -296,8 +296,8 @@ class Scheduler:
         Raises:
             LigerzooError: there was never such a request.
         """
-        is_known = is_integer(index) and 0 <= index < self._added
-        require(is_known, "index", repr(index), f"an index that add returned, below {self._added}")
+        expected = f"an index that add returned, below {self._added}"
+        check_option("index", index, integer(0, self._added - 1)._replace(expected=expected))
         self._updates = [update for update in self._updates if update.index != index]
         if index in self._waiting:
             self._waiting.remove(index)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligerzoo.checks import FLAG
 from ligerzoo.generate.graphs import can_capture, independent_length
-from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, invalid, require, require_bool
+from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, check_option, invalid, require
 from ligerzoo.generate.prompts import Prompts, SupportsGenerate
 from ligerzoo.generate.slots import Slots, max_length
 from ligerzoo.layers import KVCache
@@ -53,7 +54,7 @@ class Sequences:
         cache: KVCache | None,
         options: CacheOptions = DEFAULT_CACHE,
     ) -> None:
-        require_bool("use_cache", use_cache)
+        check_option("use_cache", use_cache, FLAG)
         require(use_cache or cache is None, "use_cache", "False with past_key_values", "True")
         _check_cache_options(options, use_cache, cache)
         self._prompts, self._copies = prompts, copies

@@ -8,7 +8,8 @@ from typing import Protocol, TextIO
 
 from torch import Tensor
 
-from ligerzoo.generate.options import require, require_bool, type_name
+from ligerzoo.checks import FLAG
+from ligerzoo.generate.options import check_option, require, type_name
 
 
 class SupportsStream(Protocol):
@@ -57,8 +58,8 @@ class TextStreamer:
     ) -> None:
         is_tokenizer = hasattr(tokenizer, "stream")
         require(is_tokenizer, "tokenizer of TextStreamer", type_name(tokenizer), "a ligerzoo.Tokenizer")
-        require_bool("skip_prompt", skip_prompt)
-        require_bool("skip_special_tokens", skip_special_tokens)
+        check_option("skip_prompt", skip_prompt, FLAG)
+        check_option("skip_special_tokens", skip_special_tokens, FLAG)
         require(file is None or hasattr(file, "write"), "file", repr(file), "a text file that is open for writing")
         self.skip_prompt = skip_prompt
         self.file = file

@@ -36,7 +36,7 @@ from typing import (
 
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, FLAG, FRACTION, NOT_NEGATIVE, POSITIVE, Values, integer, one_of, refused
+from ligerzoo.checks import FINITE, FLAG, FRACTION, NOT_NEGATIVE, POSITIVE, Values, integer, one_of, optional, refused
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.loss.token_loss import Terms
@@ -66,12 +66,7 @@ def _values(hint: Any) -> Values | None:
             values = FLAG
     if values is None or type(None) not in get_args(hint):
         return values
-    has_type, contains = values.has_type, values.contains
-    return values._replace(
-        expected=f"{values.expected}, or None",
-        has_type=lambda value: value is None or has_type(value),
-        contains=lambda value: value is None or contains(value),
-    )
+    return optional(values)
 
 
 class LossInputs(NamedTuple):

@@ -18,17 +18,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
-from ligerzoo.serve.bodies import Bodies, check_values
-from ligerzoo.serve.continuation import Continuation, Piece
-from ligerzoo.serve.engine import SEE_LOG, Engine, GenerationError, Job, OverloadedError
-from ligerzoo.serve.engine import Request as EngineRequest
-from ligerzoo.serve.json_text import encode_json, parse_json
-from ligerzoo.serve.options import show
+from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
+from ligerzoo.serve.engine import SEE_LOG, Engine, GenerationError, Job, OverloadedError, Submission
+from ligerzoo.serve.fields import encode_json, parse_strict_json, show
+from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
-from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
-from ligerzoo.serve.threads import Threads
-from ligerzoo.serve.token_texts import TokenTexts
-from ligerzoo.serve.tokenization import detokenize, tokenize
+from ligerzoo.serve.protocol import Call, Chat, Endpoint, TextCompletion, detokenize_request, tokenize_request
 
 MAX_BODY = 10 * 2**20
 _MAX_BODIES = 4  # of the largest size, that may be in memory
@@ -102,13 +97,13 @@ class Service:
         return await self._respond(request, Chat)
 
     async def complete(self, request: Request) -> Response | EventStream:
-        return await self._respond(request, Completion)
+        return await self._respond(request, TextCompletion)
 
     async def tokenize(self, request: Request) -> Response:
-        return await self._convert(request, tokenize)
+        return await self._convert(request, tokenize_request)
 
     async def detokenize(self, request: Request) -> Response:
-        return await self._convert(request, detokenize)
+        return await self._convert(request, detokenize_request)
 
     async def _convert(
         self, request: Request, function: Callable[[dict[str, Any], PromptEncoder], dict[str, Any]]
@@ -135,7 +130,7 @@ class Service:
             job.close()
         return await self._writing.run(lambda: _json_response(writer.response(choices, outputs.num_tokens)))
 
-    def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[EngineRequest], Outputs]:
+    def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[Submission], Outputs]:
         """Returns what a body asks for; in a thread, since it may take seconds."""
         call = endpoint.read(self._read(body), self._encoder, self._engine.max_requests)
         return call, call.requests(self._encoder, self._device), Outputs(call, self._encoder)
@@ -144,7 +139,7 @@ class Service:
         """Returns the fields of a body for this model."""
         check_values(body)
         try:
-            fields = parse_json(body)
+            fields = parse_strict_json(body)
         except (ValueError, RecursionError) as error:
             raise LigerzooError("not valid JSON", where="body", got=error) from error
         if not isinstance(fields, dict):

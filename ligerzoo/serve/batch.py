@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -17,18 +17,13 @@ import torch
 
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
 from ligerzoo.generate import BrokenLogitsError, Scheduler
-from ligerzoo.serve.chat_prompt import ChatPrompt
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.json_text import parse_json
-from ligerzoo.serve.options import RequestOptions, derived_seed
-from ligerzoo.serve.prompts import PromptEncoder
+from ligerzoo.serve.fields import parse_strict_json
+from ligerzoo.serve.options import VALUES, ClientOptions, derived_seed
+from ligerzoo.serve.prompts import ChatPrompt, PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
 
-OPTIONS = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens",
-    "no_repeat_ngram_size", "bad_words_ids", "seed", "stop",
-)  # fmt: skip
-FIELDS = ("id", "prompt", "messages", *OPTIONS)
+FIELDS = ("id", "prompt", "messages", *VALUES)
 
 LOOKAHEAD = 2
 """The scheduler has this many times `batch_size` requests, so that rows that finish are filled at once."""
@@ -48,7 +43,7 @@ class Entry:
     line: int
     id: Any
     prompt: torch.Tensor
-    options: RequestOptions
+    options: ClientOptions
 
     @classmethod
     def read(cls, text: str, line: int, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> Self:
@@ -65,7 +60,7 @@ class Entry:
             LigerzooError: the line is malformed, or the model does not accept the prompt or the options.
         """
         try:
-            fields = parse_json(text)
+            fields = parse_strict_json(text)
         except (ValueError, RecursionError) as error:
             raise LigerzooError(f"not valid JSON: {error}", got=quote(text.strip())) from error
         if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
@@ -78,18 +73,18 @@ class Entry:
             if name not in FIELDS:
                 raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, FIELDS))
         merged = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
-        options = RequestOptions.from_json(merged, {name: name for name in OPTIONS})
+        options = ClientOptions.from_json(merged, {name: name for name in VALUES})
         if "seed" not in fields and options.seed is not None:
-            options = replace(options, seed=derived_seed(options.seed, line))
+            options = options._replace(seed=derived_seed(options.seed, line))
         chat = ChatPrompt(fields.get("messages"))
         prompt = encoder.encode_chat(chat) if "messages" in fields else encoder.encode(fields["prompt"])
-        options = replace(options, max_new_tokens=encoder.room(prompt, options.max_new_tokens))
+        options = options.updated(max_new_tokens=encoder.room(prompt, options.max_new_tokens))
         entry = cls(line, fields.get("id"), torch.tensor(prompt), options)
         scheduler.request(entry.prompt, "prompt", **entry.options.for_scheduler(scheduler.device))
         return entry
 
 
-def read_entries(path: Path, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> list[Entry]:
+def read_batch(path: Path, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> list[Entry]:
     """Reads all lines of a batch file that are not blank; see `Entry.read`.
 
     Raises:
@@ -189,7 +184,7 @@ class Running:
         self.texts: list[str] = []
 
 
-def run(
+def run_batch(
     entries: Iterable[Entry],
     scheduler: Scheduler,
     batch_size: int,

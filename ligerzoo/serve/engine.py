@@ -32,7 +32,7 @@ class GenerationError(Exception):
     """The model failed during a step, or the engine stopped."""
 
 
-class Request(NamedTuple):
+class Submission(NamedTuple):
     """One prompt for the scheduler: its token ids, and the options of `Scheduler.add`."""
 
     prompt: Sequence[int]
@@ -52,7 +52,7 @@ class Job:
             `Engine.max_requests`: others do not wait for a caller that does not read its results.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[Submission]) -> None:
         self.requests = requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unfinished = set(range(len(requests)))
@@ -130,7 +130,7 @@ class Engine:
 
     # On the event loop
 
-    async def submit(self, requests: Sequence[Request]) -> Job:
+    async def submit(self, requests: Sequence[Submission]) -> Job:
         """Adds requests to the scheduler. The caller must close the job.
 
         Raises:

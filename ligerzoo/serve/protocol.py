@@ -1,8 +1,9 @@
-"""OpenAI's JSON for chat completions and completions: requests -> calls, continuations -> responses.
+"""JSON of the endpoints: requests -> calls, continuations -> responses.
 
-A field that would change the result and is not supported is refused by name, unless it has its neutral value. Fields
-that are not OpenAI's: `_EXTENSIONS` and, for chats, vLLM's `chat_template_kwargs`, `add_generation_prompt` and
-`continue_final_message`, and `special_tokens`.
+/v1/chat/completions and /v1/completions are OpenAI's. A field that would change the result and is not supported is
+refused by name, unless it has its neutral value. Fields that are not OpenAI's: `_EXTENSIONS` and, for chats, vLLM's
+`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`, and `special_tokens`. /tokenize and
+/detokenize are vLLM's.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from ligerzoo.checks import integer, is_integer, optional
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.request import MAX_TOP_LOGPS
-from ligerzoo.serve import chat_prompt
-from ligerzoo.serve.chat_prompt import ChatPrompt
-from ligerzoo.serve.continuation import Piece, TokenText
-from ligerzoo.serve.engine import Request
-from ligerzoo.serve.fields import Neutral, check_field, check_names, flag, is_ids, or_default
-from ligerzoo.serve.options import RequestOptions, is_integer
-from ligerzoo.serve.prompts import PromptEncoder
-from ligerzoo.serve.token_texts import TokenTexts
+from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
+from ligerzoo.serve.engine import Submission
+from ligerzoo.serve.fields import Neutral, check_field, check_names, check_value, flag, is_ids, or_default
+from ligerzoo.serve.options import ClientOptions
+from ligerzoo.serve.prompts import CHAT_FIELDS, ChatPrompt, PromptEncoder
 
 MAX_CHOICES = 128
 MIN_LOGP = -9999.0
@@ -38,7 +37,8 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _COMMON = ("model", "n", "stream", "stream_options", "logprobs", "max_tokens", *_SAMPLING, *_WITHOUT_EFFECT)
 
-_TOP_LOGPROBS = f"an integer from 0 to {MAX_TOP_LOGPS}"
+_TOP_LOGPROBS = integer(0, MAX_TOP_LOGPS)
+_CHOICES = integer(1, MAX_CHOICES)
 _PENALTY = "Use repetition_penalty."
 _TOOLS = "Describe the functions in a message, and parse the answer."
 _NEUTRAL: Neutral = {
@@ -89,7 +89,7 @@ class Call:
 
     model: str
     prompts: list[list[int]]
-    options: RequestOptions
+    options: ClientOptions
     n: int
     is_streamed: bool
     includes_usage: bool
@@ -97,7 +97,7 @@ class Call:
     echoed: list[list[str]] | None = None
     continues_text: bool = False
 
-    def requests(self, encoder: PromptEncoder, device: torch.device | str) -> list[Request]:
+    def requests(self, encoder: PromptEncoder, device: torch.device | str) -> list[Submission]:
         """Returns the requests for the scheduler: `n` for each prompt.
 
         Raises:
@@ -107,8 +107,8 @@ class Call:
         logps = {"top_logps": self.top_logprobs or 0, "prompt_logps": self.echoed is not None}
         for prompt in self.prompts:
             room = encoder.room(prompt, self.options.max_new_tokens)
-            options = replace(self.options, max_new_tokens=room)
-            requests += [Request(prompt, options.for_scheduler(device, choice) | logps) for choice in range(self.n)]
+            options = self.options.updated(max_new_tokens=room)
+            requests += [Submission(prompt, options.for_scheduler(device, choice) | logps) for choice in range(self.n)]
         return requests
 
     def usage(self, completion_tokens: int) -> dict[str, int]:
@@ -193,13 +193,13 @@ class Chat(Endpoint):
     """/v1/chat/completions."""
 
     prefix, response_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    fields = ("max_completion_tokens", "top_logprobs", *chat_prompt.FIELDS, *_COMMON)
+    fields = ("max_completion_tokens", "top_logprobs", *CHAT_FIELDS, *_COMMON)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
         check_names(fields, cls.fields, _NEUTRAL_CHAT)
         has_logprobs, top = flag(fields, "logprobs"), or_default(fields.get("top_logprobs"), 0)
-        check_field(is_integer(top, 0, MAX_TOP_LOGPS), "top_logprobs", top, _TOP_LOGPROBS)
+        check_value("top_logprobs", top, _TOP_LOGPROBS)
         check_field(has_logprobs or top == 0, "top_logprobs", top, "0 or null without logprobs")
         limits = [name for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
         if len(limits) > 1:
@@ -239,7 +239,7 @@ def _bounded(logp: float | None) -> float | None:
     return None if logp is None else max(logp, MIN_LOGP)
 
 
-class Completion(Endpoint):
+class TextCompletion(Endpoint):
     """/v1/completions."""
 
     prefix, response_type, chunk_type = "cmpl", "text_completion", "text_completion"
@@ -250,12 +250,12 @@ class Completion(Endpoint):
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
         check_names(fields, cls.fields, _NEUTRAL_COMPLETION)
         top, echoes = fields.get("logprobs"), flag(fields, "echo")
-        check_field(top is None or is_integer(top, 0, MAX_TOP_LOGPS), "logprobs", top, f"null, or {_TOP_LOGPROBS}")
+        check_value("logprobs", top, optional(_TOP_LOGPROBS, f"null, or {_TOP_LOGPROBS.expected}"))
         limit = or_default(fields.get("max_tokens"), cls.default_max_tokens)
-        is_echo_alone = echoes and is_integer(limit, 0, 0)
+        is_echo_alone = echoes and is_integer(limit) and limit == 0
         call = _call({**fields, "max_tokens": None if is_echo_alone else limit}, top, {"max_tokens": "max_new_tokens"})
         if is_echo_alone:
-            call = replace(call, options=replace(call.options, max_new_tokens=0))
+            call = replace(call, options=call.options.updated(max_new_tokens=0))
         prompts = _prompts(fields.get("prompt"))
         _check_count(len(prompts) * call.n, max_requests)
         encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
@@ -289,7 +289,7 @@ def _call(fields: Mapping[str, Any], top_logprobs: int | None, limits: Mapping[s
     """Reads what both endpoints have, all but the prompts."""
     names = {**{name: name for name in _SAMPLING}, **limits}
     n = or_default(fields.get("n"), 1)
-    check_field(is_integer(n, 1, MAX_CHOICES), "n", n, f"an integer from 1 to {MAX_CHOICES}")
+    check_value("n", n, _CHOICES)
     is_streamed = flag(fields, "stream")
     stream_options = fields.get("stream_options")
     check_field(stream_options is None or is_streamed, "stream_options", stream_options, "no such field without stream")
@@ -298,7 +298,7 @@ def _call(fields: Mapping[str, Any], top_logprobs: int | None, limits: Mapping[s
     return Call(
         model=fields["model"],
         prompts=[],
-        options=replace(RequestOptions.from_json(fields, names), do_sample=True),  # the API samples by default
+        options=ClientOptions.from_json(fields, names).updated(do_sample=True),  # the API samples by default
         n=n,
         is_streamed=is_streamed,
         includes_usage=flag(stream_options or {}, "include_usage"),
@@ -324,3 +324,66 @@ def _prompts(prompt: object) -> list[str | list[int]]:
 
 def _is_prompt(value: object) -> bool:
     return value != [] and is_ids(value)
+
+
+_TOKENIZE_FIELDS = ("model", "add_special_tokens", "return_token_strs")
+_NEUTRAL_TOKENIZE: Neutral = {
+    "chat_template": ((), "The option --chat-template of the server replaces the chat template."),
+    "tools": (([],), "Describe the functions in a message."),
+    "mm_processor_kwargs": (({},), None),
+}
+
+
+def tokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dict[str, Any]:
+    """Returns the token ids of a text or of a conversation. They may be more than the context.
+
+    Args:
+        fields: the request: `prompt` or `messages`; `add_special_tokens`, by default only with `prompt`, since chat
+            templates add them; `return_token_strs`, and those of `CHAT_FIELDS`.
+        encoder: encodes the prompt.
+
+    Raises:
+        LigerzooError: a field is unknown or invalid, or there is no prompt or more than one.
+    """
+    is_chat = "messages" in fields
+    if is_chat == ("prompt" in fields):
+        got = "both" if is_chat else "none"
+        raise LigerzooError("invalid request", where="prompt", got=got, expected="either prompt or messages")
+    if is_chat:
+        check_names(fields, (*CHAT_FIELDS, *_TOKENIZE_FIELDS), _NEUTRAL_TOKENIZE)
+    else:
+        check_names(fields, ("prompt", *_TOKENIZE_FIELDS), {})
+    adds_special_tokens = flag(fields, "add_special_tokens", default=not is_chat)
+    has_texts = flag(fields, "return_token_strs")
+    tokenizer = encoder.tokenizer
+    if is_chat:
+        rendered = encoder.render(ChatPrompt.read(fields))
+        ids, _ = tokenizer.encode_rendered(rendered, add_special_tokens=adds_special_tokens)
+    else:
+        check_field(isinstance(fields["prompt"], str), "prompt", fields["prompt"], "a text")
+        ids = tokenizer.encode(fields["prompt"], add_special_tokens=adds_special_tokens)
+    return {
+        "count": len(ids),
+        "max_model_len": encoder.max_context,
+        "tokens": ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(ids) if has_texts else None,
+    }
+
+
+def detokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dict[str, Any]:
+    """Returns the text of token ids, with special tokens.
+
+    Args:
+        fields: the request: `tokens`.
+        encoder: has the tokenizer.
+
+    Raises:
+        LigerzooError: a field is unknown or invalid, or a token id does not exist.
+    """
+    check_names(fields, ("model", "tokens"), {})
+    ids = fields.get("tokens")
+    check_field(is_ids(ids), "tokens", ids, "a list of token ids")
+    size = max(len(encoder.tokenizer), encoder.vocab_size)
+    unknown = next((token_id for token_id in ids or () if token_id >= size), None)
+    check_field(unknown is None, "tokens", unknown, f"token ids below {size}")
+    return {"prompt": encoder.tokenizer.decode(ids or [])}

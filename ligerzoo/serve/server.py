@@ -10,9 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.serve.bodies import Bodies
-from ligerzoo.serve.connection import Connection
 from ligerzoo.serve.engine import Engine
+from ligerzoo.serve.limits import Bodies, Connection
 
 GRACE = 5.0
 """Seconds that running requests have to finish after Ctrl-C."""

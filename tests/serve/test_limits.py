@@ -14,9 +14,10 @@ import pytest
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import Llama
-from ligerzoo.serve import bodies, connection, json_text, server
+from ligerzoo.serve import fields as json_fields
+from ligerzoo.serve import limits, server
 from ligerzoo.serve.access import Access, names_of
-from ligerzoo.serve.json_text import encode_json
+from ligerzoo.serve.fields import encode_json
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.serve.serving import Served, post, serving
 
@@ -92,7 +93,7 @@ def test_responses_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         sizes.append(len(value) if isinstance(value, list | dict) else 1)
         return dumps(value, **options)
 
-    monkeypatch.setattr(json_text.json, "dumps", spy)
+    monkeypatch.setattr(json_fields.json, "dumps", spy)
     assert encode_json(response) == dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
     assert max(sizes) <= 256
     with pytest.raises(ValueError, match="Out of range float"):
@@ -110,12 +111,12 @@ def test_bodies_with_too_many_values_are_not_parsed(demo: tuple[Llama, Tokenizer
 
 
 def test_signs_within_texts_are_not_counted() -> None:
-    bodies.check_values(json.dumps(["," * 600_000, '["' * 300_000, "\\" * 300_000]).encode())
+    limits.check_values(json.dumps(["," * 600_000, '["' * 300_000, "\\" * 300_000]).encode())
     for text in (b'"' + b'\\"' * 300_000, b"[" * 500_000):
-        bodies.check_values(text)
+        limits.check_values(text)
     for text in (b"[" * 500_001, b'"",' * 500_001):
         with pytest.raises(Exception, match="413"):
-            bodies.check_values(text)
+            limits.check_values(text)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty"])
@@ -171,8 +172,8 @@ def test_messages_name_no_files(served: Served, demo: tuple[Llama, Tokenizer]) -
 def test_unfinished_bodies_and_headers_end_in_time(
     demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.5)
     with serving(*demo) as served:
         with connected(served, HEAD.format(1000) + "{") as client:
             response = received(client)
@@ -212,7 +213,7 @@ def test_the_largest_unfinished_body_makes_room_for_others(demo: tuple[Llama, To
 
 
 def test_silent_connections_make_room(demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 8)
     with serving(*demo) as served:
         silent = [connected(served) for _ in range(20)]
         opened = [client.__enter__() for client in silent]
@@ -241,7 +242,7 @@ def unread_stream(served: Served, name: str) -> Any:
 def test_an_unread_stream_leaves_the_queue_after_its_last_token(
     demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "WRITE_SECONDS", 1.0)
     name = "m" * 8000  # is in each event
     with serving(*demo, name=name, max_requests=4) as served:
         body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1})

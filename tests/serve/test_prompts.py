@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.serve.chat_prompt import ChatPrompt
-from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
+from ligerzoo.serve.prompts import ChatPrompt, ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Chat
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data import open_data
