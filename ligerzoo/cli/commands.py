@@ -335,10 +335,10 @@ def print_continuation(
     how fast it decodes.
     """
     from ligerzoo.generate import TextStreamer
-    from ligerzoo.generate.options import FILTERS, infer_do_sample
+    from ligerzoo.generate.options import SAMPLING_OPTIONS, infer_do_sample
 
     tokenizer.check_ids(inputs["input_ids"], embedding_rows(model))
-    sampling = infer_do_sample({name: getattr(options, name) for name in FILTERS})
+    sampling = infer_do_sample({name: getattr(options, name, None) for name in SAMPLING_OPTIONS})
     if cache is not None and inputs.keys() & set(model.modalities):
         cache = None
     ids = model.generate(
@@ -347,9 +347,6 @@ def print_continuation(
         num_return_sequences=1,
         **sampling,
         **decoding,
-        repetition_penalty=options.repetition_penalty,
-        min_new_tokens=options.min_new_tokens,
-        no_repeat_ngram_size=options.no_repeat_ngram_size,
         stop_strings=options.stop,
         tokenizer=tokenizer,
         generator=generator,

@@ -36,7 +36,8 @@ def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None
             log_probs.append(step.sampled)
         is_last = count == max_new_tokens
         if stopping.is_possible or is_last or streamer is not None:
-            stopping.update_on_host(sequences.continuations)
+            if stopping.is_on_host:
+                stopping.update_on_host(sequences.continuations)
             states.push(count, torch.cat([stopping.running, sampler.is_broken[None]]))
             for counted, (*is_running, is_broken) in states.pop(waits=is_last):
                 check_logits(is_broken, counted)

@@ -184,9 +184,11 @@ class Request:
         max_new_tokens: see `RequestOptions`.
         started: number of new tokens that the device has been asked for; the host may not know all of them yet.
         tokens: the new tokens that the host knows.
+        index: what `Scheduler.add` returned for it.
         seed: (1,) int64 on the device, see `Sampler.assign`; None if the request does not sample.
     """
 
+    index: int
     seed: Tensor | None = None
 
     def __init__(self, prompt: Tensor, options: RequestOptions) -> None:

@@ -33,34 +33,21 @@ class ChunkedPrefill:
 
     Args:
         model: the model. Runs uncompiled after `model.compile()`.
-        prompt: (T,) int64 token ids on the CPU.
         options: of the KV cache.
-        request: the request of the prompt, for the caller.
+        request: the request, with the prompt.
         row: the row that the sequence will have, for the caller.
-        scores: whether to compute the log-probabilities of the prompt's tokens.
-        has_top: whether to find the most likely tokens, too.
 
     Attributes:
-        prompt, request, row, scores: as given.
+        request, row: as given.
         cache: the KV cache.
         logits: (1, V) fp32 logits after the prompt; None until all chunks are processed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        prompt: Tensor,
-        options: CacheOptions,
-        request: int,
-        row: int,
-        *,
-        scores: bool = False,
-        has_top: bool = False,
-    ) -> None:
-        self.prompt, self.request, self.row, self.scores = prompt, request, row, scores
+    def __init__(self, model: nn.Module, options: CacheOptions, request: Request, row: int) -> None:
+        self.request, self.row, self._prompt = request, row, request.context
+        self._scores, self._has_top = request.needs_prompt_logps, request.options.top_logps > 0
         self.cache = options.new_cache(model)
         self.logits: Tensor | None = None
-        self._has_top = has_top
         self._model: Any = model._call_impl
         self._device: torch.device = next(model.parameters()).device
         self._done = 0
@@ -72,16 +59,16 @@ class ChunkedPrefill:
             If the prompt is scored, the packed log-probabilities of its tokens that follow those of the chunk, see
             `with_top_logps`. The first token of the prompt has no log-probability.
         """
-        start, self._done = self._done, min(self._done + self._chunk_tokens, len(self.prompt))
-        ids = to_device(self.prompt[start : self._done + 1], self._device)  # with the token that follows
+        start, self._done = self._done, min(self._done + self._chunk_tokens, len(self._prompt))
+        ids = to_device(self._prompt[start : self._done + 1], self._device)  # with the token that follows
         count = self._done - start
         output = self._model(
             ids[None, :count], None, None, past_key_values=self.cache, use_cache=True,
-            logits_to_keep=count if self.scores else 1,
+            logits_to_keep=count if self._scores else 1,
         )  # fmt: skip
-        if self._done == len(self.prompt):
+        if self._done == len(self._prompt):
             self.logits = output.logits[:, -1].float()
-        if not self.scores:
+        if not self._scores:
             return None
         logits, following = output.logits[0, : len(ids) - 1], ids[1:]
         scored = score(logits, following)
@@ -90,7 +77,7 @@ class ChunkedPrefill:
     @property
     def columns(self) -> Tensor:
         """(T,) int64 on the CPU, the sequence indices of the tokens in the cache."""
-        return torch.arange(len(self.prompt))
+        return torch.arange(len(self._prompt))
 
     @property
     def _chunk_tokens(self) -> int:
@@ -225,7 +212,7 @@ class Scheduler:
         self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
-        self._running: dict[int, int] = {}  # row -> request
+        self._running: dict[int, Request] = {}  # by row
         self._prefill: ChunkedPrefill | None = None
         self._in_chunks = self.device.type == "cpu"
         self._results: DelayedReads[_Step] = DelayedReads(self.device, LAG)
@@ -261,12 +248,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> int:
         """Adds a request that `request` returned; see `add`."""
-        index, self._added = self._added, self._added + 1
+        request.index, self._added = self._added, self._added + 1
         if request.options.sampling.do_sample:  # now, so that the tokens do not depend on when the request starts
             request.seed = draw_seeds(1, self.device, request.options.generator)
-        self._requests[index] = request
-        self._waiting.append(index)
-        return index
+        self._requests[request.index] = request
+        self._waiting.append(request.index)
+        return request.index
 
     def request(self, prompt: object, name: str, **options: Any) -> Request:
         """Returns a request without adding it; see `add`.
@@ -348,8 +335,8 @@ class Scheduler:
         self._evict()
         logits = self._slots.decode(self._newest) if self._running else None
         for rows, first in self._started():
-            for row, index in rows.items():
-                request, options = self._requests[index], self._requests[index].options
+            for row, request in rows.items():
+                options = request.options
                 self._sampler.assign(
                     [row], [request.context], options.sampling, eos_token_ids=sorted(options.eos_token_ids),
                     seeds=request.seed, new_tokens=request.started, prompt_length=len(request.prompt),
@@ -363,11 +350,10 @@ class Scheduler:
             return
         self._sampler.prepare()
         self._newest, result = self._call(self._choose, logits, self._slots.pool)
-        if any(self._requests[index].options.top_logps for index in self._running.values()):
+        if any(request.options.top_logps for request in self._running.values()):
             result = with_top_logps(result, logits)
-        self._results.push(_Step({index: [row] for row, index in self._running.items()}), result)
-        for row, index in list(self._running.items()):
-            request = self._requests[index]
+        self._results.push(_Step({request.index: [row] for row, request in self._running.items()}), result)
+        for row, request in list(self._running.items()):
             request.started += 1
             if request.started == request.max_new_tokens:
                 self._leave(row)
@@ -382,78 +368,73 @@ class Scheduler:
         logps = logps.masked_fill(self._sampler.broken, math.nan)
         return tokens[:, None], packed_logps(tokens, logps)
 
-    def _started(self) -> Iterator[tuple[dict[int, int], Tensor]]:
-        """Starts requests: yields row -> request, and the logits of their first new tokens, (n, V) fp32."""
+    def _started(self) -> Iterator[tuple[dict[int, Request], Tensor]]:
+        """Starts requests: yields them by row, and the logits of their first new tokens, (n, V) fp32."""
         if admitted := self._admitted():
-            requests = [self._requests[index] for index in admitted.values()]
-            longest = max(request.max_length - request.length for request in requests)
-            yield admitted, self._slots.admit(list(admitted), [request.context for request in requests], longest)
+            longest = max(request.max_length - request.length for request in admitted.values())
+            contexts = [request.context for request in admitted.values()]
+            yield admitted, self._slots.admit(list(admitted), contexts, longest)
         if (prefill := self._prefill) is None:
             return
-        request = self._requests[prefill.request]
+        request = prefill.request
         if prefill.logits is None and (scored := prefill.step()) is not None:
-            self._results.push(_Step({prefill.request: range(scored.shape[1])}, is_prompt=True), scored)
+            self._results.push(_Step({request.index: range(scored.shape[1])}, is_prompt=True), scored)
         if request.max_new_tokens == 0 and prefill.logits is not None:
             self._prefill = None
             return
-        longest = max([request.length + 1, *(self._requests[index].length + 1 for index in self._running.values())])
+        longest = max(one.length + 1 for one in (request, *self._running.values()))
         if prefill.logits is not None and self._slots.fit(len(self._running) + 1, longest):
             self._prefill = None
             new_tokens = request.max_length - request.length
             self._slots.adopt([prefill.row], prefill.cache, [prefill.columns], new_tokens)
-            yield {prefill.row: prefill.request}, prefill.logits
+            yield {prefill.row: request}, prefill.logits
 
-    def _admitted(self) -> dict[int, int]:
-        """Takes waiting requests for free rows, as far as they fit: row -> request.
+    def _admitted(self) -> dict[int, Request]:
+        """Takes waiting requests for free rows, as far as they fit; by row.
 
         While others run, which wait for it, one step prefills about PREFILL_TOKENS tokens at most; on a CPU always
         about CHUNK_TOKENS. A prompt that is prefilled in chunks becomes `_prefill` instead.
         """
-        admitted: dict[int, int] = {}
+        admitted: dict[int, Request] = {}
         limit = CHUNK_TOKENS if self._in_chunks else PREFILL_TOKENS if self._running else math.inf
-        tokens, longest = 0, max((self._requests[index].length + 1 for index in self._running.values()), default=0)
+        tokens, longest = 0, max((request.length + 1 for request in self._running.values()), default=0)
         for row in range(self._slots.rows):
-            if tokens >= limit or (index := self._next()) is None:
+            if tokens >= limit or (request := self._next()) is None:
                 break
             if row in self._running or (self._prefill is not None and row == self._prefill.row):
                 continue
-            request = self._requests[index]
             longest = max(longest, min(request.length + _MIN_NEW_TOKENS, request.max_length))
             if not self._slots.fit(len(self._running) + len(admitted) + 1 + (self._prefill is not None), longest):
                 break
-            self._waiting.remove(index)
-            if self._is_chunked(index):
-                self._prefill = ChunkedPrefill(
-                    self._model, request.context, self._cache_options, index, row, scores=request.needs_prompt_logps,
-                    has_top=request.options.top_logps > 0,
-                )  # fmt: skip
+            self._waiting.remove(request.index)
+            if self._is_chunked(request):
+                self._prefill = ChunkedPrefill(self._model, self._cache_options, request, row)
             else:
-                admitted[row] = index
+                admitted[row] = request
                 tokens += request.length
         return admitted
 
-    def _next(self) -> int | None:
+    def _next(self) -> Request | None:
         """Returns the request that starts next: the first one, but one in chunks only after another has started."""
-        candidates = (index for index in self._waiting if self._prefill is None or not self._is_chunked(index))
-        return next(candidates, None)
+        waiting = (self._requests[index] for index in self._waiting)
+        return next((request for request in waiting if self._prefill is None or not self._is_chunked(request)), None)
 
-    def _is_chunked(self, index: int) -> bool:
+    def _is_chunked(self, request: Request) -> bool:
         """Whether a prompt is prefilled in chunks."""
-        request = self._requests[index]
         return request.needs_prompt_logps or (self._in_chunks and request.length > CHUNK_TOKENS)
 
     def _evict(self) -> None:
         """Lets the longest requests wait again until the next step of the others fits."""
 
         def fit() -> bool:
-            longest = max((self._requests[index].length for index in self._running.values()), default=0)
+            longest = max((request.length for request in self._running.values()), default=0)
             return self._slots.fit(len(self._running), longest)
 
         if not fit():
             self._read(waits=True)  # their tokens are prefilled later; some requests may have finished
         while not fit():
-            row = max(self._running, key=lambda row: (self._requests[self._running[row]].length, self._running[row]))
-            self._waiting = deque(sorted([*self._waiting, self._running[row]]))
+            row, request = max(self._running.items(), key=lambda item: (item[1].length, item[1].index))
+            self._waiting = deque(sorted([*self._waiting, request.index]))
             self._leave(row)
 
     def _read(self, *, waits: bool) -> None:
@@ -479,9 +460,9 @@ class Scheduler:
 
     def _finish(self, index: int) -> None:
         self._requests.pop(index, None)
-        if self._prefill is not None and self._prefill.request == index:
+        if self._prefill is not None and self._prefill.request.index == index:
             self._prefill = None
-        for row in [row for row, running in self._running.items() if running == index]:
+        for row in [row for row, request in self._running.items() if request.index == index]:
             self._leave(row)
 
     def _leave(self, row: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from http import HTTPStatus
 from itertools import repeat
 from typing import Any, TypeVar
@@ -66,10 +67,10 @@ class Service:
                 Route("/health", self.health),
                 Route("/v1/models", self.list_models),
                 Route("/v1/models/{name:path}", self.show_model),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/completions", self.complete, methods=["POST"]),
-                Route("/tokenize", self.tokenize, methods=["POST"]),
-                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/v1/chat/completions", partial(self._respond, Chat), methods=["POST"]),
+                Route("/v1/completions", partial(self._respond, TextCompletion), methods=["POST"]),
+                Route("/tokenize", partial(self._convert, tokenize_request), methods=["POST"]),
+                Route("/detokenize", partial(self._convert, detokenize_request), methods=["POST"]),
             ],
             exception_handlers={
                 HTTPException: _http_error,
@@ -93,20 +94,8 @@ class Service:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model)
 
-    async def chat(self, request: Request) -> Response | EventStream:
-        return await self._respond(request, Chat)
-
-    async def complete(self, request: Request) -> Response | EventStream:
-        return await self._respond(request, TextCompletion)
-
-    async def tokenize(self, request: Request) -> Response:
-        return await self._convert(request, tokenize_request)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._convert(request, detokenize_request)
-
     async def _convert(
-        self, request: Request, function: Callable[[dict[str, Any], PromptEncoder], dict[str, Any]]
+        self, function: Callable[[dict[str, Any], PromptEncoder], dict[str, Any]], request: Request
     ) -> Response:
         """Responds to a request that needs the tokenizer only, whose `model` may be absent."""
 
@@ -117,7 +106,7 @@ class Service:
         async with self.bodies.receive(request) as body:
             return await self._tokenizing.run(respond, body)
 
-    async def _respond(self, request: Request, endpoint: type[Endpoint]) -> Response | EventStream:
+    async def _respond(self, endpoint: type[Endpoint], request: Request) -> Response | EventStream:
         async with self.bodies.receive(request) as body:
             call, requests, outputs = await self._preparing.run(self._prepare, body, endpoint)
         job = await self._engine.submit(requests)

@@ -1,9 +1,9 @@
 """JSON of the endpoints: requests -> calls, continuations -> responses.
 
 /v1/chat/completions and /v1/completions are OpenAI's. A field that would change the result and is not supported is
-refused by name, unless it has its neutral value. Fields that are not OpenAI's: `_EXTENSIONS` and, for chats, vLLM's
-`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`, and `special_tokens`. /tokenize and
-/detokenize are vLLM's.
+refused by name, unless it has its neutral value. Fields that are not OpenAI's: `top_k`, `min_p` and further options of
+`options.VALUES`, and, for chats, vLLM's `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`,
+and `special_tokens`. /tokenize and /detokenize are vLLM's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from ligerzoo.generate.request import MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
 from ligerzoo.serve.engine import Submission
 from ligerzoo.serve.fields import Neutral, check_field, check_names, check_value, flag, is_ids, or_default
-from ligerzoo.serve.options import ClientOptions
+from ligerzoo.serve.options import VALUES, ClientOptions
 from ligerzoo.serve.prompts import CHAT_FIELDS, ChatPrompt, PromptEncoder
 
 MAX_CHOICES = 128
 MIN_LOGP = -9999.0
 """What the API returns for less likely tokens."""
 
-_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_new_tokens", "no_repeat_ngram_size", "bad_words_ids")
-_SAMPLING = ("temperature", "top_p", "seed", "stop", *_EXTENSIONS)
+_SAMPLING = tuple(name for name in VALUES if name != "max_new_tokens")
 _WITHOUT_EFFECT = (
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
 )  # fmt: skip
