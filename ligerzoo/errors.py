@@ -4,6 +4,8 @@ Each message says what is wrong, where, what was found and expected, and what to
 which is a bug of ligerzoo, is an `AssertionError` instead.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
@@ -42,6 +44,10 @@ class LigerzooError(ValueError):
         if remedy is not None:
             message = f"{message.removesuffix('.')}. {remedy}"
         super().__init__(message)
+
+    def moved_to(self, where: object, remedy: str | None = None) -> LigerzooError:
+        """Returns the error with another `where`, such as the argument that a value came from."""
+        return LigerzooError(self.what, where=where, got=self.got, expected=self.expected, remedy=self.remedy or remedy)
 
 
 class WrongTypeError(LigerzooError, TypeError):

@@ -42,7 +42,7 @@ ARROWS = {
     "convert": ("errors models", ""),
     "hub": ("convert device errors files kernels models", "vision"),
     "adapters": ("convert errors files hub layers models", ""),
-    "generate": ("checks device errors kernels layers models", ""),
+    "generate": ("checks device errors kernels layers models tensor_checks", ""),
     "memory": ("adapters checks errors kernels models", ""),
     "info": ("convert errors files models text", "memory"),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),

@@ -22,7 +22,7 @@ from ligerzoo.generate.api import Completion, ConversationCache, GenerateOutput,
 from ligerzoo.generate.decode_loop import DecodeStep
 from ligerzoo.generate.drafts import DraftOptions
 from ligerzoo.generate.graphs import release_decode_graphs
-from ligerzoo.generate.options import LogitsProcessor, SamplingOptions
+from ligerzoo.generate.options import LogitsProcessor, SamplingOptions, SupportsGenerate
 from ligerzoo.generate.processors import (
     apply_temperature,
     filter_logits,
@@ -31,7 +31,6 @@ from ligerzoo.generate.processors import (
     keep_top_p,
     penalize_repetition,
 )
-from ligerzoo.generate.prompts import SupportsGenerate
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.scheduler import BrokenLogitsError, Scheduler, Update
 from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode

@@ -21,6 +21,7 @@ from ligerzoo.generate.options import (
     CacheOptions,
     CallOptions,
     SamplingOptions,
+    SupportsGenerate,
     check_copies,
     check_option,
     count_new_tokens,
@@ -29,7 +30,7 @@ from ligerzoo.generate.options import (
     take_options,
     type_name,
 )
-from ligerzoo.generate.prompts import Prompts, SupportsGenerate
+from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.sequences import Sequences, make_sequences
@@ -311,12 +312,9 @@ def generate(
             a prompt is empty, the cache does not fit, or `CausalLM.check_inputs` refuses the inputs. Later: the logits
             are NaN or infinite.
     """
-    check_option("use_model_defaults", use_model_defaults, FLAG)
-    call = CallOptions(
-        {"max_new_tokens": max_new_tokens, "max_length": max_length, "num_return_sequences": num_return_sequences,
-         "stop_strings": stop_strings, **take_options(options, SAMPLING_OPTIONS)},
-        model.generation_config if use_model_defaults else {},
-    )  # fmt: skip
+    given = {"max_new_tokens": max_new_tokens, "max_length": max_length, "stop_strings": stop_strings}
+    given["num_return_sequences"] = num_return_sequences
+    call = CallOptions(model, given, options, use_model_defaults=use_model_defaults)
     drafts = DraftOptions(**take_options(options, _DRAFT_OPTIONS))
     refuse_unknown_options(model, options, _OPTIONS)
     check_option("return_dict_in_generate", return_dict_in_generate, FLAG)
@@ -332,10 +330,10 @@ def generate(
             model, prompts, copies, limit, use_cache, past_key_values,
             CacheOptions(cache_dtype, exact), is_rewindable=drafts.count > 0,
         )  # fmt: skip
-        given = prompts.given.repeat_interleave(copies, 0)
+        whole = prompts.given.repeat_interleave(copies, 0)
         stopping = Stopping(
             model,
-            given,
+            whole,
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
             stop_strings=call.get("stop_strings"),
@@ -352,7 +350,7 @@ def generate(
     log_probs = LogProbs() if return_dict_in_generate else None
 
     if streamer is not None:
-        streamer.put(given.cpu())
+        streamer.put(whole.cpu())
     drafter = drafts.drafter(prompts, limit)
     step = DecodeStep(sequences, sampler, stopping)
     if drafter is not None:
@@ -361,7 +359,7 @@ def generate(
         decode_loop(step, limit, streamer, log_probs)
     if streamer is not None:
         streamer.end()
-    tokens = torch.cat([given, stopping.pad(sequences.continuations)], 1)
+    tokens = torch.cat([whole, stopping.pad(sequences.continuations)], 1)
     if log_probs is None:
         return tokens
     logps, sampling_logps = (stopping.pad(values, 0.0) for values in log_probs.of(sequences.continuations))

@@ -14,8 +14,8 @@ from torch import Tensor
 from ligerzoo.checks import optional
 from ligerzoo.device import upload
 from ligerzoo.generate.graphs import independent_length
-from ligerzoo.generate.options import POSITIVE_INTEGER, check_option, require, type_name
-from ligerzoo.generate.prompts import Prompts, SupportsGenerate
+from ligerzoo.generate.options import POSITIVE_INTEGER, SupportsGenerate, check_option, require, type_name
+from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.sequences import make_sequences
 from ligerzoo.layers import KVCache, RollingLayerCache

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
@@ -30,6 +30,32 @@ from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import KVCache
 from ligerzoo.layers.exactness import exact_length
+
+
+class SupportsGenerate(Protocol):
+    """A model that `generate` accepts, called like `ligerzoo.models.CausalLM`.
+
+    `generate` also uses `check_inputs`, `device`, `inputs_per_token`, `modalities` and `new_cache` if the model has
+    them. The option `inputs_embeds` needs `get_input_embeddings`, and a call without token ids. `num_return_sequences`
+    needs a cache with `select_rows` and, with further model inputs, `repeat_rows`.
+    """
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def generation_config(self) -> Mapping[str, Any]: ...
+    def __call__(
+        self,
+        input_ids: Any,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        past_key_values: Any,
+        use_cache: bool,
+        logits_to_keep: int,
+        **model_inputs: Any,
+    ) -> Any: ...
+
 
 _WRAP = "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model).generate(...)."
 _BEAMS = "Beam search is not implemented. " + _WRAP
@@ -423,14 +449,30 @@ class CallOptions(dict[str, Any]):
     fast a call is or what it returns, such as `use_cache`, are not.
 
     Args:
+        model: the model, whose generation_config.json may have options.
         given: the options of the caller. None counts as left out.
-        generation_config: the content of generation_config.json; empty to follow nothing.
+        arguments: further arguments of the caller, from which the options of sampling are removed, and those of
+            transformers that have no effect.
+        use_model_defaults: whether to follow generation_config.json.
+
+    Raises:
+        LigerzooError: `use_model_defaults` is not a bool.
 
     Warns:
         UserWarning: generation_config.json has an option that changes the tokens and is not implemented.
     """
 
-    def __init__(self, given: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: SupportsGenerate,
+        given: Mapping[str, Any],
+        arguments: dict[str, Any],
+        *,
+        use_model_defaults: bool,
+    ) -> None:
+        check_option("use_model_defaults", use_model_defaults, FLAG)
+        given = {**given, **take_options(arguments, SAMPLING_OPTIONS)}
+        generation_config = model.generation_config if use_model_defaults else {}
         super().__init__({name: value for name, value in given.items() if value is not None})
         file = {name: value for name, value in generation_config.items() if value is not None and name not in self}
         samples = self.get("do_sample", file.get("do_sample", False)) is not False
@@ -462,10 +504,8 @@ class CallOptions(dict[str, Any]):
         except LigerzooError as error:
             if error.where not in self._from_file:
                 raise
-            raise LigerzooError(
-                error.what, where=f"{_FILE}, {error.where}", got=error.got, expected=error.expected,
-                remedy=error.remedy or f"Pass {error.where} as an argument, or correct the file.",
-            ) from None  # fmt: skip
+            remedy = f"Pass {error.where} as an argument, or correct the file."
+            raise error.moved_to(f"{_FILE}, {error.where}", remedy) from None
 
 
 def take_options(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligerzoo.generate.options import check_devices, invalid, require, type_name
+from ligerzoo.checks import is_integer
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.options import SupportsGenerate, check_devices, invalid, require, type_name
 from ligerzoo.layers import KVCache, RollingLayerCache
-
-
-class SupportsGenerate(Protocol):
-    """A model that `generate` accepts, called like `ligerzoo.models.CausalLM`.
-
-    `generate` also uses `check_inputs`, `device`, `inputs_per_token`, `modalities` and `new_cache` if the model has
-    them. The option `inputs_embeds` needs `get_input_embeddings`, and a call without token ids. `num_return_sequences`
-    needs a cache with `select_rows` and, with further model inputs, `repeat_rows`.
-    """
-
-    @property
-    def config(self) -> Any: ...
-    @property
-    def generation_config(self) -> Mapping[str, Any]: ...
-    def __call__(
-        self,
-        input_ids: Any,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        *,
-        past_key_values: Any,
-        use_cache: bool,
-        logits_to_keep: int,
-        **model_inputs: Any,
-    ) -> Any: ...
+from ligerzoo.tensor_checks import kind_of
 
 
 class Prompts:
@@ -161,8 +140,7 @@ def _check_token_ids(input_ids: object) -> None:
         else:
             remedy = "Use torch.as_tensor(input_ids)."
         raise invalid("input_ids", type_name(input_ids), expected, remedy)
-    is_integer = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
-    require(is_integer, "input_ids", input_ids.dtype, expected)
+    require(kind_of(input_ids) == "integer", "input_ids", input_ids.dtype, expected)
     shape = tuple(input_ids.shape)
     shape_remedy = "Use input_ids[None] for a single prompt." if len(shape) == 1 else None
     is_valid = len(shape) == 2 and 0 not in shape
@@ -218,3 +196,43 @@ def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: in
     remedy = "Pass the whole history as input_ids, or use cache.crop(length)."
     require(cache.length < tokens, "past_key_values", f"a cache of {cache.length} tokens", expected, remedy)
     return cache
+
+
+def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
+    """Returns a prompt as a (T,) int64 tensor on the CPU.
+
+    Args:
+        prompt: token ids, a sequence of integers, or a 1-D tensor or NumPy array.
+        model: the model, whose vocabulary must have them.
+        name: of the prompt, for messages.
+
+    Raises:
+        LigerzooError: it is something else, empty, or contains a token id without embedding.
+    """
+    expected, remedy = "token ids, a list or 1-D tensor of integers", None
+    if isinstance(prompt, str | bytes):
+        remedy = "Encode text first: tokenizer.encode(text)."
+    elif is_integer(prompt):
+        remedy = "Pass a list of prompts, even if there is one."
+    if isinstance(prompt, Tensor):
+        is_valid = prompt.ndim == 1 and kind_of(prompt) == "integer"
+        require(is_valid, name, f"{tuple(prompt.shape)} {prompt.dtype}", expected)
+        ids = prompt.detach().to("cpu", torch.int64).contiguous()
+    else:
+        values: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array
+        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+        require(is_list, name, type_name(prompt), expected, remedy)
+        other = next((value for value in values if not _is_token_id(value)), None)
+        require(other is None, name, f"a list with {other!r}", expected)
+        ids = torch.tensor(list(values), dtype=torch.int64)
+    require(len(ids) > 0, name, "no tokens", "at least one token")
+    try:
+        model.check_inputs(ids[None])
+    except LigerzooError as error:
+        raise error.moved_to(name) from None
+    return ids
+
+
+def _is_token_id(value: object) -> bool:
+    """Whether a value is an int64 integer, of any type."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63

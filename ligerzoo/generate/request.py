@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import FLAG, integer, is_integer
+from ligerzoo.checks import FLAG, integer
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.generate.options import (
     REMEDIES,
     SAMPLING_OPTIONS,
     CallOptions,
+    SupportsGenerate,
     check_option,
     count_new_tokens,
-    require,
-    take_options,
-    type_name,
 )
-from ligerzoo.generate.prompts import SupportsGenerate
 from ligerzoo.generate.sampling import check_generator
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 from ligerzoo.kernels.cross_entropy import cross_entropy
@@ -141,14 +138,12 @@ class RequestOptions:
         prompt_logps: bool = False,
         **sampling: Any,
     ) -> None:
-        check_option("use_model_defaults", use_model_defaults, FLAG)
         check_option("prompt_logps", prompt_logps, FLAG)
         check_option("top_logps", top_logps, integer(0, MAX_TOP_LOGPS))
         self.top_logps, self.prompt_logps = top_logps, prompt_logps
         given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
-        given |= take_options(sampling, SAMPLING_OPTIONS)
+        call = CallOptions(model, given, sampling, use_model_defaults=use_model_defaults)
         _refuse_unknown(sampling)
-        call = CallOptions(given, model.generation_config if use_model_defaults else {})
         self.naming_file = call.naming_file
         with call.naming_file():
             self.sampling = call.sampling
@@ -170,6 +165,10 @@ class RequestOptions:
     def count_new_tokens(self, prompt_length: int) -> int:
         """Returns the largest number of new tokens; raises LigerzooError if it is unknown, or none fits."""
         return count_new_tokens(self._max_new_tokens, self._max_length, prompt_length)
+
+
+_OPTIONS = [name for name in inspect.signature(RequestOptions).parameters if name not in ("model", "sampling")]
+_OPTIONS += SAMPLING_OPTIONS
 
 
 class Request:
@@ -231,53 +230,9 @@ class Request:
         return "length" if self.max_new_tokens == 0 and self._scored == len(self.prompt) - 1 else None
 
 
-def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
-    """Returns a prompt as a (T,) int64 tensor on the CPU.
-
-    Args:
-        prompt: token ids, a sequence of integers, or a 1-D tensor or NumPy array.
-        model: the model, whose vocabulary must have them.
-        name: of the prompt, for messages.
-
-    Raises:
-        LigerzooError: it is something else, empty, or contains a token id without embedding.
-    """
-    expected, remedy = "token ids, a list or 1-D tensor of integers", None
-    if isinstance(prompt, str | bytes):
-        remedy = "Encode text first: tokenizer.encode(text)."
-    elif is_integer(prompt):
-        remedy = "Pass a list of prompts, even if there is one."
-    if isinstance(prompt, Tensor):
-        is_valid = prompt.ndim == 1 and not (prompt.is_floating_point() or prompt.is_complex())
-        require(is_valid and prompt.dtype != torch.bool, name, f"{tuple(prompt.shape)} {prompt.dtype}", expected)
-        ids = prompt.detach().to("cpu", torch.int64).contiguous()
-    else:
-        values: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array
-        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-        require(is_list, name, type_name(prompt), expected, remedy)
-        other = next((value for value in values if not _is_token_id(value)), None)
-        require(other is None, name, f"a list with {other!r}", expected)
-        ids = torch.tensor(list(values), dtype=torch.int64)
-    require(len(ids) > 0, name, "no tokens", "at least one token")
-    try:
-        model.check_inputs(ids[None])
-    except LigerzooError as error:
-        raise LigerzooError(
-            error.what, where=name, got=error.got, expected=error.expected, remedy=error.remedy
-        ) from None
-    return ids
-
-
-def _is_token_id(value: object) -> bool:
-    """Whether a value is an int64 integer, of any type."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
-
-
 def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
     """Raises LigerzooError if there is an option."""
-    options = ["max_new_tokens", "eos_token_id", "stop_strings", "tokenizer", "generator", "top_logps", "prompt_logps",
-               *SAMPLING_OPTIONS]  # fmt: skip
     for name in sampling:
-        remedy = _REMEDIES.get(name) or did_you_mean(name, options)
-        expected = None if remedy else ", ".join(options)
+        remedy = _REMEDIES.get(name) or did_you_mean(name, _OPTIONS)
+        expected = None if remedy else ", ".join(_OPTIONS)
         raise LigerzooError("not an option of a request", where=name, expected=expected, remedy=remedy)

@@ -17,7 +17,8 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.decode_loop import LAG
 from ligerzoo.generate.graphs import CapturedCall
 from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
-from ligerzoo.generate.request import Request, RequestOptions, as_prompt, packed_logps, score, unpack, with_top_logps
+from ligerzoo.generate.prompts import as_prompt
+from ligerzoo.generate.request import Request, RequestOptions, packed_logps, score, unpack, with_top_logps
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots, default_cache_tokens
 

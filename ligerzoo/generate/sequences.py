@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
 from ligerzoo.generate.graphs import can_capture, independent_length
-from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, check_option, invalid, require
-from ligerzoo.generate.prompts import Prompts, SupportsGenerate
+from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, SupportsGenerate, check_option, invalid, require
+from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.slots import Slots, max_length
 from ligerzoo.layers import KVCache
 from ligerzoo.layers.static_cache import DECODE_TOKENS

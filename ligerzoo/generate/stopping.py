@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ligerzoo.device import upload
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.options import invalid, require, type_name
-from ligerzoo.generate.prompts import SupportsGenerate
+from ligerzoo.generate.options import SupportsGenerate, invalid, require, type_name
 
 StoppingCriterion = Callable[[Tensor, None], Any]
 """Decides which rows are finished, as those of transformers.

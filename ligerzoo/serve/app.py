@@ -272,7 +272,7 @@ def _invalid_request(_request: Request, error: Exception) -> Response:
     assert isinstance(error, LigerzooError)
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     if isinstance(error, TokenizerError):  # names a file of the server
-        error = LigerzooError(error.what, got=error.got, expected=error.expected, remedy=error.remedy)
+        error = error.moved_to(None)
     return JSONResponse(_error(str(error), "invalid_request_error", error.where, code), 400)
 
 
