@@ -7,7 +7,8 @@ and has no host sync, so that a step can run as a captured CUDA graph; only func
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.device import to_device, upload
-from ligerzoo.generate.options import LogitsProcessor, invalid, require, type_name
+from ligerzoo.generate.options import LogitsProcessor, SamplingOptions, invalid, require, type_name
 
 
 def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float | Tensor) -> Tensor:
@@ -176,19 +177,54 @@ class History(RowState):
         return self.tokens.gather(1, in_bounds).masked_fill(index < 0, _NONE)
 
 
-class RepetitionPenalty(RowState):
+class Processor(RowState):
+    """Changes the scores of the next tokens, by options of each row.
+
+    Args:
+        is_used_by: whether a row with these options needs it.
+    """
+
+    def __init__(self, is_used_by: Callable[[SamplingOptions], bool]) -> None:
+        self.is_used_by = is_used_by
+
+    @abstractmethod
+    def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
+        """Returns new scores.
+
+        Args:
+            scores: (R, V), which stay unchanged.
+            history: the tokens of all rows.
+            counts: (R,) number of new tokens of each row.
+        """
+
+    def append(self, tokens: Tensor) -> None:
+        """Receives the next token of each row, (R,)."""
+
+    def branch(self, tokens: Tensor) -> None:
+        """Receives the first i of these tokens, (R - 1,), for row i; see `Sampler.branch`."""
+
+
+class RepetitionPenalty(Processor):
     """See `penalize_repetition`."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__(lambda options: options.repetition_penalty != 1)
         self.penalty = torch.ones(rows, 1, device=device)
-        # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
-        self.occurred = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
+        self.occurred = torch.zeros(rows, 0, dtype=torch.bool, device=device)  # empty until a row has a penalty
 
-    def assign(self, rows: Tensor, prompts: PaddedPrompts, penalty: float) -> None:
-        outside = self.occurred.shape[1] - 1
-        ids = prompts.tokens.clamp(max=outside).masked_fill(~prompts.is_token, outside)
-        self.penalty[rows] = penalty
-        self.occurred[rows] = torch.zeros_like(self.occurred[rows]).scatter_(1, ids, True)
+    def assign(self, rows: Tensor, prompts: PaddedPrompts | None, penalty: float, vocab_size: int) -> bool:
+        """Replaces the penalty of these rows; without prompts, there is none. Returns whether memory was allocated."""
+        is_first = prompts is not None and self.occurred.shape[1] == 0
+        if is_first:
+            # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
+            self.occurred = F.pad(self.occurred, (0, vocab_size + 1))
+        if self.occurred.shape[1] > 0:
+            self.penalty[rows] = penalty
+        if prompts is not None:
+            outside = self.occurred.shape[1] - 1
+            ids = prompts.tokens.clamp(max=outside).masked_fill(~prompts.is_token, outside)
+            self.occurred[rows] = torch.zeros_like(self.occurred[rows]).scatter_(1, ids, True)
+        return is_first
 
     def append(self, tokens: Tensor) -> None:
         """Marks one token of each row, (R,), as occurred."""
@@ -200,7 +236,7 @@ class RepetitionPenalty(RowState):
         is_later = torch.ones(rows, rows - 1, dtype=torch.bool, device=tokens.device).triu()
         self.occurred.scatter_(1, tokens.expand(rows, -1).masked_fill(is_later, outside), True)
 
-    def apply(self, scores: Tensor) -> Tensor:
+    def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
         return penalize_repetition(scores, self.occurred[:, :-1], self.penalty)
 
 
@@ -212,7 +248,7 @@ class BiasedSequence(NamedTuple):
     until: int = ALWAYS
 
 
-class BiasedSequences(RowState):
+class BiasedSequences(Processor):
     """Adds to the score of the last token of a sequence where the others come before it; a bias of -inf bans it.
 
     Attributes:
@@ -222,7 +258,8 @@ class BiasedSequences(RowState):
         until: (R, S) int64, see `BiasedSequence`; 0 for no sequence.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, is_used_by: Callable[[SamplingOptions], bool]) -> None:
+        super().__init__(is_used_by)
         self.prefixes = torch.full((rows, 0, 0), _ANY, device=device)
         self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self.biases = torch.zeros(rows, 0, device=device)
@@ -247,15 +284,14 @@ class BiasedSequences(RowState):
             self.until[some] = upload([until for _, _, until in sequences], device)
         return bool(more or longer)
 
-    def apply(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
-        """Adds the biases, given the number of new tokens of each row, (R,)."""
+    def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
         matches = counts[:, None] < self.until
         if width := self.prefixes.shape[2]:
             matches &= ((self.prefixes == _ANY) | (self.prefixes == history.last(width)[:, None])).all(-1)
         return scores.scatter_add(1, self.tokens, self.biases.where(matches, 0))
 
 
-class ForcedTokens(RowState):
+class ForcedTokens(Processor):
     """Allows only some tokens after a certain number of new tokens.
 
     Attributes:
@@ -265,6 +301,7 @@ class ForcedTokens(RowState):
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__(lambda options: options.forced_bos_token_id is not None or bool(options.forced_eos_token_ids))
         self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self.steps = torch.zeros(rows, 0, dtype=torch.int64, device=device)
 
@@ -280,34 +317,37 @@ class ForcedTokens(RowState):
             self.steps[some], self.tokens[some] = (upload(values, rows.device) for values in zip(*pairs, strict=True))
         return more > 0
 
-    def apply(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Replaces the scores of rows whose number of new tokens, (R,), is one of their steps: 0 for these tokens."""
+    def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
+        """Replaces the scores of rows whose number of new tokens is one of their steps: 0 for these tokens."""
         is_allowed = self.steps == counts[:, None]
         bound = torch.zeros_like(self.tokens, dtype=scores.dtype).masked_fill(~is_allowed, -torch.inf)
         forced = torch.full_like(scores, -torch.inf).scatter_reduce(1, self.tokens, bound, "amax")
         return forced.where(is_allowed.any(1, keepdim=True), scores)
 
 
-class RepeatedNgrams(RowState):
+class RepeatedNgrams(Processor):
     """Bans each token that would complete n tokens which have occurred in this order.
 
     Attributes:
         sizes: (R,) int64, n; 0 for none.
+        largest: the largest n of all rows.
     """
 
+    largest = 0
+
     def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__(lambda options: bool(options.no_repeat_ngram_size))
         self.sizes = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
     def assign(self, rows: Tensor, size: int) -> None:
         self.sizes[rows] = size
 
-    def apply(self, scores: Tensor, history: History, largest: int) -> Tensor:
-        """Bans tokens, given the largest n of all rows."""
+    def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
         tokens = history.tokens
         index = torch.arange(tokens.shape[1], device=tokens.device)
         is_banned = (self.sizes > 0) & (index >= self.sizes - 1) & (index < history.lengths[:, None])
-        last = history.last(largest)
-        for offset in range(1, largest):  # the token `offset` before the end of the n-gram
+        last = history.last(self.largest)
+        for offset in range(1, self.largest):  # the token `offset` before the end of the n-gram
             is_same = F.pad(tokens[:, :-offset] == last[:, -offset, None], (min(offset, len(index)), 0))
             is_banned &= is_same | (self.sizes <= offset)
         is_banned &= tokens < scores.shape[1]  # ids beyond the vocabulary, such as image tokens, have no score

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ligerzoo.generate.processors import (
     ForcedTokens,
     History,
     PaddedPrompts,
+    Processor,
     RepeatedNgrams,
     RepetitionPenalty,
     RowState,
@@ -36,18 +38,10 @@ class _Features(NamedTuple):
 
     samples: bool
     filters: bool
-    penalizes: bool
-    biases: bool
-    bans: bool
-    forces: bool
-    ngram_size: int
-    has_functions: bool
     keeps_history: bool
-
-    @property
-    def changes_scores(self) -> bool:
-        changes = self.penalizes, self.biases, self.bans, self.forces, self.ngram_size, self.has_functions
-        return any(changes)
+    has_functions: bool
+    ngram_size: int
+    processors: tuple[bool, ...]
 
 
 class _Parameters(RowState):
@@ -100,9 +94,9 @@ class Sampler:
         self._vocab_size, self._device, self._exact = vocab_size, device, exact
         self._parameters = _Parameters(rows, vocab_size, device)
         self._history = History(rows, device)
-        self._penalty: RepetitionPenalty | None = None
-        self._biased = BiasedSequences(rows, device)
-        self._banned = BiasedSequences(rows, device)
+        self._penalty = RepetitionPenalty(rows, device)
+        self._biased = BiasedSequences(rows, device, lambda options: bool(options.sequence_bias))
+        self._banned = BiasedSequences(rows, device, lambda options: options.is_banning)
         self._forced = ForcedTokens(rows, device)
         self._ngrams = RepeatedNgrams(rows, device)
         self._functions: list[UserProcessors] = []
@@ -194,13 +188,11 @@ class Sampler:
         self._allocations += self._banned.assign(index, banned)
         self._allocations += self._forced.assign(index, _forced_by(options, prompt_length, max_new_tokens))
         self._ngrams.assign(index, options.no_repeat_ngram_size or 0)
-        is_penalized = options.repetition_penalty != 1
-        if is_penalized and self._penalty is None:
-            self._penalty = RepetitionPenalty(self.rows, self._vocab_size, self._device)
-            self._allocations += 1
+        is_penalized = self._penalty.is_used_by(options)
         has_prefixes = any(len(sequence.tokens) > 1 for sequence in biased + banned)
         needs_history = bool(options.no_repeat_ngram_size or options.logits_processor or has_prefixes)
         lengths: list[int | None] = [None] * len(rows)
+        padded = None
         if is_penalized or needs_history:
             padded = PaddedPrompts.of(prompts, attention_mask, self._device)
             if needs_history:
@@ -208,10 +200,8 @@ class Sampler:
                 lengths = padded.lengths.tolist() if is_padded else [len(prompt) for prompt in prompts]
                 self._allocations += self._history.reserve(padded.tokens.shape[1] + 1)
                 self._history.assign(index, padded)
-            if is_penalized and self._penalty is not None:
-                self._penalty.assign(index, padded, float(options.repetition_penalty))
-        if not is_penalized and self._penalty is not None:
-            self._penalty.penalty[index] = 1.0
+        penalty = float(options.repetition_penalty)
+        self._allocations += self._penalty.assign(index, padded if is_penalized else None, penalty, self._vocab_size)
         for row, length in zip(rows, lengths, strict=True):
             self._options[row], self._lengths[row] = options, length
         if options.logits_processor:
@@ -256,8 +246,8 @@ class Sampler:
         if self._features.keeps_history:
             self._history.reserve(max(length or 0 for length in self._lengths))
             self._history.branch(tokens)
-        if self._features.penalizes and self._penalty is not None:
-            self._penalty.branch(tokens)
+        for processor in self._active:
+            processor.branch(tokens)
 
     def keep_branch(self, row: int) -> None:
         """Keeps one of the rows of `branch`. It is `broken` if it or an earlier one is."""
@@ -277,7 +267,7 @@ class Sampler:
         Log-probabilities are NaN in rows that are `broken`.
         """
         parameters, features = self._parameters, self._features
-        scores = self._process(logits.float()) if features.changes_scores else None
+        scores = self._process(logits.float()) if self._active or self._functions else None
         drawing: tuple[Tensor | None, ...] = (None, None, None)
         bounds: tuple[Tensor | None, ...] = (None, None)
         if features.samples:
@@ -293,8 +283,8 @@ class Sampler:
         parameters.counts += 1
         if features.keeps_history:
             self._history.append(sampled.tokens)
-        if features.penalizes and self._penalty is not None:
-            self._penalty.append(sampled.tokens)
+        for processor in self._active:
+            processor.append(sampled.tokens)
         return sampled
 
     def choose(self, logits: Tensor) -> SampledTokens:
@@ -308,23 +298,13 @@ class Sampler:
 
     def _process(self, scores: Tensor) -> Tensor:
         """Applies the repetition penalty, bans and functions of the rows to scores (R, V), which stay unchanged."""
-        features, history = self._features, self._history
-        counts = self._parameters.counts
-        if features.biases:
-            scores = self._biased.apply(scores, history, counts)
-        if features.penalizes and self._penalty is not None:
-            scores = self._penalty.apply(scores)
-        if features.ngram_size:
-            scores = self._ngrams.apply(scores, history, features.ngram_size)
-        if features.bans:
-            scores = self._banned.apply(scores, history, counts)
-        if features.forces:
-            scores = self._forced.apply(scores, counts)
-        if features.has_functions:
+        for processor in self._active:
+            scores = processor(scores, self._history, self._parameters.counts)
+        if self._functions:
             scores = scores.clone()
             for group in self._functions:
                 # `prepare` has counted the token that is being drawn.
-                group.apply(scores, history, [(self._lengths[row] or 1) - 1 for row in group.rows])
+                group.apply(scores, self._history, [(self._lengths[row] or 1) - 1 for row in group.rows])
         return scores
 
     def _banned_by(
@@ -352,16 +332,17 @@ class Sampler:
     def _update(self) -> None:
         """Updates what the rows need together."""
         options = self._options
+        processors = self._biased, self._penalty, self._ngrams, self._banned, self._forced
+        is_active = tuple(any(map(processor.is_used_by, options)) for processor in processors)
+        self._active: list[Processor] = [*compress(processors, is_active)]
+        self._ngrams.largest = max((row.no_repeat_ngram_size or 0 for row in options), default=0)
         self._features = _Features(
             samples=any(row.do_sample for row in options),
             filters=any(row.is_filtering for row in options),
-            penalizes=any(row.repetition_penalty != 1 for row in options),
-            biases=any(row.sequence_bias for row in options),
-            bans=any(row.is_banning for row in options),
-            forces=any(row.forced_bos_token_id is not None or row.forced_eos_token_ids for row in options),
-            ngram_size=max((row.no_repeat_ngram_size or 0 for row in options), default=0),
-            has_functions=bool(self._functions),
             keeps_history=any(length is not None for length in self._lengths),
+            has_functions=bool(self._functions),
+            ngram_size=self._ngrams.largest,
+            processors=is_active,
         )
 
 
