@@ -213,7 +213,7 @@ class RepetitionPenalty(Processor):
         self.occurred = torch.zeros(rows, 0, dtype=torch.bool, device=device)  # empty until a row has a penalty
 
     def assign(self, rows: Tensor, prompts: PaddedPrompts | None, penalty: float, vocab_size: int) -> bool:
-        """Replaces the penalty of these rows; without prompts, there is none. Returns whether memory was allocated."""
+        """Replaces the penalty of these rows, 1 if `prompts` is None. Returns whether memory was allocated."""
         is_first = prompts is not None and self.occurred.shape[1] == 0
         if is_first:
             # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
