@@ -1,4 +1,4 @@
-"""Draws the loss of a run as OUTPUT/loss.svg, from OUTPUT/log.jsonl. Needs no other package."""
+"""Draws the loss and other numbers of a run as SVG files, from OUTPUT/log.jsonl. Needs no other package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ligerzoo.train import processes
 from ligerzoo.train.log import read_log
 from ligerzoo.train.run_state import LOG_FILE
 
-PLOT_FILE = "loss.svg"
 WIDTH, HEIGHT = 800, 450
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 30, 50
 MAX_POINTS = 1000
@@ -21,34 +20,23 @@ MAX_POINTS = 1000
 Points = Sequence[tuple[float, float]]
 
 
-def plot_loss(output: Path, unit: str = "loss, nats per token") -> None:
-    """Draws the loss of the steps and of the evaluations of a run. Only the main process does.
+def plot_metric(output: Path, name: str = "loss", unit: str = "loss, nats per token") -> None:
+    """Draws a number of the steps and the evaluations of a run as OUTPUT/NAME.svg. Only the main process does.
 
     Args:
         output: directory of the run.
-        unit: label of the axis of the loss.
+        name: name of the number in the log.
+        unit: label of its axis.
     """
     if not processes.is_main():
         return
     entries = read_log(output / LOG_FILE)
-    training = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
-    evaluation = [(entry["step"], entry["eval_loss"]) for entry in entries if "eval_loss" in entry]
-    if training:
-        curves = {"training": training, "evaluation": evaluation}
-        replace_files(output, {PLOT_FILE: plot_svg(curves, x="step", y=unit).encode()}, [])
-
-
-def plot_metric(output: Path, name: str) -> None:
-    """Draws a number of the steps and evaluations of a run as OUTPUT/NAME.svg. Only the main process does."""
-    if not processes.is_main():
-        return
-    entries = read_log(output / LOG_FILE)
     curves = {
-        label: [(entry["step"], entry[key]) for entry in entries if key in entry]
+        label: [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
         for label, key in (("training", name), ("evaluation", f"eval_{name}"))
     }
     if curves["training"]:
-        replace_files(output, {f"{name}.svg": plot_svg(curves, x="step", y=name).encode()}, [])
+        replace_files(output, {f"{name}.svg": plot_svg(curves, x="step", y=unit).encode()}, [])
 
 
 def plot_svg(curves: Mapping[str, Points], *, x: str, y: str) -> str:

@@ -23,7 +23,7 @@ from ligerzoo.train.log import CountedBatch, RunLog
 from ligerzoo.train.metrics import num_items
 from ligerzoo.train.optimizer_step import OptimizerStep, describe_update
 from ligerzoo.train.output_lock import locked_output
-from ligerzoo.train.plot import plot_loss, plot_metric
+from ligerzoo.train.plot import plot_metric
 from ligerzoo.train.run_data import RunData, RunPrompts
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState, refuse_output
@@ -181,9 +181,8 @@ class Run:
             if save and not waits_to_save:
                 with log.paused():
                     state.save(number, self.model, self.processor, step.optimizer, self._batches, step.ema)
-                    plot_loss(self.output, loss_label)
-                    for name in metrics[:1]:
-                        plot_metric(self.output, name)
+                    for name, unit in (("loss", loss_label), *((name, name) for name in metrics[:1])):
+                        plot_metric(self.output, name, unit)
                 if is_stopped and not is_last:
                     self.exit_code = log.stopped(number, state.checkpoint)
                     return

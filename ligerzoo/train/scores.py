@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -156,47 +156,36 @@ def score_data(
     own = torch.tensor(tokenizer.bytes_per_token(), dtype=torch.float64)[: len(lengths)]
     lengths[: len(own)] = own
     lengths = lengths.to(model.device)
-    sums: dict[str, _Sums] = {}
-    pairs: list[tuple[_Sums, _Sums]] = []
+    sums: dict[str, Sums] = {}
+    pairs: list[tuple[Sums, Sums]] = []
     is_hidden = None if progress is None else not progress
     with evaluating(model), tqdm(desc="evaluating", unit=" tokens", unit_scale=True, disable=is_hidden) as bar:
         for batch in batches:
             scores = iter(_score_segments(model, batch, lengths))
             for sample in itertools.chain.from_iterable(batch.rows):
-                named = {group: _Sums(1, *next(scores)) for group in _groups(sample)}
+                named = {group: np.array([1, *next(scores)]) for group in _groups(sample)}
                 for group, found in named.items():
                     _refuse_non_finite(found, sample)
-                    sums[group] = sums.get(group, _Sums()) + found
+                    sums[group] = sums.get(group, np.zeros(5)) + found
                 if isinstance(sample, PreferenceSample):
                     pairs.append((named["chosen"], named["rejected"]))
             bar.update(batch.tokens)
     return DataScores(
-        stream.kind, {group: found.scores() for group, found in sorted(sums.items())}, _pair_scores(pairs)
+        stream.kind, {group: _token_scores(found) for group, found in sorted(sums.items())}, _pair_scores(pairs)
     )
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the predicted tokens of sequences."""
+Sums = NDArray[np.float64]
+"""(5,): number of sequences, and sums over their predicted tokens: log-probability, correct tokens, tokens, bytes."""
 
-    sequences: int = 0
-    logp: float = 0.0
-    correct: float = 0.0
-    tokens: float = 0.0
-    bytes: float = 0.0
 
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(
-            self.sequences + other.sequences, self.logp + other.logp, self.correct + other.correct,
-            self.tokens + other.tokens, self.bytes + other.bytes,
-        )  # fmt: skip
-
-    def scores(self) -> TokenScores:
-        loss = -self.logp / max(1.0, self.tokens)
-        return TokenScores(
-            self.sequences, int(self.tokens), int(self.bytes), loss, math.exp(min(loss, 700.0)),
-            self.correct / max(1.0, self.tokens), -self.logp / math.log(2) / self.bytes if self.bytes else None,
-        )  # fmt: skip
+def _token_scores(sums: Sums) -> TokenScores:
+    sequences, logp, correct, tokens, nbytes = sums.tolist()
+    loss = -logp / max(1.0, tokens)
+    return TokenScores(
+        int(sequences), int(tokens), int(nbytes), loss, math.exp(min(loss, 700.0)), correct / max(1.0, tokens),
+        -logp / math.log(2) / nbytes if nbytes else None,
+    )  # fmt: skip
 
 
 def _groups(sample: TrainedSample) -> tuple[str, ...]:
@@ -246,21 +235,18 @@ def _starts(batch: Batch) -> Iterator[int]:
                 start += len(segment.input_ids)
 
 
-def _refuse_non_finite(found: _Sums, sample: TrainedSample) -> None:
-    if not math.isfinite(found.logp):
+def _refuse_non_finite(sums: Sums, sample: TrainedSample) -> None:
+    if not math.isfinite(sums[1]):
         raise LigerzooError(
-            "the loss is not a finite number", where=sample.source, got=-found.logp,
+            "the loss is not a finite number", where=sample.source, got=float(-sums[1]),
             remedy="Try --dtype float32; the weights may be damaged.",
         )  # fmt: skip
 
 
-def _pair_scores(pairs: Iterable[tuple[_Sums, _Sums]]) -> PairScores | None:
-    rows = [
-        (chosen.logp - rejected.logp, chosen.logp / chosen.tokens - rejected.logp / rejected.tokens)
-        for chosen, rejected in pairs
-    ]
-    if not rows:
+def _pair_scores(pairs: Sequence[tuple[Sums, Sums]]) -> PairScores | None:
+    if not pairs:
         return None
-    differences = np.array(rows)
+    logps, tokens = np.array(pairs)[:, :, 1], np.array(pairs)[:, :, 3]
+    differences = np.stack([one[:, 0] - one[:, 1] for one in (logps, logps / tokens)], 1)
     accuracy, per_token = ((np.sign(differences) + 1) / 2).mean(0).tolist()
-    return PairScores(len(rows), accuracy, per_token, float(differences[:, 0].mean()))
+    return PairScores(len(pairs), accuracy, per_token, float(differences[:, 0].mean()))

@@ -19,7 +19,7 @@ from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM, Mixtral, MixtralConfig
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, cut_log, first_sources, read_log
-from ligerzoo.train.plot import MAX_POINTS, plot_loss, plot_svg, thinned, ticks
+from ligerzoo.train.plot import MAX_POINTS, plot_metric, plot_svg, thinned, ticks
 from ligerzoo.train.throughput import StepFlops
 from tests.train.tiny_run import SIZES
 
@@ -128,7 +128,7 @@ def test_the_plot_shows_every_point(tmp_path: Path) -> None:
     steps = [{"step": step, "loss": 3 - 0.1 * step} for step in range(1, 11)]
     entries = [*steps, {"step": 10, "eval_loss": 2.1}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    plot_loss(tmp_path)
+    plot_metric(tmp_path)
     root = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
     training, evaluation = [element for element in root.iter() if element.tag.endswith("polyline")]
     points = [tuple(map(float, point.split(","))) for point in training.attrib["points"].split()]
@@ -143,7 +143,7 @@ def test_the_plot_shows_every_point(tmp_path: Path) -> None:
 
 
 def test_no_plot_without_steps(tmp_path: Path) -> None:
-    plot_loss(tmp_path)
+    plot_metric(tmp_path)
     assert not (tmp_path / "loss.svg").exists()
 
 

@@ -190,20 +190,19 @@ def as_state(sample: TrainedSample) -> list[Any]:
 def from_state(state: list[Any]) -> TrainedSample:
     """Returns the sample of `as_state`."""
     match state:
-        case ["sample", input_ids, labels, source, *images]:
-            spans = tuple(ImageTokens(*image) for image in images)
-            return Sample(list(input_ids), list(labels), Source(*source), spans)
+        case ["sample", *_]:
+            return _sequence(state)
         case ["preference", chosen, rejected]:
-            first, second = from_state(chosen), from_state(rejected)
-            assert isinstance(first, Sample)
-            assert isinstance(second, Sample)
-            return PreferenceSample(first, second)
+            return PreferenceSample(_sequence(chosen), _sequence(rejected))
         case ["labelled", sample, is_desirable]:
-            inner = from_state(sample)
-            assert isinstance(inner, Sample)
-            return LabelledSample(inner, is_desirable)
+            return LabelledSample(_sequence(sample), is_desirable)
         case _:
             raise ValueError(f"not the state of a sample: {str(state)[:200]}")
+
+
+def _sequence(state: list[Any]) -> Sample:
+    _, input_ids, labels, source, *images = state
+    return Sample(list(input_ids), list(labels), Source(*source), tuple(ImageTokens(*image) for image in images))
 
 
 _TRAINED, _UNTRAINED, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
