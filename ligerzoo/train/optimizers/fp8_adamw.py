@@ -12,7 +12,7 @@ from ligerzoo.kernels import adamw_update_fp8
 from ligerzoo.kernels.adamw_fp8 import scale_count
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, local
-from ligerzoo.train.optimizers.stochastic_adamw import adamw_state, check_adamw, check_rounding, update_adamw
+from ligerzoo.train.optimizers.stochastic_adamw import adamw_defaults, adamw_state, update_adamw
 
 FEWEST_ELEMENTS = 4096
 """Smaller parameters, such as norms and biases, have moments in fp32."""
@@ -49,13 +49,8 @@ class Fp8AdamW(DeviceOptimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
-        check_adamw("Fp8AdamW", lr, betas, eps, weight_decay)
-        check_rounding("Fp8AdamW", None, seed)
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": torch.float32,
-            "seed": seed, "stochastic_rounding": stochastic_rounding,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        numbers = lr, betas, eps, weight_decay
+        super().__init__(params, adamw_defaults("Fp8AdamW", *numbers, torch.float32, seed, stochastic_rounding))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in `torch.optim.Optimizer`.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ligerzoo.checks import FLAG, check, one_of
+from ligerzoo.checks import check, one_of
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.dispatch import accumulation_dtype
@@ -19,7 +19,7 @@ from ligerzoo.kernels.stochastic_rounding import store
 from ligerzoo.layers import Experts, LMHead
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, first_group, local
 from ligerzoo.train.optimizers.groups import Group, embedding_tables, parameter_groups
-from ligerzoo.train.optimizers.stochastic_adamw import adamw_state, check_adamw, check_rounding, update_adamw
+from ligerzoo.train.optimizers.stochastic_adamw import adamw_defaults, adamw_state, update_adamw
 
 LearningRateScale = Literal["match_rms_adamw", "original"]
 
@@ -110,17 +110,10 @@ class Muon(DeviceOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        check_adamw("Muon", lr, betas, eps, weight_decay)
         check("Muon", BETA, momentum=momentum)
-        check("Muon", FLAG, stochastic_rounding=stochastic_rounding)
-        check_rounding("Muon", state_dtype, seed)
         check("Muon", one_of(get_args(LearningRateScale)), scale=scale)
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "scale": scale,
-            "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed,
-            "matrices_per_row_block": 1,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        adamw = adamw_defaults("Muon", lr, betas, eps, weight_decay, state_dtype, seed, stochastic_rounding)
+        super().__init__(params, {**adamw, "momentum": momentum, "scale": scale, "matrices_per_row_block": 1})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group with a flag `muon`, as in `torch.optim.Optimizer`.

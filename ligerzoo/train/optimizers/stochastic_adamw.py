@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ligerzoo.checks import NOT_NEGATIVE, check, integer
+from ligerzoo.checks import FLAG, NOT_NEGATIVE, check, integer
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.cuda_graph import side_by_side
@@ -52,12 +52,7 @@ class StochasticAdamW(DeviceOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        check_adamw("StochasticAdamW", lr, betas, eps, weight_decay)
-        check_rounding("StochasticAdamW", state_dtype, seed)
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": state_dtype,
-            "seed": seed, "stochastic_rounding": True,
-        }  # fmt: skip
+        defaults = adamw_defaults("StochasticAdamW", lr, betas, eps, weight_decay, state_dtype, seed)
         super().__init__(params, defaults)
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -76,11 +71,20 @@ def check_adamw(name: str, lr: float | Tensor, betas: tuple[float, float], eps: 
     check(name, BETA, **{"betas[0]": betas[0], "betas[1]": betas[1]})
 
 
-def check_rounding(name: str, state_dtype: torch.dtype | None, seed: int) -> None:
-    """Raises unless the arguments are a dtype of moments and a seed."""
+def adamw_defaults(
+    name: str, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    state_dtype: torch.dtype | None, seed: int, stochastic_rounding: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the defaults of groups that AdamW updates, after checking them."""
+    check_adamw(name, lr, betas, eps, weight_decay)
+    check(name, FLAG, stochastic_rounding=stochastic_rounding)
     if state_dtype not in (None, *DTYPES):
         raise ValueError(f"{name}: state_dtype={state_dtype}; expected torch.float32, torch.bfloat16 or None")
     check(name, SEED, seed=seed)
+    return {
+        "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": state_dtype, "seed": seed,
+        "stochastic_rounding": stochastic_rounding,
+    }  # fmt: skip
 
 
 def adamw_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
