@@ -71,7 +71,7 @@ def _forward_kernel(x_ptr, y_ptr, x_stride, n_rows, n_cols, ROWS: tl.constexpr, 
 @kernel
 def _backward_kernel(
     dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]

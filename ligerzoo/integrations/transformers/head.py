@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
@@ -36,11 +38,10 @@ class Head(nn.Linear):
         """
         if target is None:
             return super().forward(hidden)
-        o = self.options
+        budget, options = self.options.logits_budget, self.options.of_loss
         return linear_cross_entropy(
-            hidden, self.weight, target, self.bias, num_items=num_items, softcap=o.softcap, logit_scale=o.logit_scale,
-            logits_budget=o.logits_budget, backend=o.backend,
-        )  # fmt: skip
+            hidden, self.weight, target, self.bias, num_items=num_items, logits_budget=budget, **options
+        )
 
 
 class LogitOptions:
@@ -51,8 +52,12 @@ class LogitOptions:
     """
 
     def __init__(self, head: LMHead) -> None:
-        self.softcap, self.logit_scale = head.softcap, head.logit_scale
-        self.logits_budget, self.backend = head.logits_budget, head.backend
+        self.softcap, self.logit_scale, self.logits_budget = head.softcap, head.logit_scale, head.logits_budget
+        self.of_loss: dict[str, Any] = {
+            "softcap": head.softcap,
+            "logit_scale": head.logit_scale,
+            "backend": head.backend,
+        }
 
     def logits(self, product: Tensor) -> Tensor:
         """Returns the logits: the product of hidden states and weight (..., V), scaled and soft-capped."""
@@ -60,7 +65,4 @@ class LogitOptions:
 
     def loss(self, product: Tensor, target: Tensor, num_items: int | Tensor | None) -> Tensor:
         """Returns the loss, 0-d fp32, of a product (..., V) that exists already; see `Head.forward`."""
-        return cross_entropy(
-            product, target, num_items=num_items, softcap=self.softcap, logit_scale=self.logit_scale,
-            backend=self.backend,
-        )  # fmt: skip
+        return cross_entropy(product, target, num_items=num_items, **self.of_loss)

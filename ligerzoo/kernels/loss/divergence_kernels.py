@@ -90,9 +90,7 @@ def _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse
 
 
 @jit
-def _statistics(
-    student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr):
     """Returns D, the normalizers, and (S, L) of a row.
 
     For tvd, S and L are U / (U + L) and L / (U + L). Otherwise L is 0.
@@ -206,7 +204,7 @@ def _backward_kernel(
         upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
         _store_gradient(
             student, teacher, out_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK
-        )  # fmt: skip
+        )
 
 
 @kernel

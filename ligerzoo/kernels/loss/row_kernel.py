@@ -46,13 +46,22 @@ def _load_logits(row, cols, MASKED: tl.constexpr):
 
 @jit
 def _update_statistics(
-    start, state, row, class_weight_ptr, anchor, n_cols,
-    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr,
-    LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    start,
+    state,
+    row,
+    weights,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Updates each lane's running statistics with GROUP adjacent columns: the maximum m, the sum of exp(x - m), the sum
     of exp(x - m) (x - m), the column of the maximum, and the sum of w (x - anchor)."""
     maximum, total, moment, index, smoothing_sum = state
+    class_weight_ptr, anchor = weights
+    n_cols = row[1]
     cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x, _ = _load_logits(row, cols, MASKED)
     new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
@@ -67,16 +76,21 @@ def _update_statistics(
         column = tl.min(tl.where(x == new_maximum[:, None], cols, n_cols), axis=1)
         index = tl.where(new_maximum > maximum, column, index)
     if SMOOTHING:
-        weights = _class_weights(class_weight_ptr, cols, n_cols)
-        smoothing_sum += tl.sum(tl.where(cols < n_cols, weights * (x - anchor), 0.0), axis=1)
+        w = _class_weights(class_weight_ptr, cols, n_cols)
+        smoothing_sum += tl.sum(tl.where(cols < n_cols, w * (x - anchor), 0.0), axis=1)
     return new_maximum, total * decay + tl.sum(terms, axis=1), moment, index, smoothing_sum
 
 
 @jit
 def _statistics(
-    row, class_weight_ptr, anchor, n_cols,
-    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    row,
+    weights,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Returns (m, s, entropy, argmax, sum of w (x - anchor)) of a row. Results that are not requested are undefined."""
     zeros = tl.zeros((LANES,), dtype=tl.float32)
     state = (
@@ -86,15 +100,12 @@ def _statistics(
         tl.zeros((LANES,), dtype=tl.int32),
         zeros,
     )
+    n_cols = row[1]
     whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
     for start in range(0, whole, LANES * GROUP):
-        state = _update_statistics(
-            start, state, row, class_weight_ptr, anchor, n_cols, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, False
-        )
+        state = _update_statistics(start, state, row, weights, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, False)
     if whole < n_cols:
-        state = _update_statistics(
-            whole, state, row, class_weight_ptr, anchor, n_cols, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, True
-        )
+        state = _update_statistics(whole, state, row, weights, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, True)
 
     maximum, total, moment, index, smoothing_sum = state
     m = tl.max(maximum, axis=0)
@@ -112,10 +123,19 @@ def _statistics(
 
 @jit
 def _store_gradient(
-    start, row, out_ptr, class_weight_ptr, n_cols, gradient_terms,
-    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    start,
+    row,
+    out_ptr,
+    class_weight_ptr,
+    gradient_terms,
+    ENTROPY: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     m, s, entropy, a, c, grad_entropy = gradient_terms
+    n_cols = row[1]
     cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x, slope = _load_logits(row, cols, MASKED)
     gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)
@@ -187,12 +207,11 @@ def _rows_kernel(
             m, s = tl.load(normalizer_ptr + token), tl.load(normalizer_ptr + n_tokens + token)
             logsumexp, entropy = m + s, 0.0
         else:
+            ENTROPY: tl.constexpr = (entropy_ptr is not None) or (grad_entropy_ptr is not None)
             anchor = tl.where(x_y == -float("inf"), 0.0, x_y)
             m, s, entropy, argmax, smoothing_sum = _statistics(
-                logits, class_weight_ptr, anchor, n_cols,
-                (entropy_ptr is not None) or (grad_entropy_ptr is not None), argmax_ptr is not None, SMOOTHING,
-                LANES, GROUP,
-            )  # fmt: skip
+                logits, (class_weight_ptr, anchor), ENTROPY, argmax_ptr is not None, SMOOTHING, LANES, GROUP
+            )
             nll = (m - x_y) + s
             logsumexp = m + s
             loss = target_share * w_y * nll
@@ -242,18 +261,17 @@ def _rows_kernel(
 
                 out_row_ptr = out_ptr + row * out_stride
                 tl.debug_barrier()  # `out` may be `logits`: every thread must have read its part
+                HAS_ENTROPY: tl.constexpr = grad_entropy_ptr is not None
                 terms = (m, s, entropy, a, c, grad_entropy)
                 whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
                 for start in range(0, whole, LANES * GROUP):
                     _store_gradient(
-                        start, logits, out_row_ptr, class_weight_ptr, n_cols, terms,
-                        grad_entropy_ptr is not None, SMOOTHING, LANES, GROUP, False,
-                    )  # fmt: skip
+                        start, logits, out_row_ptr, class_weight_ptr, terms, HAS_ENTROPY, SMOOTHING, LANES, GROUP, False
+                    )
                 if whole < n_cols:
                     _store_gradient(
-                        whole, logits, out_row_ptr, class_weight_ptr, n_cols, terms,
-                        grad_entropy_ptr is not None, SMOOTHING, LANES, GROUP, True,
-                    )  # fmt: skip
+                        whole, logits, out_row_ptr, class_weight_ptr, terms, HAS_ENTROPY, SMOOTHING, LANES, GROUP, True
+                    )
                 tl.debug_barrier()  # the target's own gradient overwrites the one without target
                 tl.store(out_row_ptr + y, (at_target * slope_y).to(out_ptr.dtype.element_ty))
     elif out_ptr is not None:

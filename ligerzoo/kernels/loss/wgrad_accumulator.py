@@ -72,7 +72,7 @@ def _split_bits(x):
 @jit
 def _accumulate_half_tile(
     left, right, high_ptr, low_ptr, row, col, width, low_stride, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr
-):  # fmt: skip
+):
     """Adds two (128, 64) parts of a tile, which begin at (row, col), to (high, low). The first chunk overwrites these.
 
     An element of `low` packs two bytes: one for an element of each part.
