@@ -173,10 +173,7 @@ def _match_exactly(
         "If the class extends the saved one, load with strict=False.",
         if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
         num_layers=getattr(described.config, "num_hidden_layers", None) if has_layers else None,
-        absent=checkpoint.absent,
-        unlisted=checkpoint.unlisted,
-        disagreement=checkpoint.disagreement,
-        locate_file=checkpoint.locate,
+        files=checkpoint,
     )
     model: Model = described.build_on_meta(model_class)
     shapes = shapes_of(model.state_dict())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
 from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice
 from ligerzoo.errors import CheckpointError, first_names
-from ligerzoo.files.checkpoint import TensorInfo
+from ligerzoo.files.checkpoint import Checkpoint, TensorInfo
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}
@@ -31,10 +31,7 @@ class TensorSource:
         if_missing: remedy for missing tensors.
         if_unexpected: remedy for an unexpected tensor.
         num_layers: tensors of layers from this index on are ignored; None if they are unexpected.
-        absent: names of tensors that an index lists although they are not stored.
-        unlisted: names of stored tensors that the index does not list.
-        disagreement: returns the error about an absent or unlisted tensor, given its name.
-        locate_file: returns where a tensor is, given its stored name; None for tensors in memory.
+        files: the files, whose index may disagree with them; None for tensors in memory.
     """
 
     tensors: Mapping[str, TensorInfo] | Mapping[str, Tensor]
@@ -42,14 +39,11 @@ class TensorSource:
     if_missing: str
     if_unexpected: str
     num_layers: int | None = None
-    absent: Collection[str] = ()
-    unlisted: Collection[str] = ()
-    disagreement: Callable[[str], CheckpointError] = lambda name: CheckpointError("not listed", where=name)
-    locate_file: Callable[[str], str] | None = None
+    files: Checkpoint | None = None
 
     def locate(self, name: str) -> str:
         """Returns where a stored tensor is."""
-        return f"{self.where}, tensor {name!r}" if self.locate_file is None else self.locate_file(name)
+        return f"{self.where}, tensor {name!r}" if self.files is None else self.files.locate(name)
 
 
 @dataclass(frozen=True)
@@ -109,17 +103,17 @@ def match_tensors(
 
     expected = {part.stored_name for part in slices}
     everything = expected | {next(layout.slices_of(name, shapes)).stored_name for name in missing}
-    for name in source.absent:
-        if name in (everything if strict else expected):
-            raise source.disagreement(name)
-    for name in source.unlisted:
-        if name in everything or (strict and not is_ignored(name)):
-            raise source.disagreement(name)
+    unlisted = source.files.unlisted if source.files else {}
+    if source.files is not None:
+        disagreeing = [name for name in source.files.absent if name in (everything if strict else expected)]
+        disagreeing += [name for name in unlisted if name in everything or (strict and not is_ignored(name))]
+        for name in disagreeing:
+            raise source.files.disagreement(name)
     if absent := [part.stored_name for part in slices if part.stored_name not in source.tensors]:
         got = f"no {first_names(list(dict.fromkeys(absent)), 5)}"
         raise CheckpointError("tensors are missing", where=source.where, got=got, remedy=source.if_missing)
     unexpected = _check_tensors(source, slices, is_ignored, strict=strict)
-    unexpected += [name for name in source.unlisted if not is_ignored(name)]
+    unexpected += [name for name in unlisted if not is_ignored(name)]
     return Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected), source.num_layers)
 
 
