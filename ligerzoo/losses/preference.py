@@ -30,7 +30,7 @@ class PairOptions(LogpOptions):
     """Options of all losses of pairs. A subclass defines `pair_losses`, f.
 
     Attributes:
-        weights: (B/2,), multiplies the loss of each pair; a constant. Default: 1.
+        weights: (B/2,), multiplies the loss of each pair without its NLL; a constant. Default: 1.
         num_items: divides the summed losses. Default: B/2. For exact gradient accumulation, pass the number of pairs
             in the step to every microbatch.
         num_nll_items: divides the summed NLL. Default: the number of its targets. With an NLL, pass it together with

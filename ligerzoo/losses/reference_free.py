@@ -95,7 +95,6 @@ class ORPOOptions(PairOptions):
 
     Attributes:
         beta: the weight of the odds ratio, lambda in the paper.
-        weights: (B/2,), multiplies the odds ratio term of each pair; a constant. Default: 1.
         nll_weight: weight of the NLL of the chosen completions.
         nll_target: (B, T), the targets of the NLL, to include other tokens: TRL includes the prompts of the chosen
             sequences. Must equal `target` where neither is ignored. Default: `target`.

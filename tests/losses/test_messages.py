@@ -133,6 +133,19 @@ def test_options_that_other_losses_do_not_use() -> None:
     refused(lambda: losses.Distillation(divergence="cosine", temperature=2.0), ValueError, message)
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_document_every_option_once(module: type[losses.HeadLoss]) -> None:
+    function, options = FUNCTIONS[module], module.options_type
+    names = list(inspect.signature(function).parameters)
+    assert names[:3] == ["hidden", "weight", "target"]
+    assert {*names[3:]} == {*options.accepted}
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(function).split("Returns:")[0], re.MULTILINE)
+    assert {*documented} == {*names}
+    assert sorted(documented) == sorted(names)
+    for required in options.required:
+        refused(lambda: function(torch.randn(B, T, H), None, torch.zeros(B, T)), TypeError, rf".*'{required}'.*")
+
+
 # Names
 
 
