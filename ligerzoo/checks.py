@@ -120,7 +120,7 @@ def _power_of_2(value: int) -> str:
     return f"2**{exponent} - 1" if exponent >= 16 and value + 1 == 2**exponent else str(value)
 
 
-def optional(values: Values, expected: str | None = None) -> Values:
+def or_none(values: Values, expected: str | None = None) -> Values:
     """These values, and None."""
     has_type, contains = values.has_type, values.contains
     return values._replace(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import optional
+from ligerzoo.checks import or_none
 from ligerzoo.device import upload
 from ligerzoo.generate.graphs import independent_length
 from ligerzoo.generate.options import POSITIVE_INTEGER, SupportsGenerate, check_option, require, type_name
@@ -155,7 +155,7 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
-            check_option(name, getattr(self, name), optional(POSITIVE_INTEGER))
+            check_option(name, getattr(self, name), or_none(POSITIVE_INTEGER))
         for name, needed in (
             ("max_matching_ngram_size", "prompt_lookup_num_tokens"),
             ("num_assistant_tokens", "assistant_model"),

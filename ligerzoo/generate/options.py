@@ -24,7 +24,7 @@ from ligerzoo.checks import (
     integer,
     is_number,
     number,
-    optional,
+    or_none,
 )
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.fp8 import FP8
@@ -265,7 +265,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _INT32 = integer(0, 2**31 - 1)
 _DIVISOR = number(f"a number from {SMALLEST_DIVISOR}, finite in fp32", lambda x: SMALLEST_DIVISOR <= x <= _LARGEST)
 _TEMPERATURE = _DIVISOR._replace(contains=lambda x: x == 0 or _DIVISOR.contains(x))
-_COUNT = optional(_INT32, "an integer, 0 or more, or None")
+_COUNT = or_none(_INT32, "an integer, 0 or more, or None")
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
@@ -343,22 +343,22 @@ class SamplingOptions:
 
     do_sample: Annotated[bool, FLAG] = False
     temperature: Annotated[float, _TEMPERATURE] = 1.0
-    top_k: Annotated[int | None, optional(_INT32, "a positive integer, or None or 0 for all tokens")] = None
-    top_p: Annotated[float | None, optional(SHARE)] = None
-    min_p: Annotated[float | None, optional(FRACTION)] = None
+    top_k: Annotated[int | None, or_none(_INT32, "a positive integer, or None or 0 for all tokens")] = None
+    top_p: Annotated[float | None, or_none(SHARE)] = None
+    min_p: Annotated[float | None, or_none(FRACTION)] = None
     repetition_penalty: Annotated[float, _DIVISOR._replace(expected=f"{_DIVISOR.expected}; 1 has no effect")] = 1.0
     min_new_tokens: Annotated[int | None, _COUNT] = None
     min_length: Annotated[int | None, _COUNT] = None
-    bad_words_ids: Annotated[Sequence[Sequence[int]] | None, optional(_WORDS)] = None
+    bad_words_ids: Annotated[Sequence[Sequence[int]] | None, or_none(_WORDS)] = None
     no_repeat_ngram_size: Annotated[int | None, _COUNT] = None
-    suppress_tokens: Annotated[Sequence[int] | None, optional(_IDS)] = None
-    begin_suppress_tokens: Annotated[Sequence[int] | None, optional(_IDS)] = None
-    forced_bos_token_id: Annotated[int | None, optional(_INT32, "a token id, or None")] = None
-    forced_eos_token_id: Annotated[int | Sequence[int] | None, optional(_ID_OR_IDS)] = None
+    suppress_tokens: Annotated[Sequence[int] | None, or_none(_IDS)] = None
+    begin_suppress_tokens: Annotated[Sequence[int] | None, or_none(_IDS)] = None
+    forced_bos_token_id: Annotated[int | None, or_none(_INT32, "a token id, or None")] = None
+    forced_eos_token_id: Annotated[int | Sequence[int] | None, or_none(_ID_OR_IDS)] = None
     sequence_bias: Annotated[
-        Mapping[Sequence[int], float] | Sequence[tuple[Sequence[int], float]] | None, optional(_BIASES)
+        Mapping[Sequence[int], float] | Sequence[tuple[Sequence[int], float]] | None, or_none(_BIASES)
     ] = None
-    logits_processor: Annotated[Sequence[LogitsProcessor] | None, optional(_FUNCTIONS)] = None
+    logits_processor: Annotated[Sequence[LogitsProcessor] | None, or_none(_FUNCTIONS)] = None
 
     def __post_init__(self) -> None:
         for name, values in _VALUES.items():

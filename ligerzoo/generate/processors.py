@@ -177,7 +177,7 @@ class History(RowState):
         return self.tokens.gather(1, in_bounds).masked_fill(index < 0, _NONE)
 
 
-class Processor(RowState):
+class ScoreProcessor(RowState):
     """Changes the scores of the next tokens, by options of each row.
 
     Args:
@@ -204,7 +204,7 @@ class Processor(RowState):
         """Receives the first i of these tokens, (R - 1,), for row i; see `Sampler.branch`."""
 
 
-class RepetitionPenalty(Processor):
+class RepetitionPenalty(ScoreProcessor):
     """See `penalize_repetition`."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -248,7 +248,7 @@ class BiasedSequence(NamedTuple):
     until: int = ALWAYS
 
 
-class BiasedSequences(Processor):
+class BiasedSequences(ScoreProcessor):
     """Adds to the score of the last token of a sequence where the others come before it; a bias of -inf bans it.
 
     Attributes:
@@ -291,7 +291,7 @@ class BiasedSequences(Processor):
         return scores.scatter_add(1, self.tokens, self.biases.where(matches, 0))
 
 
-class ForcedTokens(Processor):
+class ForcedTokens(ScoreProcessor):
     """Allows only some tokens after a certain number of new tokens.
 
     Attributes:
@@ -325,7 +325,7 @@ class ForcedTokens(Processor):
         return forced.where(is_allowed.any(1, keepdim=True), scores)
 
 
-class RepeatedNgrams(Processor):
+class RepeatedNgrams(ScoreProcessor):
     """Bans each token that would complete n tokens which have occurred in this order.
 
     Attributes:

@@ -20,10 +20,10 @@ from ligerzoo.generate.processors import (
     ForcedTokens,
     History,
     PaddedPrompts,
-    Processor,
     RepeatedNgrams,
     RepetitionPenalty,
     RowState,
+    ScoreProcessor,
     UserProcessors,
 )
 from ligerzoo.kernels.cross_entropy import cross_entropy
@@ -334,7 +334,7 @@ class Sampler:
         options = self._options
         processors = self._biased, self._penalty, self._ngrams, self._banned, self._forced
         is_active = tuple(any(map(processor.is_used_by, options)) for processor in processors)
-        self._active: list[Processor] = [*compress(processors, is_active)]
+        self._active: list[ScoreProcessor] = [*compress(processors, is_active)]
         self._ngrams.largest = max((row.no_repeat_ngram_size or 0 for row in options), default=0)
         self._features = _Features(
             samples=any(row.do_sample for row in options),

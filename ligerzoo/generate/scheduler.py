@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.checks import AT_LEAST_1, integer, optional
+from ligerzoo.checks import AT_LEAST_1, integer, or_none
 from ligerzoo.device import DelayedReads, to_device, upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.decode_loop import LAG
@@ -194,7 +194,7 @@ class Scheduler:
         **defaults: Any,
     ) -> None:
         check_option("batch_size", batch_size, AT_LEAST_1)
-        check_option("max_cache_tokens", max_cache_tokens, optional(AT_LEAST_1))
+        check_option("max_cache_tokens", max_cache_tokens, or_none(AT_LEAST_1))
         check_devices(model)
         self._model = cast(Any, model)
         cache_options = CacheOptions(cache_dtype, exact)

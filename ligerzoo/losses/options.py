@@ -36,7 +36,7 @@ from typing import (
 
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, FLAG, FRACTION, NOT_NEGATIVE, POSITIVE, Values, integer, one_of, optional, refused
+from ligerzoo.checks import FINITE, FLAG, FRACTION, NOT_NEGATIVE, POSITIVE, Values, integer, one_of, or_none, refused
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.loss.token_loss import Terms
@@ -66,7 +66,7 @@ def _values(hint: Any) -> Values | None:
             values = FLAG
     if values is None or type(None) not in get_args(hint):
         return values
-    return optional(values)
+    return or_none(values)
 
 
 class LossInputs(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ligerzoo.checks import integer, is_integer, optional
+from ligerzoo.checks import integer, is_integer, or_none
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.request import MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
@@ -249,7 +249,7 @@ class TextCompletion(Endpoint):
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
         check_names(fields, cls.fields, _NEUTRAL_COMPLETION)
         top, echoes = fields.get("logprobs"), flag(fields, "echo")
-        check_value("logprobs", top, optional(_TOP_LOGPROBS, f"null, or {_TOP_LOGPROBS.expected}"))
+        check_value("logprobs", top, or_none(_TOP_LOGPROBS, f"null, or {_TOP_LOGPROBS.expected}"))
         limit = or_default(fields.get("max_tokens"), cls.default_max_tokens)
         is_echo_alone = echoes and is_integer(limit) and limit == 0
         call = _call({**fields, "max_tokens": None if is_echo_alone else limit}, top, {"max_tokens": "max_new_tokens"})
