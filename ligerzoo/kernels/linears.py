@@ -217,18 +217,6 @@ def linear_glu(
             f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases and scales "
             f"{vectors}; expected (..., K), (I, K) twice, and (I,) or None, two scales or none"
         )
-    return compute_linear_glu(x, weights, biases, scales, activation, backend)
-
-
-def compute_linear_glu(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor] | None,
-    activation: Activation,
-    backend: Backend,
-) -> Tensor:
-    """`linear_glu` without checks, for layers; weights, biases and scales are those of gate and up."""
-    if len(weights[0]) == len(weights[1]) and uses_few_rows(x, weights, biases, backend, scales):
+    if uses_few_rows(x, weights, biases, backend, scales):
         return gate_few_rows(x, weights, biases, scales, activation)
     return glu(*reference(x, weights, biases, scales), activation=activation, backend=backend)

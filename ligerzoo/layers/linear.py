@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ligerzoo.layers.plain import is_unmodified
-from ligerzoo.layers.projection import Terms, linear
+from ligerzoo.layers.projection import LinearTerms, linear
 
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
@@ -18,9 +18,9 @@ class Linear(nn.Linear):
         """x: (..., K) -> (..., N)."""
         return linear(x, self.weight, self.bias)
 
-    def terms(self) -> Terms | None:
+    def terms(self) -> LinearTerms | None:
         """What `forward` computes, for a fused kernel; None for a subclass, and for a layer with hooks or a wrapper."""
-        return Terms(self.weight, self.bias) if is_unmodified(self, Linear) else None
+        return LinearTerms(self.weight, self.bias) if is_unmodified(self, Linear) else None
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

@@ -26,7 +26,7 @@ from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.plain import dequantized, is_unmodified
-from ligerzoo.layers.projection import Terms, project_alone
+from ligerzoo.layers.projection import LinearTerms, project_alone
 from ligerzoo.layers.routers import Router
 
 
@@ -198,13 +198,13 @@ class LoRALinear(LoRAMatrixLayer, Linear):
         """x: (..., K) -> (..., O)."""
         return project_alone(x, self._terms())
 
-    def terms(self) -> Terms | None:
+    def terms(self) -> LinearTerms | None:
         """See `Linear.terms`."""
         return self._terms() if is_unmodified(self, LoRALinear) else None
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> LinearTerms:
         rescales = self.lora_enabled and self.lora_magnitude_vector is not None
-        return Terms(self.weight, self.bias, self.update, self, rescales)
+        return LinearTerms(self.weight, self.bias, self.update, self, rescales)
 
 
 class LoRARouter(LoRAMatrixLayer, Router):

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Sets the scale to 1. `std` is unused; it keeps the signature uniform."""
+        """Sets the scale to 1, whatever `std` is."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
@@ -109,7 +109,7 @@ class LayerNorm(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Sets the scale to 1 and the bias to 0. `std` is unused; it keeps the signature uniform."""
+        """Sets the scale to 1 and the bias to 0, whatever `std` is."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -128,7 +128,7 @@ def normalize(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     The backward kernel adds the gradient of the residual if `norm` is an `RMSNorm` without hooks or wrappers (see
     `is_plain`).
     """
-    if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
+    if is_plain(norm, RMSNorm):
         normalized, x = residual_rms_norm(x, **norm.kernel_options())
         _declare(norm, normalized, x)
         return normalized, x
@@ -138,7 +138,7 @@ def normalize(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
 def recomputable_norm(x: Tensor, norm: nn.Module) -> Tensor:
     """Returns `norm(x)`, which an activation plan may recompute in backward; see `ligerzoo.kernels.recompute`."""
     normalized: Tensor = norm(x)
-    if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
+    if is_plain(norm, RMSNorm):
         _declare(norm, normalized, x)
     return normalized
 
@@ -148,7 +148,7 @@ def add_and_normalize(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Ten
 
     Runs as one kernel if `norm` is an `RMSNorm` without hooks or wrappers (see `is_plain`).
     """
-    if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
+    if is_plain(norm, RMSNorm):
         normalized, summed = add_rms_norm(x, residual, **norm.kernel_options())
         _declare(norm, normalized, summed)
         return normalized, summed

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from ligerzoo.kernels import activation_linear, glu, glu_linear, lora_linears
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.dispatch import Backend, dtype_of_products, uses_triton
-from ligerzoo.kernels.few_rows import uses_few_rows
-from ligerzoo.kernels.linears import compute_linear_glu, compute_linears, product
+from ligerzoo.kernels.few_rows import gate_few_rows, uses_few_rows
+from ligerzoo.kernels.linears import compute_linears, product
 from ligerzoo.kernels.lora import LowRank, low_rank_product, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, recomputable, recomputed
@@ -54,7 +54,7 @@ class Adapter(Protocol):
         """Returns DoRA's factors of the outputs; None without DoRA."""
 
 
-class Terms(NamedTuple):
+class LinearTerms(NamedTuple):
     """What a linear layer computes: y = x W^T + b, with an update y = x W^T + b + s x' A^T B^T.
 
     Attributes:
@@ -98,10 +98,10 @@ def _rescale(y: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def terms_of(layer: nn.Module) -> Terms | None:
+def terms_of(layer: nn.Module) -> LinearTerms | None:
     """Returns what a linear layer computes in this call; None if its `forward` must run."""
     if type(layer) is nn.Linear:
-        return Terms(layer.weight, layer.bias) if is_unmodified(layer, nn.Linear) else None
+        return LinearTerms(layer.weight, layer.bias) if is_unmodified(layer, nn.Linear) else None
     return layer.terms() if hasattr(layer, "terms") else None  # type: ignore[operator]
 
 
@@ -117,7 +117,7 @@ def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; by a kernel for few rows where it is faster, or sums must not be split."""
     if not torch.is_grad_enabled() or would_split(x, weight):
-        readable = _readable(x, [weight], [bias], "auto")
+        readable = _readable(x, [LinearTerms(weight, bias)], "auto")
         if readable is not None:
             return compute_linears(x, *readable, "auto")[0]
     return product(x, weight, bias)
@@ -131,14 +131,19 @@ class _Readable(NamedTuple):
     scales: Sequence[Tensor] | None
 
 
-def _readable(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend
-) -> _Readable | None:
-    """Returns plain weights; int8 ones of torchao where the kernel for few rows runs; None for others."""
-    if is_plain_tensor(*weights, *biases):
+def _readable(x: Tensor, terms: Sequence[LinearTerms | None], backend: Backend) -> _Readable | None:
+    """Returns plain weights; int8 ones of torchao where the kernel for few rows runs.
+
+    None for other weights, and if a layer has matrices A and B or must run its `forward`.
+    """
+    plain = [one for one in terms if one is not None and one.adapter is None]
+    weights, biases = [one.weight for one in plain], [one.bias for one in plain]
+    if len(plain) < len(terms) or not is_plain_tensor(*biases):
+        return None
+    if is_plain_tensor(*weights):
         return _Readable(weights, biases, None)
     int8 = [parts for weight in weights if (parts := as_int8(weight)) is not None]
-    if len(int8) < len(weights) or not is_plain_tensor(*biases):
+    if len(int8) < len(weights):
         return None
     found = _Readable([weight.data for weight in int8], biases, [weight.scale for weight in int8])
     return found if uses_few_rows(x, *found[:2], backend, found.scales) else None
@@ -160,34 +165,24 @@ def project(
 
 
 def _project(
-    x: Tensor, layers: Sequence[nn.Module], terms: Sequence[Terms | None], backend: Backend, level: Recompute | None
+    x: Tensor,
+    layers: Sequence[nn.Module],
+    terms: Sequence[LinearTerms | None],
+    backend: Backend,
+    level: Recompute | None,
 ) -> tuple[Tensor, ...]:
-    outputs, found = None, [one for one in terms if one is not None]
-    if (plain := _without_adapters(terms)) is not None:
-        outputs = _without_updates(x, *plain, backend, level)
-    elif len(found) == len(terms) and torch.is_grad_enabled():
-        outputs = _with_updates(x, found, backend, level)
+    outputs = None
+    if (readable := _readable(x, terms, backend)) is not None:
+        outputs = recomputed(
+            lambda x, *_: compute_linears(x, *readable, backend), x, *readable.weights, *readable.biases,
+            level=level if readable.scales is None else None,
+        )  # fmt: skip
+    elif torch.is_grad_enabled():
+        outputs = _with_updates(x, terms, backend, level)
     return tuple(layer(x) for layer in layers) if outputs is None else outputs
 
 
-def _without_updates(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend, level: Recompute | None
-) -> tuple[Tensor, ...] | None:
-    """`linears`; None if the kernels cannot read a tensor."""
-    readable = _readable(x, weights, biases, backend)
-    if readable is None:
-        return None
-    level = level if readable.scales is None else None
-    return recomputed(lambda x, *_: compute_linears(x, *readable, backend), x, *weights, *biases, level=level)
-
-
-def _without_adapters(terms: Sequence[Terms | None]) -> tuple[list[Tensor], list[Tensor | None]] | None:
-    """Returns weights and biases of layers without matrices A and B; None if there is another layer."""
-    plain = [one for one in terms if one is not None and one.adapter is None]
-    return ([one.weight for one in plain], [one.bias for one in plain]) if len(plain) == len(terms) else None
-
-
-def project_alone(x: Tensor, terms: Terms) -> Tensor:
+def project_alone(x: Tensor, terms: LinearTerms) -> Tensor:
     """Returns the output of one layer with matrices A and B, (..., H) -> (..., O)."""
     if torch.is_grad_enabled() and (outputs := _with_updates(x, [terms], "auto", None)) is not None:
         return outputs[0]
@@ -199,20 +194,24 @@ def project_alone(x: Tensor, terms: Terms) -> Tensor:
 
 
 def _with_updates(
-    x: Tensor, terms: Sequence[Terms], backend: Backend, level: Recompute | None
+    x: Tensor, terms: Sequence[LinearTerms | None], backend: Backend, level: Recompute | None
 ) -> tuple[Tensor, ...] | None:
-    """`lora_linears`, with gradients; None if dropouts differ, or the kernels cannot read a tensor."""
-    adapters = [one.adapter for one in terms if one.adapter is not None]
-    if len({adapter.lora_dropout for adapter in adapters}) > 1 or not all(one.has_plain_tensors for one in terms):
+    """`lora_linears`, with gradients.
+
+    None without updates, if their dropouts differ, if a layer must run its `forward`, and for weights of other types.
+    """
+    found = [one for one in terms if one is not None and one.has_plain_tensors]
+    adapters = [one.adapter for one in found if one.adapter is not None]
+    if len(found) < len(terms) or len({adapter.lora_dropout for adapter in adapters}) != 1:
         return None
-    weights, biases, updates = ([getattr(one, name) for one in terms] for name in ("weight", "inner_bias", "update"))
+    weights, biases, updates = ([getattr(one, name) for one in found] for name in ("weight", "inner_bias", "update"))
     dropped = adapters[0].dropped(x)
     matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
     outputs = recomputed(
         lambda x, dropped, *_: lora_linears(x, weights, biases, updates, dropped, backend=backend),
         x, dropped, *weights, *biases, *matrices, level=level,
     )  # fmt: skip
-    return tuple(one.rescale(y, level) for y, one in zip(outputs, terms, strict=True))
+    return tuple(one.rescale(y, level) for y, one in zip(outputs, found, strict=True))
 
 
 def gated_mlp(
@@ -220,9 +219,11 @@ def gated_mlp(
 ) -> Tensor:
     """Returns down(activation(gate(x)) * up(x)), (..., H) -> (..., O); see the table above."""
     inner = terms_of(gate), terms_of(up)
-    plain = None if torch.is_grad_enabled() else _without_adapters(inner)
-    if plain is not None and (readable := _readable(x, *plain, backend)) is not None:
-        return down(compute_linear_glu(x, *readable, activation, backend))  # type: ignore[no-any-return]
+    readable = None if torch.is_grad_enabled() else _readable(x, inner, backend)
+    if readable is not None:
+        weights, biases, scales = readable
+        if len(weights[0]) == len(weights[1]) and uses_few_rows(x, weights, biases, backend, scales):
+            return down(gate_few_rows(x, weights, biases, scales, activation))  # type: ignore[no-any-return]
     if (parts := low_rank_parts(x, gate, up, down, backend)) is not None:
         return gate_and_project(*parts[:2], down, activation, backend, parts[2])
     gate_y, up_y = _project(x, (gate, up), inner, backend, Recompute.MLP)
@@ -242,7 +243,7 @@ def gate_and_project(
     return outer.rescale(glu_linear(gate, up, outer.weight, outer.inner_bias, **options))
 
 
-def _trainable(layer: nn.Module) -> Terms | None:
+def _trainable(layer: nn.Module) -> LinearTerms | None:
     """Returns the terms of a layer that may be part of `glu_linear`; None without gradients, and for other layers."""
     terms = terms_of(layer) if torch.is_grad_enabled() else None
     return None if terms is None or terms.drops or not terms.has_plain_tensors else terms

@@ -343,7 +343,7 @@ def test_saving_a_model_with_adapters_is_refused(tmp_path: Any) -> None:
 
 def test_a_gated_mlp_saves_no_product_of_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """`glu_linear` gets the update of the down projection, whose kernel recomputes its input in backward."""
-    import ligerzoo.layers.mlp as file
+    import ligerzoo.layers.projection as file
 
     updates = []
     original = file.glu_linear
