@@ -62,7 +62,7 @@ def reference(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activat
 
 
 @jit
-def load_columns(b_ptr, col_stride, rank_stride, cols, in_cols, RANK: tl.constexpr, PADDED: tl.constexpr):
+def load_b(b_ptr, col_stride, rank_stride, cols, in_cols, RANK: tl.constexpr, PADDED: tl.constexpr):
     """Columns of B^T, (PADDED, COLS), with zeros after the rank."""
     ranks = tl.arange(0, PADDED)[:, None]
     offsets = ranks * rank_stride + cols[None, :].to(tl.int64) * col_stride
@@ -93,8 +93,8 @@ def _forward_kernel(
     first = tl.program_id(0).to(tl.int64) // col_tiles * (ROWS * TILES)
     cols = tl.program_id(0) % col_tiles * COLS + tl.arange(0, COLS)
     in_cols = cols < n_cols
-    gate_b = load_columns(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(h_ptr.dtype.element_ty)
-    up_b = load_columns(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(h_ptr.dtype.element_ty)
+    gate_b = load_b(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(h_ptr.dtype.element_ty)
+    up_b = load_b(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(h_ptr.dtype.element_ty)
     rows = first + tl.arange(0, ROWS)
     gate_h = load_rows(h_ptr, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
     up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ligerzoo.kernels.activation import Activation, activate
 from ligerzoo.kernels.dispatch import as_rows, empty_gradient, multiprocessors, padded_size
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_columns, load_rows, load_with_term
+from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_b, load_rows, load_with_term
 from ligerzoo.kernels.low_rank_gradients import split_matrix, sum_parts
 from ligerzoo.kernels.registration import register
 
@@ -91,8 +91,8 @@ def _partial_kernel(
 
     cols = tl.arange(0, COLS)
     in_cols = cols < n_cols - first_col
-    gate_b = load_columns(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
-    up_b = load_columns(up_b_ptr + first_col * UP_RANK, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
+    gate_b = load_b(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b = load_b(up_b_ptr + first_col * UP_RANK, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
     # Loaded again rather than transposed, so that each product finds its operand in shared memory as it reads it.
     gate_b_rows = load_rows(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, cols, in_cols, GATE_RANK, PADDED).to(dtype)
     up_b_rows = load_rows(up_b_ptr + first_col * UP_RANK, UP_RANK, cols, in_cols, UP_RANK, PADDED).to(dtype)
@@ -100,7 +100,7 @@ def _partial_kernel(
     dup_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
     if DOWN_RANK:
         down_dh_ptr += first_row * DOWN_RANK
-        a = load_columns(a_ptr + first_col, 1, n_cols, cols, in_cols, DOWN_RANK, PADDED).to(dtype)
+        a = load_b(a_ptr + first_col, 1, n_cols, cols, in_cols, DOWN_RANK, PADDED).to(dtype)
         da = tl.zeros((PADDED, COLS), dtype=tl.float32)
 
     rows, ranks = tl.arange(0, ROWS), tl.arange(0, PADDED)

@@ -121,7 +121,7 @@ class CrossAttentionBlock(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Sets the gates to 0. `std` is unused; it keeps the signature uniform."""
+        """Sets the gates to 0, whatever `std` is."""
         nn.init.zeros_(self.attn_gate)
         nn.init.zeros_(self.mlp_gate)
 

@@ -104,7 +104,7 @@ class GatedRMSNorm(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Sets the scale to 1. `std` is unused; it keeps the signature uniform."""
+        """Sets the scale to 1, whatever `std` is."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:

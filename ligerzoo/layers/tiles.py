@@ -48,7 +48,7 @@ class TileEmbedding(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Sets the gate to 0. `std` is unused; it keeps the signature uniform."""
+        """Sets the gate to 0, whatever `std` is."""
         nn.init.zeros_(self.gate)
 
     def forward(self, arrangement: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class VisionTower(nn.Module):
         return self.merger(x)  # type: ignore[no-any-return]
 
     def _check_frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Checks the grids. Returns the patches, see `check`, and their `patch_positions`.
+        """Checks the grids. Returns the patches, see `validated`, and their `patch_positions`.
 
         Positions are on the CPU, except under torch.compile.
         """
@@ -164,7 +164,7 @@ class VisionTower(nn.Module):
         count, compiles = len(patches), torch.compiler.is_compiling()
         grid = grid_thw.to(patches.device if compiles else "cpu", torch.int64)
         fits = ((grid > 0) & (grid <= count)).all() & (grid[:, 1:] % self.merge_size == 0).all()
-        patches = check(
+        patches = validated(
             patches,
             fits & (grid.clamp(0, count).prod(1).sum() == max(count, 1)),
             lambda: (
@@ -211,7 +211,7 @@ class WindowedVisionTower(VisionTower):
         return torch.empty_like(tokens).index_copy(0, token_order, tokens)
 
 
-def check(x: Tensor, is_valid: Tensor, message: Callable[[], str]) -> Tensor:
+def validated(x: Tensor, is_valid: Tensor, message: Callable[[], str]) -> Tensor:
     """Returns `x` if `is_valid`, 0-d bool, is true.
 
     Raises:
@@ -287,10 +287,10 @@ def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, runs: Tensor
             to skip this check.
 
     Raises:
-        ValueError: the number of masked tokens is not N, or the tokens of an image are not adjacent. See `check`.
+        ValueError: the number of masked tokens is not N, or the tokens of an image are not adjacent. See `validated`.
     """
     count = mask.sum()
-    embeddings = check(
+    embeddings = validated(
         embeddings,
         count == len(embeddings),
         lambda: (
@@ -306,7 +306,7 @@ def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, runs: Tensor
         item = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
         begins_run = (token - F.pad(ends, (1, 0))[item]) % size[item] == 0
         row = index // x.shape[1]
-        embeddings = check(
+        embeddings = validated(
             embeddings,
             (begins_run[1:] | ((index.diff() == 1) & (row.diff() == 0))).all(),
             lambda: (

@@ -51,7 +51,7 @@ class XIELU(nn.Module):
         self.init_weights()
 
     def init_weights(self, std: float = 0.0) -> None:
-        """Sets the initial values. `std` is unused; it keeps the signature uniform."""
+        """Sets the initial values, whatever `std` is."""
         nn.init.constant_(self.beta, 0.5)
         nn.init.constant_(self.eps, -1e-6)
         nn.init.constant_(self.alpha_p, math.log(math.expm1(_INITIAL_SCALE)))
