@@ -59,6 +59,11 @@ def test_resizing_round_trips(row: Tiny, tmp_path: Path, device: str) -> None:
 
     for module in ("get_input_embeddings", "get_output_embeddings"):
         for got, expected in zip(*(getattr(model, module)().parameters() for model in (ours, theirs)), strict=True):
+            if expected.dim() == 1 and ours.config.tie_word_embeddings:
+                # transformers gives the bias of a tied head zeros, and that of an untied one the mean, as ours.
+                assert torch.equal(got[:rows], expected[:rows])
+                torch.testing.assert_close(got[rows:], got[:rows].mean().expand(size - rows))
+                continue
             # transformers samples new rows with a billionth of the covariance.
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-4 * expected.std(0).max().item())
 
