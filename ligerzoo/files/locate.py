@@ -15,7 +15,7 @@ from typing import Unpack
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint import read_weight_map
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
-from ligerzoo.files.transformers_options import HubOptions
+from ligerzoo.files.transformers_options import HUB_DEFAULTS, HubOptions
 from ligerzoo.files.untrusted import remedy_for
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -73,7 +73,8 @@ def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_option
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=list(patterns), **hub_options))
+        options: HubOptions = {**HUB_DEFAULTS, **hub_options}
+        return Path(snapshot_download(str(name_or_path), allow_patterns=list(patterns), **options))
     except Exception as error:  # errors of the HTTP client have no common base class across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         what = "no such directory, and cannot be downloaded from the hub"

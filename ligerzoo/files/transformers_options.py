@@ -44,7 +44,8 @@ class TextOptions(HubOptions, total=False):
     use_fast: bool
 
 
-HUB_OPTIONS = tuple(HubOptions.__annotations__)
+HUB_DEFAULTS: HubOptions = {"revision": None, "token": None, "cache_dir": None, "local_files_only": False}
+HUB_OPTIONS = tuple(HUB_DEFAULTS)
 _FLAG = (True, False)
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
