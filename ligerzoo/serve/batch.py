@@ -20,7 +20,7 @@ from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.serve.continuation import Continuation
 from ligerzoo.serve.fields import parse_strict_json
 from ligerzoo.serve.options import VALUES, ClientOptions, derived_seed
-from ligerzoo.serve.prompts import ChatPrompt, PromptEncoder
+from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
 
 FIELDS = ("id", "prompt", "messages", *VALUES)
@@ -76,8 +76,8 @@ class Entry:
         options = ClientOptions.from_json(merged, {name: name for name in VALUES})
         if "seed" not in fields and options.seed is not None:
             options = options._replace(seed=derived_seed(options.seed, line))
-        chat = ChatPrompt(fields.get("messages"))
-        prompt = encoder.encode_chat(chat) if "messages" in fields else encoder.encode(fields["prompt"])
+        is_chat = "messages" in fields
+        prompt = encoder.encode_chat(fields["messages"]) if is_chat else encoder.encode(fields["prompt"])
         options = options.updated(max_new_tokens=encoder.room(prompt, options.max_new_tokens))
         entry = cls(line, fields.get("id"), torch.tensor(prompt), options)
         scheduler.request(entry.prompt, "prompt", **entry.options.for_scheduler(scheduler.device))

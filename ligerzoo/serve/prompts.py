@@ -105,14 +105,17 @@ class PromptEncoder:
         texts = [decoder.push(token_id) for token_id in ids]
         return [*texts[:-1], texts[-1] + decoder.flush()]
 
-    def encode_chat(self, chat: ChatPrompt) -> list[int]:
+    def encode_chat(self, messages: object, variables: Mapping[str, Any] | None = None, **options: Any) -> list[int]:
         """Returns the ids of a conversation; see `render`.
+
+        Args:
+            messages, variables, options: the fields of a `ChatPrompt`.
 
         Raises:
             LigerzooError: also if an id is outside the model's vocabulary.
             ContextLengthError: the conversation is certainly longer than the context.
         """
-        rendered = self.render(chat)
+        rendered = self.render(ChatPrompt(messages, variables or {}, **options))
         self._check_length(rendered.text)
         return self.check(self.tokenizer.encode_rendered(rendered)[0])
 

@@ -206,7 +206,7 @@ class Chat(Endpoint):
         chat = ChatPrompt.read(fields)
         call = _call(fields, top if has_logprobs else None, dict.fromkeys(limits, "max_new_tokens"))
         _check_count(call.n, max_requests)
-        return replace(call, prompts=[encoder.encode_chat(chat)], continues_text=chat.continue_final_message)
+        return replace(call, prompts=[encoder.encode_chat(**vars(chat))], continues_text=chat.continue_final_message)
 
     def opening(self) -> list[dict[str, Any]]:
         beginning = {"delta": {"role": "assistant", "content": ""}}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.serve.prompts import ChatPrompt, ContextLengthError, PromptEncoder
+from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Chat
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data import open_data
@@ -141,11 +141,11 @@ def test_special_tokens_mean_the_same_in_the_server_and_in_training(encoder: Pro
         sample: Any = next(open_data([record], "chat", tok, **options))
         assert call.prompts[0] == sample.input_ids[: len(call.prompts[0])]
         ids[option] = call.prompts[0]
-    assert ids["text"] == encoder.encode_chat(ChatPrompt(messages))  # the default
+    assert ids["text"] == encoder.encode_chat(messages)  # the default
     assert ids["control"] == tok.apply_chat_template([{"role": "user", "content": ATTACK}], add_generation_prompt=True)
     assert [one.count(start) for one in ids.values()] == [2, 3]
     role = [{"role": f"user{ATTACK}", "content": "q"}]
-    assert encoder.encode_chat(ChatPrompt(role)).count(start) == 2
+    assert encoder.encode_chat(role).count(start) == 2
     assert start in encoder.encode(ATTACK)  # a text to continue is the client's own prompt
 
 
@@ -155,7 +155,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     monkeypatch.setattr(Tokenizer, "_encode_all", None)
     monkeypatch.setattr(Tokenizer, "encode", None)
     text = "x" * 20_000
-    chat = ChatPrompt([{"role": "user", "content": text}])
+    chat = [{"role": "user", "content": text}]
     for encode in (lambda: encoder.encode(text), lambda: encoder.encode_chat(chat)):
         with pytest.raises(ContextLengthError, match=r"context is too long; got at least \d+ tokens of the prompt"):
             encode()
