@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import ligerzoo
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
-from ligerzoo.integrations.transformers.wrapping import wrap
-
-Wrapped = TypeVar("Wrapped", WrappedCausalLM, WrappedSequenceClassifier)
+from ligerzoo.integrations.transformers.wrapping import load
 
 
 class AutoModelForCausalLM:
@@ -27,7 +24,7 @@ class AutoModelForCausalLM:
             name_or_path: directory, or id of a repository on the hub ("org/name").
             options: see `ligerzoo.AutoModel.from_pretrained`.
         """
-        return _named(wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options)), name_or_path)
+        return load(WrappedCausalLM, name_or_path, **options)
 
 
 class AutoModelForImageTextToText(AutoModelForCausalLM):
@@ -63,12 +60,4 @@ class AutoModelForSequenceClassification:
                 language model.
             options: see `ligerzoo.AutoModelForSequenceClassification.from_pretrained`; such as `num_labels`.
         """
-        return _named(
-            wrap(ligerzoo.AutoModelForSequenceClassification.from_pretrained(name_or_path, **options)), name_or_path
-        )
-
-
-def _named(model: Wrapped, name_or_path: str | Path) -> Wrapped:
-    """Returns the model, which from now on names its checkpoint as transformers' models do."""
-    model.config.name_or_path = model.name_or_path = str(name_or_path)
-    return model
+        return load(WrappedSequenceClassifier, name_or_path, **options)

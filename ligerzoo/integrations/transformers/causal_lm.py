@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,10 +153,3 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
             model.generation_config, self.generation_config, self._generation_config_before
         )
         return model
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **options: Any) -> WrappedCausalLM:
-        """See `AutoModelForCausalLM.from_pretrained`."""
-        from ligerzoo.integrations.transformers.auto import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)

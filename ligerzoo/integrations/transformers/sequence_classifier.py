@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -135,12 +134,3 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
         if model.origin is not None and model.labels != self.model.zoo_model.labels:
             model.origin = dataclasses.replace(model.origin, config=None)  # its config.json has other labels
         return model
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *args: Any, **options: Any
-    ) -> WrappedSequenceClassifier:
-        """See `AutoModelForSequenceClassification.from_pretrained`."""
-        from ligerzoo.integrations.transformers.auto import AutoModelForSequenceClassification
-
-        return AutoModelForSequenceClassification.from_pretrained(pretrained_model_name_or_path, *args, **options)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import ligerzoo
 from ligerzoo.convert import MODEL_TYPES, architecture_of, architecture_of_model
 from ligerzoo.convert.sequence_classifier import classifier_architecture
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
@@ -32,12 +34,33 @@ def wrapper_class(base: type[Wrapper], name: str, modalities: tuple[str, ...]) -
     def forward(self: Wrapper, *args: Any, **inputs: Any) -> Any:
         return base.forward(self, *args, **inputs)
 
+    @classmethod  # type: ignore[misc]
+    def from_pretrained(cls: type[Wrapper], pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
+        """Loads a wrapped model, as the classes of `ligerzoo.integrations.transformers.auto` do."""
+        return load(base, pretrained_model_name_or_path, **options)
+
     # Trainers drop data columns that are not parameters of `forward`, and `generate` refuses other inputs.
     signature = inspect.signature(base.forward)
     *parameters, rest = signature.parameters.values()
     own = [inspect.Parameter(modality, inspect.Parameter.KEYWORD_ONLY, default=None) for modality in modalities]
     forward.__signature__ = signature.replace(parameters=[*parameters, *own, rest])  # type: ignore[attr-defined]
-    return type(name, (base,), {"forward": forward, "__module__": __name__, "__doc__": base.__doc__})
+    members = {"forward": forward, "from_pretrained": from_pretrained, "__module__": __name__, "__doc__": base.__doc__}
+    return type(name, (base,), members)
+
+
+def load(base: type[Wrapper], name_or_path: str | Path, **options: Any) -> Wrapper:
+    """Loads a model and wraps it. As transformers' models it names its checkpoint, where trainers find the tokenizer.
+
+    Args:
+        base: class of the wrapper.
+        name_or_path: directory, or id of a repository on the hub ("org/name").
+        options: see `ligerzoo.AutoModel.from_pretrained`.
+    """
+    is_classifier = issubclass(base, WrappedSequenceClassifier)
+    auto: Any = ligerzoo.AutoModelForSequenceClassification if is_classifier else ligerzoo.AutoModel
+    model: Any = wrap(auto.from_pretrained(name_or_path, **options))
+    model.config.name_or_path = model.name_or_path = str(name_or_path)
+    return model
 
 
 def __getattr__(name: str) -> type[WrappedModel[Any]]:
