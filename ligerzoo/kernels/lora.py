@@ -235,6 +235,18 @@ def lora_linears(
                 f"lora_linears: x is {tuple(x.shape)}, weight {i} {shapes[0]}, its bias {shapes[1]}, its a {shapes[2]} "
                 f"and b {shapes[3]}; expected shapes (..., H), (O, H), (O,) or None, (r, H) and (O, r)"
             )
+    return compute_lora_linears(x, weights, biases, updates, dropped, backend)
+
+
+def compute_lora_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    updates: Sequence[LowRank | None],
+    dropped: Tensor | None,
+    backend: Backend,
+) -> tuple[Tensor, ...]:
+    """`lora_linears` without checks, for layers."""
     x, *parameters = autocast(x, *weights, *biases)
     weights, biases = parameters[: len(weights)], parameters[len(weights) :]
     present = [t for t in parameters if t is not None]

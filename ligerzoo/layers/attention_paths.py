@@ -106,9 +106,10 @@ def attend(
     Returns:
         (B, T, N, D).
     """
-    call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
+    options = mask, scale, softcap, is_causal, sinks
+    call = AttentionCall(q, k, v, *options)
     if not _decodes(call):  # the other paths cannot read float8_e4m3fn
-        call = call._replace(k=from_storage(k, q.dtype), v=from_storage(v, q.dtype))
+        call = AttentionCall(q, from_storage(k, q.dtype), from_storage(v, q.dtype), *options)
     for path in PATHS:
         if path.can(call):
             return path.run(call)

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import activation_linear, glu, glu_linear, lora_linears
+from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.dispatch import Backend, dtype_of_products, uses_triton
 from ligerzoo.kernels.few_rows import gate_few_rows, uses_few_rows
 from ligerzoo.kernels.linears import compute_linears, product
-from ligerzoo.kernels.lora import LowRank, low_rank_product, stacked_a
+from ligerzoo.kernels.lora import LowRank, compute_lora_linears, low_rank_product, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, recomputable, recomputed
 from ligerzoo.kernels.row_sums import would_split
@@ -208,7 +208,7 @@ def _with_updates(
     dropped = adapters[0].dropped(x)
     matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
     outputs = recomputed(
-        lambda x, dropped, *_: lora_linears(x, weights, biases, updates, dropped, backend=backend),
+        lambda x, dropped, *_: compute_lora_linears(x, weights, biases, updates, dropped, backend),
         x, dropped, *weights, *biases, *matrices, level=level,
     )  # fmt: skip
     return tuple(one.rescale(y, level) for y, one in zip(outputs, found, strict=True))
