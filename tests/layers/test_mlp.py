@@ -10,7 +10,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ligerzoo.kernels.activation import Activation
-from ligerzoo.layers import MLP, GatedMLP
+from ligerzoo.layers import MLP, GatedMLP, Linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -110,6 +110,22 @@ def test_replaced_forward_is_called() -> None:
     mlp = GatedMLP(24, 50)
     mlp.down_proj.forward = lambda x: torch.full((3, 24), 7.0)  # type: ignore[method-assign]
     assert mlp(torch.randn(3, 24)).eq(7).all()
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_forward_of_a_subclass_is_called(name: str, has_gradients: bool) -> None:
+    """It inherits `terms`, which describe `Linear` only."""
+
+    class Constant(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros(len(x), self.out_features)
+
+    mlp = GatedMLP(24, 50)
+    projection = getattr(mlp, name)
+    setattr(mlp, name, Constant(projection.in_features, projection.out_features, bias=False))
+    with torch.set_grad_enabled(has_gradients):
+        assert mlp(torch.randn(3, 24)).eq(0).all()
 
 
 def test_parametrization_is_applied() -> None:
