@@ -29,7 +29,7 @@ def kind_of(tensor: Tensor) -> str:
     return "complex" if tensor.dtype.is_complex else "integer"
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
     """Returns a short description of an argument: numbers and strings themselves, other values by their type."""
     if value is None or isinstance(value, bool | numbers.Number | str):
         return repr(value)
@@ -45,7 +45,7 @@ def require_tensor(name: str, argument: str, value: object, expected: str = "a t
         remedies = {"list": "torch.tensor", "tuple": "torch.tensor", "ndarray": "torch.from_numpy"}
         function = remedies.get(type(value).__name__)
         remedy = f"Convert it with {function}" if function else None
-        raise WrongTypeError(f"{argument} is {describe(value)}", where=name, expected=expected, remedy=remedy)
+        raise WrongTypeError(f"{argument} is {describe_value(value)}", where=name, expected=expected, remedy=remedy)
 
 
 def check_floats(name: str, **tensors: object) -> None:
@@ -101,7 +101,7 @@ def check_num_items(name: str, **counts: Any) -> None:
     for argument, count in counts.items():
         if isinstance(count, Tensor):
             if count.dim() > 0 or kind_of(count) not in ("floating-point", "integer"):
-                raise LigerzooError(f"{argument} is {describe(count)}", where=name, expected=_ITEMS.expected)
+                raise LigerzooError(f"{argument} is {describe_value(count)}", where=name, expected=_ITEMS.expected)
         elif count is not None:
             check(name, _ITEMS, **{argument: count})
 

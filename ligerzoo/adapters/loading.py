@@ -13,7 +13,7 @@ from torch import Tensor
 from ligerzoo.adapters.attach import attach, refuse_adapters, share_a
 from ligerzoo.adapters.base_weights import BaseWeights
 from ligerzoo.adapters.module_names import ModuleNames
-from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE, PeftConfig, read_config, unmatched
+from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE, PeftConfig, read_adapter_config, unmatched
 from ligerzoo.adapters.peft_tensors import PREFIX, StoredUpdate, stored_updates, unpack_experts
 from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.convert.tensor_slices import Shape
@@ -60,7 +60,7 @@ def load_adapter(
     """
     refuse_adapters(model, "load_adapter")
     directory = locate_files(name_or_path, [CONFIG_FILE, WEIGHT_FILE], **hub_options)
-    config = read_config(directory)
+    config = read_adapter_config(directory)
     with SafetensorsFile(directory / WEIGHT_FILE) as file:
         plan = _Plan(model, config, file)
         tensors = {name: file.read(stored_name) for name, stored_name in plan.names.items()}
@@ -83,7 +83,7 @@ def resize_for_adapter(model: LanguageModel, name_or_path: str | Path, **hub_opt
         hub_options: as in `load_adapter`.
     """
     directory = locate_files(name_or_path, [CONFIG_FILE, WEIGHT_FILE], **hub_options)
-    read_config(directory)  # raises if it is not an adapter
+    read_adapter_config(directory)  # raises if it is not an adapter
     with SafetensorsFile(directory / WEIGHT_FILE) as file:
         sizes = [
             info.shape[dim]

@@ -126,7 +126,7 @@ def _first_match(pattern: Mapping[str, Any], names: Sequence[str], default: Any)
     return default
 
 
-def read_config(directory: Path) -> PeftConfig:
+def read_adapter_config(directory: Path) -> PeftConfig:
     """Reads adapter_config.json.
 
     Raises:

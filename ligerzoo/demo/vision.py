@@ -46,7 +46,7 @@ def draw_to(picture: Path, seed: str) -> str:
     return drawing.text
 
 
-def describe(model: Qwen2VL, processor: Processor, picture: Path) -> str:
+def describe_picture(model: Qwen2VL, processor: Processor, picture: Path) -> str:
     """Asks a question about a picture and prints the answer during generation."""
     question = [{"type": "image", "path": picture}, {"type": "text", "text": QUESTION}]
     inputs = processor([{"role": "user", "content": question}], add_generation_prompt=True)
@@ -97,8 +97,8 @@ def run(seed: int | None = None) -> int:
     descriptions = [draw_to(picture, f"demo {seed} {picture.stem}") for picture in pictures]
     print(f"The first of {DRAWINGS} pictures: {pictures[0]}")
 
-    print_step("3. Ask about the first picture", describe)
-    answer = describe(model, processor, pictures[0])
+    print_step("3. Ask about the first picture", describe_picture)
+    answer = describe_picture(model, processor, pictures[0])
 
     print_step("4. Ask about all pictures in one batch", describe_all)
     answers = describe_all(model, processor, pictures)

@@ -438,7 +438,7 @@ def causal_conv1d(
         ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
             tensors.
     """
-    check("causal_conv1d", x, weight, bias, activation)
+    check_convolution("causal_conv1d", x, weight, bias, activation)
     if initial_state is not None:
         shape = len(x), weight.shape[1] - 1, x.shape[2]
         check_tensor("causal_conv1d", "initial_state", initial_state, shapes=[shape])
@@ -477,7 +477,7 @@ def fits(weight: Tensor, backend: Backend) -> bool:
     return False
 
 
-def check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+def check_convolution(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     """Raises unless the shapes match and the activation is known."""
     check_floats(name, x=x, weight=weight)
     check_optional_floats(name, bias=bias)

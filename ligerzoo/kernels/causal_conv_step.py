@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.causal_conv import ConvActivation, check, final_state, fits, reference
+from ligerzoo.kernels.causal_conv import ConvActivation, check_convolution, final_state, fits, reference
 from ligerzoo.kernels.dispatch import Backend, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
@@ -87,7 +87,7 @@ def causal_conv1d_step(
         ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
             tensors.
     """
-    check("causal_conv1d_step", x, weight, bias, activation)
+    check_convolution("causal_conv1d_step", x, weight, bias, activation)
     check_tensor("causal_conv1d_step", "state", state, shapes=[(len(x), weight.shape[1] - 1, x.shape[2])])
     with torch.no_grad():
         floats = [t for t in (x, state, weight, bias) if t is not None]

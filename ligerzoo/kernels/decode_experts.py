@@ -45,7 +45,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.route import Routing
 from ligerzoo.kernels.weighted_glu import Biases
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe_value
 
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of tokens in a matrix product
 
@@ -342,7 +342,7 @@ def decode_experts(
     check_floats("decode_experts", x=x, gate_up=gate_up, down=down)
     check_optional_floats("decode_experts", residual=residual, gate_up_bias=gate_up_bias, down_bias=down_bias)
     if not isinstance(routing, Routing):
-        raise TypeError(f"decode_experts: routing is {describe(routing)}; expected the result of `route`")
+        raise TypeError(f"decode_experts: routing is {describe_value(routing)}; expected the result of `route`")
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     n_experts, n_features = gate_up.shape[0], x.shape[-1]
     if (

@@ -18,7 +18,7 @@ from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import CausalMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
-from ligerzoo.tensor_checks import describe, kind_of
+from ligerzoo.tensor_checks import describe_value, kind_of
 
 _NO_CACHE = KVCache([])
 
@@ -335,7 +335,7 @@ def shifted_labels(labels: Tensor, segment_start: Tensor | None = None, ignore_i
 def _require_tensor(argument: str, value: object, expected: str) -> None:
     if not isinstance(value, Tensor):
         remedy = ". Convert it with torch.tensor" if isinstance(value, list | tuple) else ""
-        raise TypeError(f"{argument}: got {describe(value)}; expected a tensor of {expected}{remedy}")
+        raise TypeError(f"{argument}: got {describe_value(value)}; expected a tensor of {expected}{remedy}")
 
 
 def _check_position_ids(position_ids: Tensor, rows: int, tokens: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.masks import TileMask
-from ligerzoo.tensor_checks import describe
+from ligerzoo.tensor_checks import describe_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def inputs_of(context: Context) -> CrossAttentionInputs | None:
     inputs = context.cross_attention_inputs
     if not (inputs is None or isinstance(inputs, CrossAttentionInputs)):
         raise TypeError(
-            f"CrossAttention: context.cross_attention_inputs is {describe(inputs)}; expected CrossAttentionInputs"
+            f"CrossAttention: context.cross_attention_inputs is {describe_value(inputs)}; expected CrossAttentionInputs"
         )
     return inputs
 

@@ -25,7 +25,7 @@ from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.options import HeadOptions, unknown_option
 from ligerzoo.losses.policy import GRPOOptions, PPOOptions
 from ligerzoo.losses.reference_free import CPOOptions, ORPOOptions, SimPOOptions, cpo_loss, orpo_loss, simpo_loss
-from ligerzoo.tensor_checks import describe
+from ligerzoo.tensor_checks import describe_value
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""
@@ -45,7 +45,7 @@ def _check_model(name: str, model: Any) -> None:
     if torch.compiler.is_compiling() or (callable(model) and not isinstance(model, nn.Module)):
         return
     if not isinstance(model, nn.Module):
-        what, remedy = f"got {describe(model)} for a model", None
+        what, remedy = f"got {describe_value(model)} for a model", None
     elif any(_accepts_objective(type(module)) for module in model.modules()):
         return
     else:

@@ -41,7 +41,7 @@ from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.loss.token_loss import Terms
 from ligerzoo.losses.names import our_name
-from ligerzoo.tensor_checks import describe
+from ligerzoo.tensor_checks import describe_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -207,7 +207,7 @@ def unknown_option(name: str, option: str, value: Any, names: Collection[str], r
     """Returns the error about an unknown option, with our name for it or the nearest known one."""
     ours = filter(None, (our_name(option), our_name(value)))
     hint = ". ".join(ours) or did_you_mean(option, names) or remedy
-    what = f"unknown option {option}={describe(value)}"
+    what = f"unknown option {option}={describe_value(value)}"
     return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=hint or None)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_dim, is_theta, scaling_error
-from ligerzoo.tensor_checks import describe
+from ligerzoo.tensor_checks import describe_value
 
 _LARGEST_SIZE = 2**31 - 1
 
@@ -65,7 +65,7 @@ def require_config(model_class: type, config: object) -> None:
         str: f"To load a checkpoint, call {name}.from_pretrained.",
     }
     remedy = next((remedy for kind, remedy in remedies.items() if isinstance(config, kind)), None)
-    got = f"the class {config.__name__}" if isinstance(config, type) else describe(config)
+    got = f"the class {config.__name__}" if isinstance(config, type) else describe_value(config)
     raise ConfigError("not a config", where=f"argument config of {name}", got=got, expected=config_class, remedy=remedy)
 
 

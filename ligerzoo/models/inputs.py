@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ligerzoo.tensor_checks import describe
+from ligerzoo.tensor_checks import describe_value
 
 
 def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -24,7 +24,7 @@ def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None)
     if inputs_embeds is None:
         _check_input_ids(x)
     elif not (isinstance(x, Tensor) and x.is_floating_point()):
-        raise TypeError(f"inputs_embeds: got {describe(x)}; expected a (B, T, H) floating-point tensor")
+        raise TypeError(f"inputs_embeds: got {describe_value(x)}; expected a (B, T, H) floating-point tensor")
     elif x.ndim != 3:
         raise ValueError(f"inputs_embeds: got shape {tuple(x.shape)}; expected (B, T, H)")
     return x

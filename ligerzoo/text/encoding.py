@@ -13,7 +13,7 @@ from ligerzoo.text.padding import BatchEncoding, Columns, as_tensors, pad_column
 from ligerzoo.text.rendered import Rendered, Span
 from ligerzoo.text.token_bound import TokenBound
 from ligerzoo.text.tokenizer_files import PaddingSide, checked_side, padding_side, reporting
-from ligerzoo.text.tokenizer_json import read_json
+from ligerzoo.text.tokenizer_json import read_object
 from ligerzoo.text.tokenizer_limits import MAX_GROWTH
 from ligerzoo.text.truncation import Truncation, truncate, truncation_strategy, without_length
 from ligerzoo.text.vocabulary import Vocabulary
@@ -37,7 +37,7 @@ class TextEncoder(Vocabulary):
 
     def __init__(self, files: Mapping[str, bytes], where: str) -> None:
         super().__init__(files, where)
-        config, source = read_json(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
+        config, source = read_object(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
         self.padding_side = padding_side(files, where)
         self.truncation_side = checked_side(config.get("truncation_side", "right"), f"{source}: truncation_side")
         self.model_max_length = _model_max_length(config)

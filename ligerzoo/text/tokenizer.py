@@ -42,7 +42,7 @@ from ligerzoo.text.tokenizer_files import (
     read_files,
     reporting,
 )
-from ligerzoo.text.tokenizer_json import read_json
+from ligerzoo.text.tokenizer_json import read_object
 from ligerzoo.text.truncation import Truncation, truncate_single, truncation_strategy
 
 _FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
@@ -71,7 +71,7 @@ class Tokenizer(TextEncoder):
 
     def __init__(self, files: Mapping[str, bytes], where: str) -> None:
         super().__init__(files, where)
-        self.chat_templates = find_chat_templates(files, read_json(files, "tokenizer_config.json", where), where)
+        self.chat_templates = find_chat_templates(files, read_object(files, "tokenizer_config.json", where), where)
 
     @classmethod
     def from_pretrained(

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.chat_template import ChatTemplate
-from ligerzoo.text.tokenizer_json import read_json, read_rules
+from ligerzoo.text.tokenizer_json import read_object, read_rules
 from ligerzoo.text.tokenizer_limits import Limits
 
 PaddingSide = Literal["left", "right"]
@@ -172,7 +172,10 @@ def _token(value: Any, where: str) -> AddedToken:
 
 def padding_side(files: Mapping[str, bytes], where: str) -> PaddingSide:
     """Returns the padding side of tokenizer_config.json, or else that of the class which transformers uses."""
-    config, model = read_json(files, "tokenizer_config.json", where), read_json(files, "config.json", where)
+    config, model = (
+        read_object(files, "tokenizer_config.json", where),
+        read_object(files, "config.json", where),
+    )
     model_type = str(model.get("model_type"))
     name = str(config.get("tokenizer_class") or _CLASSES.get(model_type)).removesuffix("Fast")
     is_byte_level_llama = name == "LlamaTokenizer" and b'"ByteLevel"' in files["tokenizer.json"]
@@ -200,13 +203,16 @@ def with_tokens(
         named: the special tokens that have a name, such as "eos_token".
         extra: the special tokens without a name.
     """
-    content, config = read_json(files, "tokenizer.json", where), read_json(files, "tokenizer_config.json", where)
+    content, config = (
+        read_object(files, "tokenizer.json", where),
+        read_object(files, "tokenizer_config.json", where),
+    )
     content["added_tokens"] = [{"id": token_id, **_entry(token)} for token_id, token in added.items()]
     if "added_tokens_decoder" in config:
         config["added_tokens_decoder"] = {str(token_id): _entry(token) for token_id, token in added.items()}
     changed = {"tokenizer.json": content, "tokenizer_config.json": config}
     if "special_tokens_map.json" in files:
-        changed["special_tokens_map.json"] = read_json(files, "special_tokens_map.json", where)
+        changed["special_tokens_map.json"] = read_object(files, "special_tokens_map.json", where)
     for name, entries in changed.items():
         if name != "tokenizer.json":
             _set_special_tokens(entries, named, extra)

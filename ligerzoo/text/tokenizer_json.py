@@ -19,7 +19,7 @@ _TABLE = re.compile(rb'("(?:vocab|merges)"\s*+:\s*+)([\[{]\s*+(?:%s\s*+,?\s*+)*+
 _CUT = "\0"  # instead of a table
 
 
-def read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
+def read_object(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
     """Returns the content of a JSON file; {} if it does not exist."""
     where, remedy = f"{where}/{name}", "Download the file again, or run `git lfs pull` in a git clone."
     try:
@@ -46,11 +46,11 @@ def read_rules(files: Mapping[str, bytes], where: str) -> dict[str, Any]:
             longest = max(longest, max(map(len, re.findall(_STRING, table[2], re.DOTALL)), default=0))
         return table[1] + json.dumps(_CUT).encode()
 
-    rules = read_json({"tokenizer.json": _TABLE.sub(cut, files["tokenizer.json"])}, "tokenizer.json", where)
+    rules = read_object({"tokenizer.json": _TABLE.sub(cut, files["tokenizer.json"])}, "tokenizer.json", where)
     model = rules.get("model")
     found = [name for name in ("vocab", "merges") if isinstance(model, dict) and model.get(name) == _CUT]
     if len(found) != tables or longest > MAX_TOKEN:  # a table elsewhere, or perhaps a token that is too long
-        return read_json(files, "tokenizer.json", where)
+        return read_object(files, "tokenizer.json", where)
     for name in found:
         del rules["model"][name]
     return rules

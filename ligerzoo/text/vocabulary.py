@@ -19,7 +19,7 @@ from ligerzoo.text.tokenizer_files import (
     reporting,
     with_tokens,
 )
-from ligerzoo.text.tokenizer_json import read_json
+from ligerzoo.text.tokenizer_json import read_object
 
 
 class _SpecialToken:
@@ -82,11 +82,11 @@ class Vocabulary:
         self._backend, self._limits = load_backend(files, where)
         self._bound: TokenBound | None = None
         self._special_text: SpecialText | None = None
-        config, source = read_json(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
+        config, source = read_object(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
         listed = listed_tokens(config, source)
         named, extra = named_tokens(config, source), extra_tokens(config, source)
         if not listed:  # the older format: special_tokens_map.json takes precedence
-            special_tokens_map = read_json(files, "special_tokens_map.json", where)
+            special_tokens_map = read_object(files, "special_tokens_map.json", where)
             source = f"{where}/special_tokens_map.json"
             named |= named_tokens(special_tokens_map, source)
             extra = extra or extra_tokens(special_tokens_map, source)

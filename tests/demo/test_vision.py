@@ -39,7 +39,13 @@ def test_the_demo_passes_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert len([line for line in output.splitlines() if line.startswith("✓ ")]) == 4
     assert "4 of 4 checks passed." in output
     assert "with seed 7" in output
-    steps = (demo_vision.load, demo_vision.draw_to, demo_vision.describe, demo_vision.describe_all, demo_vision.copy)
+    steps = (
+        demo_vision.load,
+        demo_vision.draw_to,
+        demo_vision.describe_picture,
+        demo_vision.describe_all,
+        demo_vision.copy,
+    )
     assert all(f"    def {step.__name__}(" in output for step in steps)
     answers = dict(line.split("  ", 1) for line in output.splitlines() if line.startswith("/") and "  " in line)
     assert len(answers) == demo_vision.DRAWINGS
@@ -57,7 +63,7 @@ def load_incomplete(directory: Path) -> tuple[Qwen2VL, Processor]:
 
 
 def describe_another(model: Qwen2VL, processor: Processor, picture: Path) -> str:
-    return describe(model, processor, picture.with_name("2.png"))
+    return describe_picture(model, processor, picture.with_name("2.png"))
 
 
 def describe_badly(wrong: int) -> Callable[..., list[str]]:
@@ -74,14 +80,14 @@ def copy_inexactly(source: Path, target: Path) -> None:
     path.write_text(path.read_text() + "\n")
 
 
-load, describe, copy = demo_vision.load, demo_vision.describe, demo_vision.copy
+load, describe_picture, copy = demo_vision.load, demo_vision.describe_picture, demo_vision.copy
 
 
 @pytest.mark.parametrize(
     "step, broken, claim",
     [
         ("load", load_incomplete, "as many as in the files"),
-        ("describe", describe_another, "the same alone and in the batch"),
+        ("describe_picture", describe_another, "the same alone and in the batch"),
         ("describe_all", describe_badly(2), "8 of 10 answers are correct"),
         ("copy", copy_inexactly, "saved files equal the original ones"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
-from ligerzoo.integrations.transformers.wrapping import load
+from ligerzoo.integrations.transformers.wrapping import load_wrapped
 
 
 class AutoModelForCausalLM:
@@ -24,7 +24,7 @@ class AutoModelForCausalLM:
             name_or_path: directory, or id of a repository on the hub ("org/name").
             options: see `ligerzoo.AutoModel.from_pretrained`.
         """
-        return load(WrappedCausalLM, name_or_path, **options)
+        return load_wrapped(WrappedCausalLM, name_or_path, **options)
 
 
 class AutoModelForImageTextToText(AutoModelForCausalLM):
@@ -60,4 +60,4 @@ class AutoModelForSequenceClassification:
                 language model.
             options: see `ligerzoo.AutoModelForSequenceClassification.from_pretrained`; such as `num_labels`.
         """
-        return load(WrappedSequenceClassifier, name_or_path, **options)
+        return load_wrapped(WrappedSequenceClassifier, name_or_path, **options)

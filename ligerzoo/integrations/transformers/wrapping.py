@@ -37,7 +37,7 @@ def wrapper_class(base: type[Wrapper], name: str, modalities: tuple[str, ...]) -
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: type[Wrapper], pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
         """Loads a wrapped model, as the classes of `ligerzoo.integrations.transformers.auto` do."""
-        return load(base, pretrained_model_name_or_path, **options)
+        return load_wrapped(base, pretrained_model_name_or_path, **options)
 
     # Trainers drop data columns that are not parameters of `forward`, and `generate` refuses other inputs.
     signature = inspect.signature(base.forward)
@@ -48,7 +48,7 @@ def wrapper_class(base: type[Wrapper], name: str, modalities: tuple[str, ...]) -
     return type(name, (base,), members)
 
 
-def load(base: type[Wrapper], name_or_path: str | Path, **options: Any) -> Wrapper:
+def load_wrapped(base: type[Wrapper], name_or_path: str | Path, **options: Any) -> Wrapper:
     """Loads a model and wraps it. As transformers' models it names its checkpoint, where trainers find the tokenizer.
 
     Args:
