@@ -242,6 +242,11 @@ def uses_few_rows(
     return (
         len(weights) <= _MAX_WEIGHTS
         and all(weight.shape[1] == x.shape[-1] for weight in weights)
+        and all(
+            vector is None or vector.shape == weight.shape[:1]  # the kernel would read beyond a shorter one
+            for vectors in (biases, scales or ())
+            for weight, vector in zip(weights, vectors, strict=False)
+        )
         and all(tensor.dtype == x.dtype for tensor in floats)
         and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
         and len({bias is None for bias in biases}) == 1

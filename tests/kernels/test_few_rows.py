@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import few_rows, linear_glu, linears
 from ligerzoo.kernels.few_rows import MAX_ROWS
-from ligerzoo.kernels.linears import glu_reference, reference
+from ligerzoo.kernels.linears import compute_linears, glu_reference, reference
 from tests.covering import covering, long_cases
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
@@ -169,3 +169,12 @@ def test_arguments_are_checked() -> None:
         linears(x, [int8])
     with pytest.raises(ValueError, match=r"activation='slu'; .*Did you mean 'silu'"):
         linear_glu(x, weight, weight, activation="slu")  # type: ignore[arg-type]
+
+
+@needs_triton
+def test_a_bias_of_another_length_is_left_to_torch(device: str) -> None:
+    """The kernel would read beyond a shorter one."""
+    options: Any = {"dtype": HALF_DTYPE, "device": device}
+    x, weight, bias = torch.randn(2, 16, **options), torch.randn(8, 16, **options), torch.zeros(7, **options)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        compute_linears(x, [weight], [bias], None, "triton")
