@@ -24,12 +24,12 @@ unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles 
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
-	@echo 'make test           install, then run the test suite (about 10 minutes on 2 cores)'
+	@echo 'make test           install, then run the test suite (about 9 minutes on 2 cores)'
 	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
 	@echo 'make test-newest    the tests of integrations and clients with the newest torch, transformers, TRL, ...'
 	@echo 'make test-oldest    the same with the oldest versions that pyproject.toml allows'
 	@echo 'make test-real      tests with real weights and tokenizers, which it downloads into ~/.cache/ligerzoo-real'
-	@echo 'make lint           ruff, mypy and the phrases that our prose avoids'
+	@echo 'make lint           ruff, mypy, phrases that our prose avoids, and limits of the structure'
 	@echo 'make clean          remove $(VENV) and all caches'
 	@echo
 	@echo 'Options: PYTHON=python3.12 (the Python to use), VENV=.venv (the environment), WORKERS=2 (test processes)'
@@ -64,6 +64,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m tools.prose
+	$(BIN)/python -m tools.structure
 
 clean:
 	rm -rf $(foreach venv,$(VENV) $(NEWEST) $(OLDEST),$(venv) $(venv).incomplete) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -159,7 +159,7 @@ def figures(package: Mapping[str, Module]) -> dict[str, int]:
             if name in ("Any", "isinstance", "factory_kwargs"):
                 words[name] += 1
     return {
-        "files": len(package),
+        "modules": len(package),
         "lines": sum(lines_per_package(package).values()),
         "modules in circles": sum(map(len, circles(package))),
         "repeated public names": len(repeated_names(package).keys() - limits()["repeated"].keys()),
