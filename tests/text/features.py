@@ -2,6 +2,7 @@
 
 import inspect
 
+import tokenizers
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto import tokenization_auto
 from transformers.utils import chat_template_utils
@@ -19,3 +20,18 @@ HAS_PADDING_SIDE_OF_FILES = (
     and "deepseek_v3" not in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 )
 """The padding side is that of `tokenizer_class`, also of DeepSeek-V3, but not of byte-level vocabularies."""
+
+
+def _ignores_empty_texts() -> bool:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(1, strategy="only_first")
+    try:
+        tokenizer.encode("", "a a")
+    except BaseException:  # an error of the library
+        return False
+    return True
+
+
+TRUNCATION_IGNORES_EMPTY_TEXTS = _ignores_empty_texts()
+"""Before tokenizers 0.23.3, "only_first" with an empty first text is no error, though the second one is too long."""
