@@ -11,6 +11,7 @@ from pathlib import Path
 from ligerzoo import models
 from ligerzoo.errors import ConfigError
 from ligerzoo.info import architectures
+from ligerzoo.models.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -35,12 +36,24 @@ def with_table(readme: str) -> str:
 
 
 def exports() -> str:
-    """The imports of what `ligerzoo.models` exports, for type checkers."""
+    """What `ligerzoo.models` exports, for type checkers: classes of models also take a device and a dtype.
+
+    `ligerzoo.models.building.ModelMeta` takes these two at run time; type checkers do not read metaclasses.
+    """
     modules = sorted(
         ((module, name) for name, module in models._MODULES.items()), key=lambda pair: (pair[0], pair[1].lower())
     )
-    lines = [f"from ligerzoo.models.{module} import {name} as {name}" for module, name in modules]
-    return "\n".join(["# Written by python -m tools.architectures.", "", *lines, ""])
+    imports, classes = [], []
+    for module, name in modules:
+        is_model = ARCHITECTURES.get(module) == name
+        imports.append(f"from ligerzoo.models.{module} import {name} as {'_' * is_model}{name}")
+        if is_model:
+            arguments = f"self, config: {name}Config, *, device: _Device = None, dtype: _Dtype = None"
+            classes += ["", f"class {name}(_{name}):", f"    def __init__({arguments}) -> None: ..."]
+    types = ["_Device = torch.device | str | None", "_Dtype = torch.dtype | None"]
+    return "\n".join(
+        ["# Written by python -m tools.architectures.", "", "import torch", "", *imports, "", *types, *classes, ""]
+    )
 
 
 if __name__ == "__main__":

@@ -1,99 +1,233 @@
 # Written by python -m tools.architectures.
 
-from ligerzoo.models.apertus import Apertus as Apertus
+import torch
+
+from ligerzoo.models.apertus import Apertus as _Apertus
 from ligerzoo.models.apertus import ApertusConfig as ApertusConfig
-from ligerzoo.models.arcee import Arcee as Arcee
+from ligerzoo.models.arcee import Arcee as _Arcee
 from ligerzoo.models.arcee import ArceeConfig as ArceeConfig
 from ligerzoo.models.causal_lm import CausalLM as CausalLM
-from ligerzoo.models.deepseek_v3 import DeepseekV3 as DeepseekV3
+from ligerzoo.models.deepseek_v3 import DeepseekV3 as _DeepseekV3
 from ligerzoo.models.deepseek_v3 import DeepseekV3Config as DeepseekV3Config
-from ligerzoo.models.ernie4_5 import Ernie4_5 as Ernie4_5
+from ligerzoo.models.ernie4_5 import Ernie4_5 as _Ernie4_5
 from ligerzoo.models.ernie4_5 import Ernie4_5Config as Ernie4_5Config
-from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe as Ernie4_5Moe
+from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe as _Ernie4_5Moe
 from ligerzoo.models.ernie4_5_moe import Ernie4_5MoeConfig as Ernie4_5MoeConfig
-from ligerzoo.models.exaone4 import Exaone4 as Exaone4
+from ligerzoo.models.exaone4 import Exaone4 as _Exaone4
 from ligerzoo.models.exaone4 import Exaone4Config as Exaone4Config
-from ligerzoo.models.gemma import Gemma as Gemma
+from ligerzoo.models.gemma import Gemma as _Gemma
 from ligerzoo.models.gemma import GemmaConfig as GemmaConfig
-from ligerzoo.models.gemma2 import Gemma2 as Gemma2
+from ligerzoo.models.gemma2 import Gemma2 as _Gemma2
 from ligerzoo.models.gemma2 import Gemma2Config as Gemma2Config
-from ligerzoo.models.gemma3 import Gemma3 as Gemma3
+from ligerzoo.models.gemma3 import Gemma3 as _Gemma3
 from ligerzoo.models.gemma3 import Gemma3Config as Gemma3Config
 from ligerzoo.models.gemma3 import Gemma3VisionConfig as Gemma3VisionConfig
-from ligerzoo.models.gemma3_text import Gemma3Text as Gemma3Text
+from ligerzoo.models.gemma3_text import Gemma3Text as _Gemma3Text
 from ligerzoo.models.gemma3_text import Gemma3TextConfig as Gemma3TextConfig
-from ligerzoo.models.glm import Glm as Glm
+from ligerzoo.models.glm import Glm as _Glm
 from ligerzoo.models.glm import GlmConfig as GlmConfig
-from ligerzoo.models.glm4 import Glm4 as Glm4
+from ligerzoo.models.glm4 import Glm4 as _Glm4
 from ligerzoo.models.glm4 import Glm4Config as Glm4Config
-from ligerzoo.models.glm4_moe import Glm4Moe as Glm4Moe
+from ligerzoo.models.glm4_moe import Glm4Moe as _Glm4Moe
 from ligerzoo.models.glm4_moe import Glm4MoeConfig as Glm4MoeConfig
-from ligerzoo.models.glm4_moe_lite import Glm4MoeLite as Glm4MoeLite
+from ligerzoo.models.glm4_moe_lite import Glm4MoeLite as _Glm4MoeLite
 from ligerzoo.models.glm4_moe_lite import Glm4MoeLiteConfig as Glm4MoeLiteConfig
-from ligerzoo.models.gpt_oss import GptOss as GptOss
+from ligerzoo.models.gpt_oss import GptOss as _GptOss
 from ligerzoo.models.gpt_oss import GptOssConfig as GptOssConfig
-from ligerzoo.models.granite import Granite as Granite
+from ligerzoo.models.granite import Granite as _Granite
 from ligerzoo.models.granite import GraniteConfig as GraniteConfig
-from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as HunYuanDenseV1
+from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as _HunYuanDenseV1
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
-from ligerzoo.models.llama import Llama as Llama
+from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
-from ligerzoo.models.minimax_m2 import MiniMaxM2 as MiniMaxM2
+from ligerzoo.models.minimax_m2 import MiniMaxM2 as _MiniMaxM2
 from ligerzoo.models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
-from ligerzoo.models.ministral import Ministral as Ministral
+from ligerzoo.models.ministral import Ministral as _Ministral
 from ligerzoo.models.ministral import MinistralConfig as MinistralConfig
-from ligerzoo.models.ministral3 import Ministral3 as Ministral3
+from ligerzoo.models.ministral3 import Ministral3 as _Ministral3
 from ligerzoo.models.ministral3 import Ministral3Config as Ministral3Config
-from ligerzoo.models.mistral import Mistral as Mistral
+from ligerzoo.models.mistral import Mistral as _Mistral
 from ligerzoo.models.mistral import MistralConfig as MistralConfig
-from ligerzoo.models.mixtral import Mixtral as Mixtral
+from ligerzoo.models.mixtral import Mixtral as _Mixtral
 from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
-from ligerzoo.models.mllama import Mllama as Mllama
+from ligerzoo.models.mllama import Mllama as _Mllama
 from ligerzoo.models.mllama import MllamaConfig as MllamaConfig
 from ligerzoo.models.mllama import MllamaVisionConfig as MllamaVisionConfig
-from ligerzoo.models.nanochat import NanoChat as NanoChat
+from ligerzoo.models.nanochat import NanoChat as _NanoChat
 from ligerzoo.models.nanochat import NanoChatConfig as NanoChatConfig
-from ligerzoo.models.olmo2 import Olmo2 as Olmo2
+from ligerzoo.models.olmo2 import Olmo2 as _Olmo2
 from ligerzoo.models.olmo2 import Olmo2Config as Olmo2Config
-from ligerzoo.models.olmo3 import Olmo3 as Olmo3
+from ligerzoo.models.olmo3 import Olmo3 as _Olmo3
 from ligerzoo.models.olmo3 import Olmo3Config as Olmo3Config
 from ligerzoo.models.output import CausalLMOutput as CausalLMOutput
 from ligerzoo.models.output import SequenceClassifierOutput as SequenceClassifierOutput
-from ligerzoo.models.phi3 import Phi3 as Phi3
+from ligerzoo.models.phi3 import Phi3 as _Phi3
 from ligerzoo.models.phi3 import Phi3Config as Phi3Config
-from ligerzoo.models.qwen2 import Qwen2 as Qwen2
+from ligerzoo.models.qwen2 import Qwen2 as _Qwen2
 from ligerzoo.models.qwen2 import Qwen2Config as Qwen2Config
-from ligerzoo.models.qwen2_5_vl import Qwen2_5VL as Qwen2_5VL
+from ligerzoo.models.qwen2_5_vl import Qwen2_5VL as _Qwen2_5VL
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VLConfig as Qwen2_5VLConfig
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig as Qwen2_5VLVisionConfig
-from ligerzoo.models.qwen2_moe import Qwen2Moe as Qwen2Moe
+from ligerzoo.models.qwen2_moe import Qwen2Moe as _Qwen2Moe
 from ligerzoo.models.qwen2_moe import Qwen2MoeConfig as Qwen2MoeConfig
-from ligerzoo.models.qwen2_vl import Qwen2VL as Qwen2VL
+from ligerzoo.models.qwen2_vl import Qwen2VL as _Qwen2VL
 from ligerzoo.models.qwen2_vl import Qwen2VLConfig as Qwen2VLConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig as Qwen2VLVisionConfig
-from ligerzoo.models.qwen3 import Qwen3 as Qwen3
+from ligerzoo.models.qwen3 import Qwen3 as _Qwen3
 from ligerzoo.models.qwen3 import Qwen3Config as Qwen3Config
-from ligerzoo.models.qwen3_5 import Qwen3_5 as Qwen3_5
+from ligerzoo.models.qwen3_5 import Qwen3_5 as _Qwen3_5
 from ligerzoo.models.qwen3_5 import Qwen3_5Config as Qwen3_5Config
-from ligerzoo.models.qwen3_5_moe import Qwen3_5Moe as Qwen3_5Moe
+from ligerzoo.models.qwen3_5_moe import Qwen3_5Moe as _Qwen3_5Moe
 from ligerzoo.models.qwen3_5_moe import Qwen3_5MoeConfig as Qwen3_5MoeConfig
-from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText as Qwen3_5MoeText
+from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText as _Qwen3_5MoeText
 from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeTextConfig as Qwen3_5MoeTextConfig
-from ligerzoo.models.qwen3_5_text import Qwen3_5Text as Qwen3_5Text
+from ligerzoo.models.qwen3_5_text import Qwen3_5Text as _Qwen3_5Text
 from ligerzoo.models.qwen3_5_text import Qwen3_5TextConfig as Qwen3_5TextConfig
-from ligerzoo.models.qwen3_moe import Qwen3Moe as Qwen3Moe
+from ligerzoo.models.qwen3_moe import Qwen3Moe as _Qwen3Moe
 from ligerzoo.models.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
-from ligerzoo.models.qwen3_next import Qwen3Next as Qwen3Next
+from ligerzoo.models.qwen3_next import Qwen3Next as _Qwen3Next
 from ligerzoo.models.qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from ligerzoo.models.qwen3_vision import Qwen3VisionConfig as Qwen3VisionConfig
 from ligerzoo.models.qwen3_vision import Qwen3VLVisionConfig as Qwen3VLVisionConfig
-from ligerzoo.models.qwen3_vl import Qwen3VL as Qwen3VL
+from ligerzoo.models.qwen3_vl import Qwen3VL as _Qwen3VL
 from ligerzoo.models.qwen3_vl import Qwen3VLConfig as Qwen3VLConfig
-from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe as Qwen3VLMoe
+from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe as _Qwen3VLMoe
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoeConfig as Qwen3VLMoeConfig
-from ligerzoo.models.seed_oss import SeedOss as SeedOss
+from ligerzoo.models.seed_oss import SeedOss as _SeedOss
 from ligerzoo.models.seed_oss import SeedOssConfig as SeedOssConfig
 from ligerzoo.models.sequence_classifier import Labels as Labels
 from ligerzoo.models.sequence_classifier import SequenceClassifier as SequenceClassifier
-from ligerzoo.models.smollm3 import SmolLM3 as SmolLM3
+from ligerzoo.models.smollm3 import SmolLM3 as _SmolLM3
 from ligerzoo.models.smollm3 import SmolLM3Config as SmolLM3Config
+
+_Device = torch.device | str | None
+_Dtype = torch.dtype | None
+
+class Apertus(_Apertus):
+    def __init__(self, config: ApertusConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Arcee(_Arcee):
+    def __init__(self, config: ArceeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class DeepseekV3(_DeepseekV3):
+    def __init__(self, config: DeepseekV3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Ernie4_5(_Ernie4_5):
+    def __init__(self, config: Ernie4_5Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Ernie4_5Moe(_Ernie4_5Moe):
+    def __init__(self, config: Ernie4_5MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Exaone4(_Exaone4):
+    def __init__(self, config: Exaone4Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Gemma(_Gemma):
+    def __init__(self, config: GemmaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Gemma2(_Gemma2):
+    def __init__(self, config: Gemma2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Gemma3(_Gemma3):
+    def __init__(self, config: Gemma3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Gemma3Text(_Gemma3Text):
+    def __init__(self, config: Gemma3TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Glm(_Glm):
+    def __init__(self, config: GlmConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Glm4(_Glm4):
+    def __init__(self, config: Glm4Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Glm4Moe(_Glm4Moe):
+    def __init__(self, config: Glm4MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Glm4MoeLite(_Glm4MoeLite):
+    def __init__(self, config: Glm4MoeLiteConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class GptOss(_GptOss):
+    def __init__(self, config: GptOssConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Granite(_Granite):
+    def __init__(self, config: GraniteConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class HunYuanDenseV1(_HunYuanDenseV1):
+    def __init__(self, config: HunYuanDenseV1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Llama(_Llama):
+    def __init__(self, config: LlamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class MiniMaxM2(_MiniMaxM2):
+    def __init__(self, config: MiniMaxM2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Ministral(_Ministral):
+    def __init__(self, config: MinistralConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Ministral3(_Ministral3):
+    def __init__(self, config: Ministral3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Mistral(_Mistral):
+    def __init__(self, config: MistralConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Mixtral(_Mixtral):
+    def __init__(self, config: MixtralConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Mllama(_Mllama):
+    def __init__(self, config: MllamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class NanoChat(_NanoChat):
+    def __init__(self, config: NanoChatConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Olmo2(_Olmo2):
+    def __init__(self, config: Olmo2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Olmo3(_Olmo3):
+    def __init__(self, config: Olmo3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Phi3(_Phi3):
+    def __init__(self, config: Phi3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen2(_Qwen2):
+    def __init__(self, config: Qwen2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen2_5VL(_Qwen2_5VL):
+    def __init__(self, config: Qwen2_5VLConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen2Moe(_Qwen2Moe):
+    def __init__(self, config: Qwen2MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen2VL(_Qwen2VL):
+    def __init__(self, config: Qwen2VLConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3(_Qwen3):
+    def __init__(self, config: Qwen3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3_5(_Qwen3_5):
+    def __init__(self, config: Qwen3_5Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3_5Moe(_Qwen3_5Moe):
+    def __init__(self, config: Qwen3_5MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3_5MoeText(_Qwen3_5MoeText):
+    def __init__(self, config: Qwen3_5MoeTextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3_5Text(_Qwen3_5Text):
+    def __init__(self, config: Qwen3_5TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3Moe(_Qwen3Moe):
+    def __init__(self, config: Qwen3MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3Next(_Qwen3Next):
+    def __init__(self, config: Qwen3NextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3VL(_Qwen3VL):
+    def __init__(self, config: Qwen3VLConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Qwen3VLMoe(_Qwen3VLMoe):
+    def __init__(self, config: Qwen3VLMoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class SeedOss(_SeedOss):
+    def __init__(self, config: SeedOssConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class SmolLM3(_SmolLM3):
+    def __init__(self, config: SmolLM3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
