@@ -155,6 +155,7 @@ def test_what_is_saved_is_the_same_model_for_transformers(model: Any, theirs: An
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.usefixtures("gguf")
 def test_llama_cpp_converts_what_is_saved(model: Any, theirs: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The GGUF file has the same weights and tokens."""
     model.save_pretrained(tmp_path)
