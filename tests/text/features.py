@@ -34,4 +34,4 @@ def _ignores_empty_texts() -> bool:
 
 
 TRUNCATION_IGNORES_EMPTY_TEXTS = _ignores_empty_texts()
-"""Before tokenizers 0.23.3, "only_first" with an empty first text is no error, though the second one is too long."""
+"""Before tokenizers 0.23.3, "only_first" accepts an empty first text though the second one is too long."""

@@ -1,0 +1,61 @@
+"""The figures of `python -m tools.structure`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import structure
+from tools.structure import Module
+
+
+def package(**sources: str) -> dict[str, Module]:
+    root = structure.ROOT / "ligerzoo"
+    return {
+        f"ligerzoo.{name}": Module(f"ligerzoo.{name}", root / f"{name}.py", source, ast.parse(source))
+        for name, source in sources.items()
+    }
+
+
+def test_circles_include_imports_within_functions() -> None:
+    found = structure.circles(
+        package(
+            a="from ligerzoo.b import f", b="def f():\n    from ligerzoo import c", c="import ligerzoo.a",
+            d="from ligerzoo.a import f",
+        )
+    )  # fmt: skip
+    assert found == [["ligerzoo.a", "ligerzoo.b", "ligerzoo.c"]]
+
+
+def test_public_names_are_repeated_only_at_the_top_level_of_modules() -> None:
+    found = structure.repeated_names(
+        package(a="def f(): ...\nclass C: ...\ndef _g(): ...", b="class C:\n    def f(self): ...\ndef _g(): ...")
+    )
+    assert found == {"C": ["ligerzoo.a", "ligerzoo.b"]}
+
+
+def test_lines_of_checks() -> None:
+    source = "def f(x):\n    if x:\n        raise ValueError\n    check_size(x)\n    y = check_size(x)\n    return y\n"
+    assert structure.check_lines(package(a=source)["ligerzoo.a"]) == 3
+
+
+def test_a_figure_above_its_limit_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = tmp_path / "structure.toml"
+    limits.write_text(structure.LIMITS.read_text())
+    monkeypatch.setattr(structure, "LIMITS", limits)
+    modules = structure.modules()
+    assert structure.exceeded(modules) == []
+    text = limits.read_text()
+    lowered = text.replace('"lines" = ', '"lines" = -')
+    assert lowered != text
+    limits.write_text(lowered)
+    assert [line.split(":")[:2] for line in structure.exceeded(modules)] == [["figures", " lines"]]
+
+
+def test_limits_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = tmp_path / "structure.toml"
+    limits.write_text('[figures]\n"lines" = 9\nAny = 0\n["lines per package"]\nligerzoo = 100\n[repeated]\n')
+    monkeypatch.setattr(structure, "LIMITS", limits)
+    structure.lower_limits(package(a="from typing import Any\nx: Any = 1"))
+    assert structure.limits()["figures"] == {"lines": 2, "Any": 0}
+    assert structure.limits()["lines per package"] == {"ligerzoo": 2}
