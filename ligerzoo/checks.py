@@ -15,7 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 
@@ -151,3 +151,19 @@ COUNT = integer(0)
 AT_LEAST_1 = integer(1)
 FLAG = instances("True or False", lambda value: isinstance(value, bool))
 TEXT = Values("a text that is not empty", lambda value: isinstance(value, str), lambda value: value != "")
+
+
+def annotated_values(hint: Any) -> Values | None:
+    """Returns the values that an annotation describes, such as `Positive | None`, without None.
+
+    None for an annotation that describes no values, such as that of a tensor.
+    """
+    for part in (hint, *get_args(hint)):
+        if get_origin(part) is Annotated:
+            values: Values = part.__metadata__[0]
+            return values
+        if get_origin(part) is Literal:
+            return one_of(get_args(part))
+        if part is bool:
+            return FLAG
+    return None

@@ -24,7 +24,6 @@ from typing import (
     Any,
     ClassVar,
     Concatenate,
-    Literal,
     NamedTuple,
     ParamSpec,
     Self,
@@ -36,7 +35,17 @@ from typing import (
 
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, FLAG, FRACTION, NOT_NEGATIVE, POSITIVE, Values, integer, one_of, or_none, refused
+from ligerzoo.checks import (
+    FINITE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Values,
+    annotated_values,
+    integer,
+    or_none,
+    refused,
+)
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.loss.token_loss import Terms
@@ -56,14 +65,7 @@ NumItems = int | Tensor | None
 
 def _values(hint: Any) -> Values | None:
     """Returns the values that an annotation describes; None if it is that of a tensor."""
-    values: Values | None = None
-    for one in (hint, *get_args(hint)):
-        if get_origin(one) is Annotated:
-            values = one.__metadata__[0]
-        elif get_origin(one) is Literal:
-            values = one_of(get_args(one))
-        elif one is bool:
-            values = FLAG
+    values = annotated_values(hint)
     if values is None or type(None) not in get_args(hint):
         return values
     return or_none(values)

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ligerzoo.checks import (
     AT_LEAST_1,
@@ -26,9 +26,9 @@ from ligerzoo.checks import (
     POSITIVE,
     TEXT,
     Values,
+    annotated_values,
     argument_type,
     integer,
-    one_of,
 )
 from ligerzoo.errors import ConfigError, line_for_user
 
@@ -108,24 +108,12 @@ def options_of(options_class: type) -> tuple[Option, ...]:
         metadata = next(filter(None, described))
         found.append(
             Option(
-                field.name, _values(parts), field.default, metadata["description"],
+                field.name, annotated_values(hints[field.name]) or TEXT, field.default, metadata["description"],
                 str(lineage[-1].__doc__).partition("\n")[0].rstrip("."), metadata["may_change"],
                 type(None) in parts, any(get_origin(part) is tuple for part in parts),
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def _values(parts: Iterable[Any]) -> Values:
-    """Returns the values that an annotation describes, given it and its arguments."""
-    for part in parts:
-        if get_origin(part) is Annotated:
-            return part.__metadata__[0]  # type: ignore[no-any-return]
-        if get_origin(part) is Literal:
-            return one_of(get_args(part))
-        if part is bool:
-            return FLAG
-    return TEXT
 
 
 def check_options(options: Any) -> None:
