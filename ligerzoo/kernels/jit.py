@@ -43,7 +43,9 @@ class _DeviceFunction:
 class Kernel:
     """A kernel. Launch it as `kernel[programs](*arguments, num_warps=...)`, with arguments by position.
 
-    Its `tl.constexpr` parameters come last.
+    An argument is a tensor, a tensor descriptor, a number, None, or a NamedTuple of these, such as a tensor with its
+    strides. Kernels and their device functions read the fields of a NamedTuple by name. `tl.constexpr` parameters come
+    last.
 
     Args:
         unspecialized: parameters whose values have no effect on the code. Triton compiles a kernel again for numbers
@@ -68,13 +70,7 @@ class Kernel:
         device = torch.cuda.current_device()
         # The key contains all that Triton specializes a kernel on. Numbers enter by value, which is more than needed.
         key = [device, *options.values(), *arguments[self._n_variable :]]
-        for argument in arguments[: self._n_variable]:
-            if type(argument) in _NUMBERS:
-                key += type(argument), argument
-            elif isinstance(argument, Tensor):
-                key += argument.dtype, argument.data_ptr() % 16
-            else:  # a tensor descriptor
-                key += argument.base.dtype, *argument.block_shape
+        _add_specialization(key, arguments[: self._n_variable])
         compiled = self._compiled.get(tuple(key))
         if compiled is not None:
             stream = torch._C._cuda_getCurrentRawStream(device)
@@ -92,6 +88,22 @@ class Kernel:
 
         _bind_namespace(self.function.__globals__)
         return triton.jit(self.function, do_not_specialize=self._unspecialized)
+
+
+def _add_specialization(key: list[object], arguments: tuple[Any, ...]) -> None:
+    """Appends to `key` what Triton specializes a kernel on: types, divisibility of addresses, values of numbers."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _NUMBERS:
+            key.append(kind)
+            key.append(argument)
+        elif isinstance(argument, Tensor):
+            key.append(argument.dtype)
+            key.append(argument.data_ptr() % 16)
+        elif isinstance(argument, tuple):
+            _add_specialization(key, argument)
+        else:  # a tensor descriptor
+            key += argument.base.dtype, *argument.block_shape
 
 
 @overload
