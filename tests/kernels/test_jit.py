@@ -1,5 +1,7 @@
 """Launches of kernels whose arguments are NamedTuples."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
