@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import FAMILIES
@@ -116,16 +115,14 @@ def register_architecture(
         raise ConfigError("not a tuple of rules", where="layout", got=repr(layout), expected=expected)
     _check_unused(config_class, model_class, model_type)
     base = next((found for cls in model_class.__mro__[1:] if (found := _find("model_class", cls))), None)
-    own: dict[str, Any] = {
-        "model_type": model_type, "hf_class": model_class.__name__, "classes": (model_class, config_class)
-    }  # fmt: skip
-    if base is None or not issubclass(config_class, base.config_class):
-        base = Architecture(**own)
-    inherited = base.layouts
+    classes: tuple[type[CausalLM], type] = (model_class, config_class)
+    own = Architecture(model_type, model_class.__name__, classes=classes)
+    if base is not None and issubclass(config_class, base.config_class):
+        own = dataclasses.replace(base, model_type=model_type, hf_class=own.hf_class, classes=classes)
     if layout:
-        replace = partial(dataclasses.replace, rules=tuple(layout), is_own=True)
-        own["layouts"] = lambda config: tuple(dict.fromkeys(map(replace, inherited(config))))
-    _REGISTERED[model_type] = dataclasses.replace(base, **own)
+        inherited, give = own.layouts, partial(dataclasses.replace, rules=tuple(layout), is_own=True)
+        own = dataclasses.replace(own, layouts=lambda config: tuple(dict.fromkeys(map(give, inherited(config)))))
+    _REGISTERED[model_type] = own
 
 
 def _check_order(*arguments: object) -> None:
@@ -165,8 +162,9 @@ def _check_config_class(config_class: object) -> None:
         and dataclasses.is_dataclass(config_class)
         and config_class.__dataclass_params__.frozen  # type: ignore[attr-defined]
     ):
+        expected = "a frozen dataclass"
         raise ConfigError(
-            "not a config class", where="config_class", got=config_class, expected="a frozen dataclass", remedy=remedy
+            "not a config class", where="config_class", got=config_class, expected=expected, remedy=remedy
         )
     names = {field.name for field in dataclasses.fields(config_class)}
     forgotten = [name for name in inspect.get_annotations(config_class) if name not in names]
@@ -193,10 +191,9 @@ def _check_unused(config_class: type, model_class: type, model_type: object) -> 
     for attribute, cls in (("model_class", model_class), ("config_class", config_class)):
         previous = getattr(registered, attribute, cls)
         if (previous.__module__, previous.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ConfigError(
-                f"model_type {model_type!r} is registered with another class", where=attribute, got=cls.__qualname__,
-                expected=previous.__qualname__, remedy="Choose another name.",
-            )  # fmt: skip
+            what, remedy = f"model_type {model_type!r} is registered with another class", "Choose another name."
+            got, expected = cls.__qualname__, previous.__qualname__
+            raise ConfigError(what, where=attribute, got=got, expected=expected, remedy=remedy)
         owner = _find(attribute, cls)
         if owner and owner is not registered:
             what = f"the class belongs to model_type {owner.model_type!r}"

@@ -5,16 +5,14 @@ transformers ignores `post_norm`, `qk_norm` and `mlp_bias`. Values that should c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_fields
 from ligerzoo.convert.layout import Layout, Rename
+from ligerzoo.entries import Entries
 from ligerzoo.models.apertus import ApertusConfig
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     Without an object `rope_parameters`, the default scaling applies unless `rope_scaling` has entries. As in
@@ -26,7 +24,7 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return rope_fields(raw, default_theta)
 
 
-def _write_entries(config: ApertusConfig, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: ApertusConfig, entries: dict[str, object]) -> dict[str, object]:
     return {**entries, "rope_scaling": {"rope_type": "default", **(config.rope_scaling or {})}}
 
 

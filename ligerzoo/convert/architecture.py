@@ -23,6 +23,7 @@ from ligerzoo.convert.fields import (
 )
 from ligerzoo.convert.layout import Fused, FusedByHead, Interleaved, Layout, ModuleRules, Rename, Rule, Transposed
 from ligerzoo.convert.tensor_slices import Shape
+from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.registry import ALIASES, ARCHITECTURES
@@ -81,9 +82,9 @@ class Architecture:
     model_type: str
     hf_class: str = ""
     accepted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    read_entries: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
-    read_rope: Callable[[Mapping[str, Any], float], dict[str, Any]] = rope_fields
-    write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
+    read_entries: Callable[[Entries], Entries] = lambda raw: raw
+    read_rope: Callable[[Entries, float], Entries] = rope_fields
+    write_entries: Callable[[Any, dict[str, object]], dict[str, object]] = lambda config, entries: entries
     layouts: Callable[[Any], tuple[Layout, ...]] = lambda config: (Layout(),)
     extra_tensors: str = ROTARY_BUFFERS
     keeps_extra_layers: bool = False
@@ -132,13 +133,13 @@ class Architecture:
         """Returns whether a parameter stays in fp32 where half-precision files store it so."""
         return re.fullmatch(self.kept_fp32, name) is not None
 
-    def describes(self, raw: Mapping[str, Any]) -> bool:
+    def describes(self, raw: Entries) -> bool:
         """Returns whether config.json is that of a model which this architecture builds."""
         names = [self.model_type, *(alias for alias, name in ALIASES.items() if name == self.model_type)]
         return raw.get("model_type") in names and not is_classifier(raw)
 
     def config_from_hf(
-        self, raw: Mapping[str, Any], config_class: type[Any] | None = None, overrides: Mapping[str, Any] | None = None
+        self, raw: Entries, config_class: type[Any] | None = None, overrides: Entries | None = None
     ) -> Any:
         """Builds the config from config.json. A missing entry takes the default of the config class.
 
@@ -165,7 +166,7 @@ class Architecture:
             values |= self.read_rope(entries, config_class.rope_theta)
         return build_config(config_class, {**values, **(overrides or {})})
 
-    def config_to_hf(self, config: Any) -> dict[str, Any]:
+    def config_to_hf(self, config: object) -> dict[str, object]:
         """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read.
 
         They don't include `architectures`, `model_type` and the dtype.
@@ -187,7 +188,7 @@ class Architecture:
         make: Callable[..., LanguageModel] = model_class if own else self.model_class
         return make(config, device=device)
 
-    def check_rules(self, config: Any, shapes: Mapping[str, Shape]) -> None:
+    def check_rules(self, config: object, shapes: Mapping[str, Shape]) -> None:
         """Raises ConfigError if a rule of a user's own layout has no effect on a model.
 
         Args:
@@ -196,13 +197,12 @@ class Architecture:
         """
         own = [layout for layout in self.layouts(config) if layout.is_own]
         if unused := [rule for layout in own for rule in layout.unused_rules(shapes)]:
-            raise ConfigError(
-                "rules without effect", where=f"layout of model_type {self.model_type!r}",
-                got=", ".join(map(str, unused)), expected=f"paths in names such as {next(iter(shapes))!r}",
-                remedy="An earlier rule may rename the same path, or the paths be swapped: the stored one comes first.",
-            )  # fmt: skip
+            where, got = f"layout of model_type {self.model_type!r}", ", ".join(map(str, unused))
+            expected = f"paths in names such as {next(iter(shapes))!r}"
+            remedy = "An earlier rule may rename the same path, or the paths be swapped: the stored one comes first."
+            raise ConfigError("rules without effect", where=where, got=got, expected=expected, remedy=remedy)
 
-    def layout_of(self, config: Any, stored: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> Layout:
+    def layout_of(self, config: object, stored: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> Layout:
         """Returns the layout and prefixes of a checkpoint: those under which most parameters are stored.
 
         If several layouts have the same names, most shapes decide.
@@ -225,11 +225,11 @@ class Architecture:
 
         return max(map(with_best_prefixes, self.layouts(config)), key=count)
 
-    def module_layout(self, config: Any) -> Layout:
+    def module_layout(self, config: object) -> Layout:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have."""
         return self.layouts(config)[-1].without_experts()
 
-    def module_names(self, config: Any, name: str, shapes: Mapping[str, Shape]) -> list[str]:
+    def module_names(self, config: object, name: str, shapes: Mapping[str, Shape]) -> list[str]:
         """Returns the names in transformers' modules of what holds a parameter: today's, then those of old versions.
 
         Of vision-language models until 4.51, and of mixtures until 5.0, modules had the names of checkpoints.
@@ -244,7 +244,7 @@ class Architecture:
                     names.append(old.stored_name)
         return list(dict.fromkeys(names))
 
-    def wrapper_layout(self, config: Any) -> Layout:
+    def wrapper_layout(self, config: object) -> Layout:
         """`module_layout` for our modules under the names of transformers, except for biases of routers.
 
         Our interleaved and transposed weights differ from transformers', so they have other names. Modules of a user's
@@ -265,7 +265,7 @@ class Architecture:
 
         return Layout(tuple(chain.from_iterable(map(renamed, layout.rules))))
 
-    def interleaves(self, config: Any, name: str) -> bool:
+    def interleaves(self, config: object, name: str) -> bool:
         """Returns whether transformers' modules interleave this parameter with others, head by head.
 
         Adapters of PEFT cannot have an update of such a parameter alone.

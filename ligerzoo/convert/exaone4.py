@@ -5,14 +5,12 @@ transformers requires `layer_types` without a sliding window. There it has no ef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.entries import Entries
 from ligerzoo.models.exaone4 import Exaone4Config
 
 
-def _read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_entries(raw: Entries) -> Entries:
     """Returns config.json, without a `layer_types` that has no effect."""
     types = raw.get("layer_types")
     count, window = (raw.get(name, getattr(Exaone4Config, name)) for name in ("num_hidden_layers", "sliding_window"))
@@ -20,7 +18,7 @@ def _read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, "layer_types": None} if is_plain else raw
 
 
-def _write_entries(config: Exaone4Config, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: Exaone4Config, entries: dict[str, object]) -> dict[str, object]:
     if config.sliding_window is None and config.layer_types is None:
         entries["layer_types"] = ["full_attention"] * config.num_hidden_layers
     return entries

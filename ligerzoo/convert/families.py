@@ -1,21 +1,99 @@
-"""Families of checkpoints in a table: names of tensors, and almost all names in config.json, are ours."""
+"""Families of checkpoints in a table: few names of tensors and of entries in config.json differ from ours.
+
+Checkpoints of MoE models store one tensor per expert and projection. Checkpoints that transformers 5 saves in its
+in-memory layout have our stacked tensors.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from ligerzoo.convert.architecture import GELU_TANH, Architecture
-from ligerzoo.convert.layout import Fused, Layout
+from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, Architecture
+from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
+from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename
+from ligerzoo.entries import Entries
 
 GATE_UP = Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 """Gate and up projections in one tensor."""
 
+_EXPERT = "mlp.experts.{expert}"
+PER_EXPERT = (
+    PerExpert((f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "mlp.experts.gate_up_proj"),
+    PerExpert((f"{_EXPERT}.down_proj.weight",), "mlp.experts.down_proj"),
+)
+"""Experts of most families."""
 
-def _without_null_types(config: Any, entries: dict[str, Any]) -> dict[str, Any]:
+_MIXTRAL_EXPERT = "block_sparse_moe.experts.{expert}"
+MIXTRAL = (
+    Rename("block_sparse_moe.gate", "mlp.gate"),
+    PerExpert((f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight"), "mlp.experts.gate_up_proj"),
+    PerExpert((f"{_MIXTRAL_EXPERT}.w2.weight",), "mlp.experts.down_proj"),
+)
+"""Mixtral's experts: w1 (gate), w2 (down) and w3 (up)."""
+
+ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+_ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+"""Entries of DeepSeek's code, with the only values that transformers and we compute."""
+
+
+def expert_layouts(config: object) -> tuple[Layout, ...]:
+    """Returns the layouts of experts: stored one by one, or stacked under our names."""
+    return Layout(PER_EXPERT), Layout()
+
+
+def _without_null_types(config: object, entries: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in entries.items() if name != "layer_types" or value is not None}
 
 
-_FAMILIES = (
+def _read_hunyuan(raw: Entries) -> Entries:
+    """Returns config.json. As in transformers, `head_dim` counts; another `attention_head_dim` is refused."""
+    refuse(raw, "attention_head_dim", unless=(None, raw.get("head_dim")), remedy="Set head_dim, which is used instead.")
+    return raw
+
+
+def _read_qwen_moe(raw: Entries) -> Entries:
+    return {**raw, **switched_window(raw)}
+
+
+def _write_qwen_moe(config: object, entries: dict[str, object]) -> dict[str, object]:
+    return {**entries, "use_sliding_window": entries["sliding_window"] is not None}
+
+
+def _read_qwen3_moe(raw: Entries) -> Entries:
+    """`num_local_experts`, written by transformers 5, takes precedence over `num_experts`."""
+    return {**_read_qwen_moe(raw), "num_experts": first_given(raw, "num_local_experts", "num_experts")}
+
+
+def _read_ernie_moe(raw: Entries) -> Entries:
+    """Returns the entries of config.json under the names of our fields. There is no sliding window."""
+    experts = first_given(raw, "moe_num_experts", "num_experts")
+    chosen = first_given(raw, "moe_k", "num_experts_per_tok")
+    return {**raw, "num_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
+
+
+def _write_ernie_moe(config: object, entries: dict[str, object]) -> dict[str, object]:
+    del entries["sliding_window"]
+    return written_as(num_experts="moe_num_experts", num_experts_per_tok="moe_k")(config, entries)
+
+
+def _read_routed_experts(raw: Entries) -> Entries:
+    """Returns the entries of config.json; `n_routed_experts` takes precedence over `num_local_experts`.
+
+    Raises:
+        ConfigError: An option is null. transformers takes null as false, but an absent entry as true.
+    """
+    for name in ("norm_topk_prob", "rope_interleave"):
+        refuse({name: True, **raw}, name, unless=(True, False))
+    return {**raw, "num_experts": first_given(raw, "n_routed_experts", "num_local_experts")}
+
+
+_write_routed_experts = written_as(num_experts="n_routed_experts")
+
+
+def _write_deepseek(config: object, entries: dict[str, object]) -> dict[str, object]:
+    """Readers have other defaults of the number of key-value heads, which is that of the heads."""
+    return {**_write_routed_experts(config, entries), "num_key_value_heads": entries["num_attention_heads"]}
+
+
+_DENSE = (
     Architecture("arcee", accepted={"hidden_act": ("relu2",)}),
     Architecture("ernie4_5", accepted={"compression_ratio": (1.0,)}),
     # The first Gemma checkpoints have `"hidden_act": "gelu"` and a null `hidden_activation`; both mean the tanh
@@ -30,6 +108,20 @@ _FAMILIES = (
     Architecture("glm", layouts=lambda config: (Layout((GATE_UP,)),)),
     Architecture("glm4", layouts=lambda config: (Layout((GATE_UP,)),)),
     Architecture("granite"),
+    # transformers ignores entries of Hunyuan's code that would change the model, such as `use_cla`.
+    Architecture(
+        "hunyuan_v1_dense",
+        accepted={
+            "use_cla": (False,),
+            "use_qk_norm": (True,),
+            "use_rotary_pos_emb": (True,),
+            "mlp_bias": (False,),
+            "norm_type": ("rms",),
+            "num_experts": (1,),
+        },
+        read_entries=_read_hunyuan,
+        layouts=lambda config: (Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
+    ),
     Architecture("llama"),
     Architecture("ministral"),
     # A missing `sliding_window` means 4096; null means full attention. `layer_types` selects the window per layer, as
@@ -43,4 +135,53 @@ _FAMILIES = (
     Architecture("smollm3"),
 )
 
-FAMILIES = {architecture.model_type: architecture for architecture in _FAMILIES}
+_MOE = (
+    # Kimi-K2 has another `model_type`.
+    Architecture(
+        "deepseek_v3",
+        accepted={**_ROUTER, "partial_rotary_factor": (1.0,)},
+        read_entries=_read_routed_experts,
+        write_entries=_write_deepseek,
+        layouts=expert_layouts,
+        keeps_extra_layers=True,
+        quantized_formats=frozenset({"fp8"}),
+    ),
+    # Tensors of multi-token prediction are kept. Routers that are stored in fp32 stay in fp32.
+    Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        accepted={"moe_gate": ("topk",), "moe_use_aux_free": (True,), "compression_ratio": (1.0,)},
+        read_entries=_read_ernie_moe,
+        write_entries=_write_ernie_moe,
+        layouts=lambda config: (
+            Layout((Rename("mlp.moe_statics.e_score_correction_bias", ROUTER_BIAS), *PER_EXPERT)),
+            Layout((Rename("mlp.gate.moe_statics.e_score_correction_bias", ROUTER_BIAS),)),
+        ),
+        kept_fp32=r".*\.mlp\.gate\.weight",
+        extra_tensors=rf"{ROTARY_BUFFERS}|(model\.)?mtp_.+",
+    ),
+    Architecture(
+        "glm4_moe",
+        accepted=_ROUTER,
+        read_entries=_read_routed_experts,
+        write_entries=_write_routed_experts,
+        layouts=expert_layouts,
+        keeps_extra_layers=True,
+    ),
+    Architecture(
+        "mixtral",
+        read_entries=first_spelling(num_experts=("num_experts", "num_local_experts")),
+        write_entries=written_as(num_experts="num_local_experts"),
+        layouts=lambda config: (Layout(MIXTRAL), Layout()),
+    ),
+    Architecture("qwen2_moe", read_entries=_read_qwen_moe, write_entries=_write_qwen_moe, layouts=expert_layouts),
+    Architecture(
+        "qwen3_moe",
+        read_entries=_read_qwen3_moe,
+        write_entries=_write_qwen_moe,
+        layouts=expert_layouts,
+        quantized_formats=frozenset({"fp8"}),
+    ),
+)
+
+FAMILIES = {architecture.model_type: architecture for architecture in (*_DENSE, *_MOE)}

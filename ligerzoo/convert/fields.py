@@ -6,40 +6,51 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypedDict, Union, get_args, get_origin
 
 import torch
 
+from ligerzoo.entries import FLAG, OBJECT, Entries, shown
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.config import DecoderConfig, field_types
 
 _ORIGINAL = "original_max_position_embeddings"
 _OTHER_DTYPE_NAMES = {
-    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",
-    "half": "float16", "bf16": "bfloat16",
-}  # fmt: skip
+    **dict.fromkeys(("fp64", "double"), "float64"),
+    **dict.fromkeys(("fp32", "float"), "float32"),
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    "bf16": "bfloat16",
+}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 ALTERNATIVE_ENTRIES = frozenset(
     {
-        "rope_parameters", "num_experts", "num_local_experts", "n_routed_experts", "rotary_dim",
+        "rope_parameters",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "rotary_dim",
         "original_max_position_embeddings",
-        "partial_rotary_factor", "_sliding_window_pattern", "text_config", "num_labels", "problem_type",
+        "partial_rotary_factor",
+        "_sliding_window_pattern",
+        "text_config",
+        "num_labels",
+        "problem_type",
     }
-)  # fmt: skip
+)
 """Entries of config.json that, in some version of transformers, hold the value of a config field or of the labels
 under another name, or only where it is not None."""
 
 
-def is_classifier(raw: Mapping[str, Any]) -> bool:
+def is_classifier(raw: Entries) -> bool:
     """Returns whether config.json names a class of transformers that classifies sequences."""
     names = raw.get("architectures")
     return isinstance(names, list) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
 
 
-def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+def shared_fields(raw: Entries, config_class: type) -> dict[str, object]:
     """Returns the entries of config.json that have the name of a config field, converted to the field's type.
 
     A null counts as absent unless the field can be None. Entries without a field are ignored.
@@ -52,7 +63,7 @@ def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
     }
 
 
-def convert_value(value: Any, hint: Any, name: str) -> Any:
+def convert_value(value: object, hint: object, name: str) -> object:
     """Converts a JSON value to a field's type: objects to dataclasses and lists to tuples, if the type hint says so.
 
     Args:
@@ -72,13 +83,13 @@ def convert_value(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
-def convert_overrides(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+def convert_overrides(overrides: Entries, config_class: type) -> dict[str, object]:
     """Converts values that a user gives for config fields to the types of the fields. All names must be fields."""
     hints = field_types(config_class)
     return {name: convert_value(value, hints[name], name) for name, value in overrides.items()}
 
 
-def build_config(config_class: type, values: Mapping[str, Any]) -> Any:
+def build_config(config_class: type, values: Entries) -> Any:
     """Returns a config with these field values.
 
     Raises:
@@ -90,7 +101,7 @@ def build_config(config_class: type, values: Mapping[str, Any]) -> Any:
     return config_class(**values)
 
 
-def written_fields(config: Any) -> dict[str, Any]:
+def written_fields(config: Any) -> dict[str, object]:
     """Returns the entries of config.json that have the names of config fields.
 
     transformers 5 rejects a null `head_dim` or `num_key_value_heads` in most architectures. So a None is omitted if the
@@ -110,13 +121,13 @@ def written_fields(config: Any) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            what = "cannot be written to config.json"
+            what, got = "cannot be written to config.json", f"{value!r} ({type(value).__name__})"
             expected = "numbers, strings, booleans, None, or lists, tuples, dicts and dataclasses of them"
-            raise ConfigError(what, where=name, got=f"{value!r} ({type(value).__name__})", expected=expected) from error
+            raise ConfigError(what, where=name, got=got, expected=expected) from error
     return entries
 
 
-def first_given(raw: Mapping[str, Any], *names: str) -> Any:
+def first_given(raw: Entries, *names: str) -> object:
     """Returns the first of these entries of config.json, spellings of one value, that is not null, or None if all are.
 
     Raises:
@@ -125,17 +136,17 @@ def first_given(raw: Mapping[str, Any], *names: str) -> Any:
     return _first_not_null([(name, raw.get(name)) for name in names])
 
 
-def _first_not_null(spellings: Iterable[tuple[str, Any]]) -> Any:
+def _first_not_null(spellings: Iterable[tuple[str, object]]) -> object:
     """Returns the first value that is not None, or None. The values, with their names, must have one JSON type."""
     given = [(name, value) for name, value in spellings if value is not None]
     for name, value in given[1:]:
         if _json_type(value) != _json_type(given[0][1]):
             expected = f"no entry or {_json_type(given[0][1])}, as in {given[0][0]}"
-            raise ConfigError("invalid value", where=name, got=repr(value), expected=expected)
+            raise ConfigError("invalid value", where=name, got=shown(value), expected=expected)
     return given[0][1] if given else None
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     match value:
         case bool():
             return "true or false"
@@ -148,25 +159,24 @@ def _json_type(value: Any) -> str:
     return "a list"
 
 
-def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_entry(raw: Entries, name: str) -> Entries:
     """Returns an entry of config.json that must be an object; an empty one if it is absent or null."""
-    value = raw.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError("not an object", where=name, got=repr(value), expected="an object")
-    return value
+    return OBJECT.entry(raw, name) or {}
 
 
-def flag_entry(raw: Mapping[str, Any], name: str) -> bool:
+def flag_entry(raw: Entries, name: str) -> bool:
     """Returns an entry of config.json that must be true or false; False if it is absent or null."""
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError("invalid value", where=name, got=repr(value), expected="true or false")
-    return bool(value)
+    return FLAG.entry(raw, name) or False
 
 
-def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
+class Rope(TypedDict):
+    """Fields of the rotary embedding; `rope_scaling` is None without scaling."""
+
+    rope_theta: object
+    rope_scaling: dict[str, object] | None
+
+
+def rope_fields(raw: Entries, default_theta: float = 10000.0) -> Rope:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     transformers 4 writes `rope_theta` and `rope_scaling` (with `type` or `rope_type`). transformers 5 writes one object
@@ -188,16 +198,13 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     if original is not None:
         scaling[_ORIGINAL] = original
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
-        what = "not supported"
-        got = f"an object with {', '.join(map(repr, nested))}"
-        raise ConfigError(what, where="rope_parameters", got=got, expected="the parameters of all layers in one object")
-    return {
-        "rope_theta": default_theta if theta is None else theta,
-        "rope_scaling": {"rope_type": rope_type, **scaling} if rope_type != "default" else None,
-    }
+        got, expected = f"an object with {', '.join(map(repr, nested))}", "the parameters of all layers in one object"
+        raise ConfigError("not supported", where="rope_parameters", got=got, expected=expected)
+    scales = {"rope_type": rope_type, **scaling} if rope_type != "default" else None
+    return {"rope_theta": default_theta if theta is None else theta, "rope_scaling": scales}
 
 
-def partial_rotary_factor(raw: Mapping[str, Any], default: float | None) -> float | None:
+def partial_rotary_factor(raw: Entries, default: float | None) -> object:
     """Returns the fraction of a head's features that is rotated.
 
     An entry inside the object of `rope_entry` takes precedence over the top-level one.
@@ -207,18 +214,18 @@ def partial_rotary_factor(raw: Mapping[str, Any], default: float | None) -> floa
     return default if factor is None else factor
 
 
-def rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_entry(raw: Entries) -> Entries:
     """Returns the object that holds the parameters of the rotary embedding, in either spelling; may be empty."""
     scaling, parameters = object_entry(raw, "rope_scaling"), object_entry(raw, "rope_parameters")
     return scaling or parameters
 
 
-def switched_window(raw: Mapping[str, Any], default: int = 4096) -> dict[str, Any]:
+def switched_window(raw: Entries, default: int = 4096) -> dict[str, object]:
     """Reads `sliding_window` of configs in which it applies only if `use_sliding_window` is true, as in Qwen's."""
     return {"sliding_window": raw.get("sliding_window", default) if flag_entry(raw, "use_sliding_window") else None}
 
 
-def first_spelling(**spellings: tuple[str, ...]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def first_spelling(**spellings: tuple[str, ...]) -> Callable[[Entries], dict[str, object]]:
     """Returns a function that reads fields under other names in config.json.
 
     Args:
@@ -227,7 +234,7 @@ def first_spelling(**spellings: tuple[str, ...]) -> Callable[[Mapping[str, Any]]
     return lambda raw: {**raw, **{name: first_given(raw, *names) for name, names in spellings.items()}}
 
 
-def written_as(**names: str) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+def written_as(**names: str) -> Callable[[object, dict[str, object]], dict[str, object]]:
     """Returns a function that writes fields under other names to config.json, given by field."""
     return lambda config, entries: {
         **{other: entries[name] for name, other in names.items()},
@@ -236,8 +243,8 @@ def written_as(**names: str) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
 
 
 def rope_of_layer_types(
-    raw: Mapping[str, Any], default_theta: float, local_theta: Any, default_local_theta: float
-) -> dict[str, Any]:
+    raw: Entries, default_theta: float, local_theta: object, default_local_theta: float
+) -> dict[str, object]:
     """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq`, that of sliding-window layers, which never scale.
 
     transformers 5 writes `rope_parameters`, an object per layer type, which takes precedence over `rope_theta` and
@@ -263,7 +270,7 @@ def rope_of_layer_types(
     return {**rope, "rope_local_base_freq": local["rope_theta"]}
 
 
-def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+def stored_dtype(raw: Entries) -> torch.dtype | None:
     """Returns the dtype that config.json names, in the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
     name = first_given(raw, "dtype", "torch_dtype")
     return None if name is None else parse_dtype(name, where="dtype")
@@ -276,17 +283,15 @@ def parse_dtype(name: object, *, where: str) -> torch.dtype:
         ConfigError: It is not a dtype that weights can have.
     """
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else name
-    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
-        remedy = None
-        if isinstance(name, str):
-            remedy = did_you_mean(_OTHER_DTYPE_NAMES.get(name.lower(), name), _DTYPES)
-        raise ConfigError(
-            "not a dtype of weights", where=where, got=repr(name), expected=" or ".join(_DTYPES), remedy=remedy
-        )
-    return dtype
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
+        return dtype
+    remedy = did_you_mean(_OTHER_DTYPE_NAMES.get(str(name).lower(), name), _DTYPES)
+    raise ConfigError(
+        "not a dtype of weights", where=where, got=shown(name), expected=" or ".join(_DTYPES), remedy=remedy
+    )
 
 
-def refuse(raw: Mapping[str, Any], name: str, *, unless: tuple[object, ...], remedy: str | None = None) -> None:
+def refuse(raw: Entries, name: str, *, unless: tuple[object, ...], remedy: str | None = None) -> None:
     """Raises ConfigError if an entry of config.json asks for something that the model computes differently.
 
     Args:
@@ -296,8 +301,7 @@ def refuse(raw: Mapping[str, Any], name: str, *, unless: tuple[object, ...], rem
         remedy: what the user can do.
     """
     value = raw.get(name)
-    accepted = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in unless)
-    if not accepted:  # 0 == False in Python, so the types are compared too
-        got = repr(value) if not isinstance(value, Mapping) else f"an object with {', '.join(map(repr, value))}"
+    if not any(value == other and (type(value) is bool) is (type(other) is bool) for other in unless):  # 0 == False
+        got = f"an object with {', '.join(map(repr, value))}" if isinstance(value, Mapping) else repr(value)
         expected = " or ".join("no entry" if other is None else repr(other) for other in unless)
         raise ConfigError("not supported", where=name, got=got, expected=expected, remedy=remedy)

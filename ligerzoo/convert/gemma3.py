@@ -7,13 +7,11 @@ classification head (`vision_use_head`), which no forward uses; it is kept when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.gemma3_text import ARCHITECTURE as TEXT
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
+from ligerzoo.entries import Entries
 from ligerzoo.models.gemma3 import Gemma3Config
 
 _TOP_LEVEL = {
@@ -29,7 +27,7 @@ _TOP_LEVEL = {
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Entries) -> dict[str, object]:
     """Returns the entries of all levels of config.json under the names of our fields.
 
     `final_logit_softcapping` is ignored. `tie_word_embeddings` is read from the top level only. Token ids at the top
@@ -45,13 +43,12 @@ def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": None, **given, "vision_config": vision}
 
 
-def _write_entries(config: Gemma3Config, entries: dict[str, Any]) -> dict[str, Any]:
-    vision = {
-        "model_type": "siglip_vision_model", "hidden_act": GELU_TANH, "vision_use_head": False,
-        **entries.pop("vision_config"),
-    }  # fmt: skip
+def _write_entries(config: Gemma3Config, entries: dict[str, object]) -> dict[str, object]:
+    vision = {"model_type": "siglip_vision_model", "hidden_act": GELU_TANH, "vision_use_head": False}
+    vision |= object_entry(entries, "vision_config")
     top_level = {other: entries[name] for name, other in _TOP_LEVEL.items()}
-    text = {name: value for name, value in entries.items() if not name.endswith("_token_id") or name in _TOKENS}
+    others = {"vision_config", *(name for name in _TOP_LEVEL if name.endswith("_token_id"))}
+    text = {name: value for name, value in entries.items() if name not in others}
     return {**top_level, "text_config": {"model_type": "gemma3_text", **text}, "vision_config": vision}
 
 
@@ -69,15 +66,13 @@ RULES = (
         (Rename("mm_soft_emb_norm", "norm"), Rename("mm_input_projection_weight", "projection")),
     ),
 )
+_TOWER = ("vision_tower.vision_model.", "vision_tower.")
 FILES = (
     ("model.", "language_model.model.", "model.language_model.", "language_model."),
     ("lm_head.", "language_model.lm_head.", "lm_head."),
-    (
-        "vision_tower.", "vision_tower.vision_model.", "vision_tower.", "model.vision_tower.",
-        "model.vision_tower.vision_model.",
-    ),
+    ("vision_tower.", *(before + name for before in ("", "model.") for name in _TOWER)),
     ("multi_modal_projector.", "multi_modal_projector.", "model.multi_modal_projector."),
-)  # fmt: skip
+)
 MODULES = (
     ("model.", "model.language_model."),
     ("vision_tower.", "model.vision_tower."),

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import rope_of_layer_types
+from ligerzoo.entries import Entries
 from ligerzoo.models.gemma3_text import Gemma3TextConfig
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq` from either spelling.
 
     transformers 4 writes entries of these names. transformers 5 writes `rope_parameters`, an object per layer type,

@@ -7,21 +7,22 @@ other numbers are written as types.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from ligerzoo.convert import deepseek_v3
+from ligerzoo.convert.families import FAMILIES
 from ligerzoo.models.glm4_moe_lite import MLP_TYPES, Glm4MoeLiteConfig
 
+_DEEPSEEK = FAMILIES["deepseek_v3"]
 
-def _write_entries(config: Glm4MoeLiteConfig, entries: dict[str, Any]) -> dict[str, Any]:
+
+def _write_entries(config: Glm4MoeLiteConfig, entries: dict[str, object]) -> dict[str, object]:
     if config.mlp_layer_types is None and config.first_k_dense_replace != 1:
         types = [MLP_TYPES[config.has_mixture(layer)] for layer in range(config.num_hidden_layers)]
         entries = {**entries, "mlp_layer_types": types}
-    return deepseek_v3.ARCHITECTURE.write_entries(config, entries)
+    return _DEEPSEEK.write_entries(config, entries)
 
 
 ARCHITECTURE = replace(
-    deepseek_v3.ARCHITECTURE,
+    _DEEPSEEK,
     model_type="glm4_moe_lite",
     hf_class="Glm4MoeLiteForCausalLM",
     write_entries=_write_entries,

@@ -8,21 +8,19 @@ rotary embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_spelling, rope_entry, rope_fields
 from ligerzoo.convert.layout import Interleaved, Layout, ModuleRules, Rename, Transposed
+from ligerzoo.entries import Entries
 from ligerzoo.models.gpt_oss import YARN, GptOssConfig
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta` and `rope_scaling` from either spelling. Without a rope entry the default YaRN applies."""
     return rope_fields(raw if rope_entry(raw) else {**raw, "rope_scaling": YARN}, default_theta)
 
 
-def _write_entries(config: GptOssConfig, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: GptOssConfig, entries: dict[str, object]) -> dict[str, object]:
     scaling = dict(config.rope_scaling or {"rope_type": "default"})  # transformers reads null as the default YaRN
     return {"num_local_experts": entries.pop("num_experts"), **entries, "rope_scaling": scaling}
 

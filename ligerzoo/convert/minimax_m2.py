@@ -6,20 +6,18 @@ ignores entries for linear attention, shared experts and other norms, which are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligerzoo.convert import mixtral
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.families import FAMILIES, MIXTRAL, ROUTER_BIAS
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
 from ligerzoo.convert.layout import Layout, Rename
+from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.minimax_m2 import MiniMaxM2Config
 
-_BIAS = "mlp.gate.e_score_correction_bias"
+_MIXTRAL = FAMILIES["mixtral"]
 
 
-def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Entries) -> dict[str, object]:
     """Returns the entries of config.json under the names of our fields. There is no sliding window.
 
     Raises:
@@ -30,10 +28,10 @@ def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "linear attention is not supported", where="attn_type_list", got=repr(types)[:200], expected="ones only"
         )
-    return {**mixtral.ARCHITECTURE.read_entries(raw), "sliding_window": None}
+    return {**_MIXTRAL.read_entries(raw), "sliding_window": None}
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads the fields of the rotary embedding; `partial_rotary_factor` takes precedence over `rotary_dim`."""
     rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
     if rotary_dim is None:
@@ -46,13 +44,13 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return {**rope_fields(raw, default_theta), "partial_rotary_factor": rotated}
 
 
-def _write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: MiniMaxM2Config, entries: dict[str, object]) -> dict[str, object]:
     del entries["sliding_window"]
     if entries["partial_rotary_factor"] == 1:
         del entries["partial_rotary_factor"]
     else:
         entries["rotary_dim"] = config.rotary_size
-    return mixtral.ARCHITECTURE.write_entries(config, entries)
+    return _MIXTRAL.write_entries(config, entries)
 
 
 ARCHITECTURE = Architecture(
@@ -68,8 +66,8 @@ ARCHITECTURE = Architecture(
     read_rope=_read_rope,
     write_entries=_write_entries,
     layouts=lambda config: (
-        Layout((Rename("block_sparse_moe.e_score_correction_bias", _BIAS), *mixtral.RULES)),
-        Layout((Rename("mlp.e_score_correction_bias", _BIAS),)),
+        Layout((Rename("block_sparse_moe.e_score_correction_bias", ROUTER_BIAS), *MIXTRAL)),
+        Layout((Rename("mlp.e_score_correction_bias", ROUTER_BIAS),)),
     ),
     keeps_extra_layers=True,
     quantized_formats=frozenset({"fp8"}),

@@ -6,16 +6,14 @@ transformers 4 (hub checkpoints, and files written by transformers 5) or those o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
+from ligerzoo.entries import Entries
 from ligerzoo.models.mllama import MllamaConfig
 
 
-def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entries(raw: Entries) -> dict[str, object]:
     """Returns the entries of all levels of config.json under the names of our fields.
 
     `tie_word_embeddings` is ignored: the head is never tied. As in transformers, `image_token_id` takes precedence over
@@ -31,9 +29,10 @@ def _read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_entries(config: MllamaConfig, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: MllamaConfig, entries: dict[str, object]) -> dict[str, object]:
     text = {name: value for name, value in entries.items() if name != "bos_token_id" or value is not None}
-    vision, image = text.pop("vision_config"), text.pop("image_token_index")
+    vision, image = object_entry(entries, "vision_config"), text.pop("image_token_index")
+    del text["vision_config"]
     return {
         "image_token_index": image,
         "text_config": {"model_type": "mllama_text_model", **text},

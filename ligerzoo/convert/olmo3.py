@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_of_layer_types
+from ligerzoo.entries import Entries
 from ligerzoo.models.olmo3 import Olmo3Config
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq` from either spelling.
 
     transformers 4 writes `rope_theta` for all layers and `rope_scaling` for full-attention layers. transformers 5
@@ -24,7 +22,7 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     return rope
 
 
-def _write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: Olmo3Config, entries: dict[str, object]) -> dict[str, object]:
     """Returns the entries of config.json in the spelling of transformers 4, if version 5 reads the same thetas from it.
 
     Version 5 gives sliding-window layers its default theta then.

@@ -5,30 +5,28 @@ Checkpoints store the query, key and value projections as one tensor, and the ga
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import GATE_UP
 from ligerzoo.convert.fields import rope_fields
 from ligerzoo.convert.layout import Fused, Layout
+from ligerzoo.entries import Entries
 from ligerzoo.models.phi3 import Phi3Config
 
 _LONGROPE = ("longrope", "su", "yarn")
 """Rope types that all mean LongRoPE: early checkpoints call it `su` or `yarn`."""
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta` and `rope_scaling` from either spelling."""
     rope = rope_fields(raw, default_theta)
-    if rope["rope_scaling"] is not None:
-        rope["rope_scaling"].pop("original_max_position_embeddings", None)  # the top-level entry applies
-        if rope["rope_scaling"]["rope_type"] in _LONGROPE:
-            rope["rope_scaling"]["rope_type"] = "longrope"
+    if (scaling := rope["rope_scaling"]) is not None:
+        scaling.pop("original_max_position_embeddings", None)  # the top-level entry applies
+        if scaling["rope_type"] in _LONGROPE:
+            scaling["rope_type"] = "longrope"
     return rope
 
 
-def _write_entries(config: Phi3Config, entries: dict[str, Any]) -> dict[str, Any]:
+def _write_entries(config: Phi3Config, entries: dict[str, object]) -> dict[str, object]:
     if config.rope_scaling is not None:  # transformers 4 accepts only `type` and the two lists of factors
         scaling = dict(config.rope_scaling)
         entries["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}

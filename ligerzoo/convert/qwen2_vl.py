@@ -8,19 +8,18 @@ that transformers 5 saves in its in-memory layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry, rope_fields
 from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
+from ligerzoo.entries import Entries
 from ligerzoo.models.vision_lm import VisionLMConfig
 
 VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def _read_entries(raw: Mapping[str, Any], *, activations: tuple[str, ...]) -> dict[str, Any]:
+def _read_entries(raw: Entries, *, activations: tuple[str, ...]) -> dict[str, object]:
     """Returns the entries of all levels of config.json under the names of our fields.
 
     The head is tied if either level sets `tie_word_embeddings`.
@@ -38,14 +37,14 @@ def _read_entries(raw: Mapping[str, Any], *, activations: tuple[str, ...]) -> di
     return {**text, **tokens, "vision_config": vision, "tie_word_embeddings": any(ties)}
 
 
-def refuse_other_tower_rotation(vision: Mapping[str, Any]) -> None:
+def refuse_other_tower_rotation(vision: Entries) -> None:
     """Raises ConfigError if the rotary embedding in `vision_config` is not the one of Qwen's towers."""
     rope = object_entry(vision, "rope_parameters")
     refuse(rope, "rope_type", unless=(None, "axial"))
     refuse(rope, "rope_theta", unless=(None, 10000.0))
 
 
-def read_sectioned_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def read_sectioned_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta`, `rope_scaling` and `mrope_section`.
 
     config.json holds `mrope_section` inside the scaling entry. A rope type of "mrope" there means no scaling.
@@ -58,7 +57,7 @@ def read_sectioned_rope(raw: Mapping[str, Any], default_theta: float) -> dict[st
     return {**rope, **sections}
 
 
-def _write_entries(config: VisionLMConfig, entries: dict[str, Any], *, activation: str) -> dict[str, Any]:
+def _write_entries(config: VisionLMConfig, entries: dict[str, object], *, activation: str) -> dict[str, object]:
     """Returns the entries of config.json from those named like the fields of the config.
 
     All entries of the decoder are at the top level.
@@ -68,8 +67,9 @@ def _write_entries(config: VisionLMConfig, entries: dict[str, Any], *, activatio
         entries: entries named like its fields.
         activation: `hidden_act` of the vision tower.
     """
-    scaling = {**(config.rope_scaling or {"type": "mrope"}), "mrope_section": list(entries.pop("mrope_section"))}
-    vision = {"hidden_act": activation, **entries["vision_config"]}
+    del entries["mrope_section"]
+    scaling = {**(config.rope_scaling or {"type": "mrope"}), "mrope_section": list(config.mrope_section)}
+    vision = {"hidden_act": activation, **object_entry(entries, "vision_config")}
     return {**entries, "rope_scaling": scaling, "vision_config": vision}
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, refuse
 from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.qwen3_5_text import ACCEPTED, KEPT_FP32, PREDICTION_HEAD
 from ligerzoo.convert.qwen3_vl import qwen3_vision
+from ligerzoo.entries import Entries
 
 
-def _read_entries(raw: Mapping[str, Any], *, architecture: Architecture) -> dict[str, Any]:
+def _read_entries(raw: Entries, *, architecture: Architecture) -> dict[str, object]:
     """Returns the entries of all levels of config.json under the names of our fields."""
     entries = dict(architecture.read_entries(raw))
-    refuse(entries["vision_config"], "deepstack_visual_indexes", unless=(None, []))
+    refuse(object_entry(entries, "vision_config"), "deepstack_visual_indexes", unless=(None, []))
     window = object_entry(raw, "text_config").get("sliding_window")  # which Qwen3-VL ignores
     return {**entries, "sliding_window": window}
 

@@ -6,7 +6,7 @@ Otherwise as `qwen3_5`.
 
 from dataclasses import replace
 
-from ligerzoo.convert.qwen2_moe import PER_EXPERT
+from ligerzoo.convert.families import PER_EXPERT
 from ligerzoo.convert.qwen3_5 import hybrid_vision
 from ligerzoo.convert.qwen3_5_moe_text import ARCHITECTURE as TEXT
 from ligerzoo.convert.qwen3_vl import LAYOUT

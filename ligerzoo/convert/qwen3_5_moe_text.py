@@ -5,9 +5,9 @@ Experts are stored one by one, or stacked under our names. Otherwise as `qwen3_5
 
 from dataclasses import replace
 
+from ligerzoo.convert.families import PER_EXPERT
 from ligerzoo.convert.fields import first_spelling
 from ligerzoo.convert.layout import Layout
-from ligerzoo.convert.qwen2_moe import PER_EXPERT
 from ligerzoo.convert.qwen3_5_text import ACCEPTED, PREFIXES
 from ligerzoo.convert.qwen3_5_text import ARCHITECTURE as DENSE
 

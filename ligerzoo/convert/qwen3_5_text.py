@@ -8,16 +8,19 @@ in fp32 in bf16 files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ligerzoo.convert.architecture import ROTARY_BUFFERS, SILU, Architecture
 from ligerzoo.convert.fields import rope_fields
 from ligerzoo.convert.layout import Layout
+from ligerzoo.entries import Entries
 
 ACCEPTED: Mapping[str, tuple[object, ...]] = {
-    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "output_gate_type": SILU, "sliding_window": (),
+    "attn_output_gate": (True,),
+    "mamba_ssm_dtype": ("float32",),
+    "output_gate_type": SILU,
+    "sliding_window": (),
     "use_sliding_window": (False,),
-}  # fmt: skip
+}
 """Entries that transformers ignores: other values would change the numbers."""
 
 PREFIXES = (("model.", "model.", "model.language_model.", ""),)
@@ -26,7 +29,7 @@ EXTRA_TENSORS = rf"model\.visual\..*|{PREDICTION_HEAD}|{ROTARY_BUFFERS}"
 KEPT_FP32 = r".*\.linear_attn\.(A_log|dt_bias|norm\.weight)"
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     The entries of M-RoPE have no effect on text, whose tokens have equal positions on all axes.

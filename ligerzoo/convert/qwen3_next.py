@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ligerzoo.convert.families import PER_EXPERT
 from ligerzoo.convert.fields import first_spelling
 from ligerzoo.convert.layout import FusedByHead, Layout
-from ligerzoo.convert.qwen2_moe import PER_EXPERT
 from ligerzoo.convert.qwen3_5_text import ARCHITECTURE as TEXT
 from ligerzoo.models.qwen3_next import Qwen3NextConfig
 

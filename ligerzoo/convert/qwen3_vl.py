@@ -7,9 +7,7 @@ tensors, and store its query, key and value projections as one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
@@ -21,6 +19,7 @@ from ligerzoo.convert.qwen2_vl import (
     read_sectioned_rope,
     refuse_other_tower_rotation,
 )
+from ligerzoo.entries import Entries
 from ligerzoo.models.qwen3_vision import Qwen3VisionLMConfig
 
 LAYOUT = Layout(
@@ -28,7 +27,7 @@ LAYOUT = Layout(
 )
 
 
-def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
+def _read_entries(raw: Entries, *, model_type: str) -> dict[str, object]:
     """Returns the entries of all levels of config.json under the names of our fields."""
     text, vision = object_entry(raw, "text_config"), object_entry(raw, "vision_config")
     refuse(text, "model_type", unless=(None, f"{model_type}_text"))
@@ -42,7 +41,7 @@ def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
     return {**text, **experts, "sliding_window": None, **tokens, **tie, "vision_config": vision}
 
 
-def read_interleaved_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def read_interleaved_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads `rope_theta`, `rope_scaling` and `mrope_section`. The axes are always interleaved."""
     entry = dict(rope_entry(raw))
     refuse(entry, "mrope_interleaved", unless=(None, True))
@@ -50,12 +49,13 @@ def read_interleaved_rope(raw: Mapping[str, Any], default_theta: float) -> dict[
     return read_sectioned_rope({**raw, "rope_scaling": entry, "rope_parameters": None}, default_theta)
 
 
-def _write_entries(config: Qwen3VisionLMConfig, entries: dict[str, Any], *, model_type: str) -> dict[str, Any]:
-    sections = {"mrope_section": list(entries.pop("mrope_section")), "mrope_interleaved": True}
-    top = {name: entries.pop(name) for name in (*VISION_TOKENS, "tie_word_embeddings")}
-    vision = {"model_type": model_type, "hidden_act": GELU_TANH, **entries.pop("vision_config")}
+def _write_entries(config: Qwen3VisionLMConfig, entries: dict[str, object], *, model_type: str) -> dict[str, object]:
+    vision = {"model_type": model_type, "hidden_act": GELU_TANH, **object_entry(entries, "vision_config")}
+    top = {name: entries[name] for name in (*VISION_TOKENS, "tie_word_embeddings")}
+    text = {name: value for name, value in entries.items() if name not in (*top, "vision_config", "mrope_section")}
+    sections = {"mrope_section": list(config.mrope_section), "mrope_interleaved": True}
     scaling = {**(config.rope_scaling or {"rope_type": "default"}), **sections}
-    text = {"model_type": f"{model_type}_text", **entries, "rope_scaling": scaling}
+    text = {"model_type": f"{model_type}_text", **text, "rope_scaling": scaling}
     return {**top, "text_config": text, "vision_config": vision}
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import CLASSIFIER_SUFFIX, is_classifier, object_entry
+from ligerzoo.entries import OBJECT, Entries, JsonType
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.building import building
 from ligerzoo.models.language_model import LanguageModel
@@ -18,7 +19,14 @@ from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 LABEL_OPTIONS = ("num_labels", "id2label", "label2id", "problem_type")
 """Entries of config.json about the labels, and arguments of `from_pretrained` that take precedence over them."""
 
-_MAX_LABELS = 1_000_000
+_NUMBER = JsonType[int](
+    "1 to 1,000,000", lambda value: type(value) is int and 1 <= value <= 1_000_000, "not a number of labels"
+)
+_EXAMPLES = {"id2label": '{0: "negative", 1: "positive"}', "label2id": '{"negative": 0, "positive": 1}'}
+_NAMES = {
+    name: replace(OBJECT, expected=f"a dictionary such as {example}", problem="not a dictionary")
+    for name, example in _EXAMPLES.items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +55,7 @@ class ClassifierArchitecture(Architecture):
     def unused(self) -> frozenset[str]:
         return frozenset({"lm_head.weight", "lm_head.bias"} if self.from_causal_lm else ())
 
-    def describes(self, raw: Mapping[str, Any]) -> bool:
+    def describes(self, raw: Entries) -> bool:
         return raw.get("model_type") == self.model_type and is_classifier(raw)
 
     def build(
@@ -63,7 +71,7 @@ class ClassifierArchitecture(Architecture):
         with building(device):
             return SequenceClassifier(config, causal_lm.model, self.labels)
 
-    def config_to_hf(self, config: Any) -> dict[str, Any]:
+    def config_to_hf(self, config: object) -> dict[str, object]:
         labels = {"id2label": self.labels.id2label, "label2id": self.labels.label2id}
         if self.labels.problem_type is not None:
             labels["problem_type"] = self.labels.problem_type
@@ -78,9 +86,7 @@ def classifier_architecture(causal_lm: Architecture, labels: Labels) -> Classifi
     return ClassifierArchitecture(**inherited | own)
 
 
-def read_classifier(
-    causal_lm: Architecture, raw: Mapping[str, Any], options: Mapping[str, Any]
-) -> ClassifierArchitecture:
+def read_classifier(causal_lm: Architecture, raw: Entries, options: Entries) -> ClassifierArchitecture:
     """Returns the architecture that loads a checkpoint as a sequence classifier.
 
     The checkpoint is a classifier's, which must have a head, or a causal language model's, whose head is left out.
@@ -97,7 +103,7 @@ def read_classifier(
     return replace(architecture, from_causal_lm=not is_classifier(raw))
 
 
-def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:
+def read_labels(raw: Entries, options: Entries) -> Labels:
     """Returns the labels from config.json, or from options, which take precedence.
 
     Without names, or if `num_labels` is given and has another value than there are names, they are LABEL_0, LABEL_1 and
@@ -107,22 +113,14 @@ def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:
         ConfigError: an entry or option is invalid, or the options contradict each other.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in ("id2label", "label2id"):
-        if name in given and not isinstance(given[name], Mapping):
-            example = '{0: "negative", 1: "positive"}' if name == "id2label" else '{"negative": 0, "positive": 1}'
-            raise ConfigError(
-                "not a dictionary", where=name, got=repr(given[name])[:200], expected=f"a dictionary such as {example}"
-            )
+    for name, kind in _NAMES.items():
+        kind.entry(given, name)
     stored = {name: raw[name] for name in LABEL_OPTIONS if raw.get(name) is not None}
     if given.keys() & {"num_labels", "id2label", "label2id"}:
         stored = {name: value for name, value in stored.items() if name in ("id2label", "problem_type")}
-    entries = {**stored, **given}
+    entries: Mapping[str, Any] = {**stored, **given}
     names = _names(entries)
-    number = entries.get("num_labels")
-    if number is not None and (type(number) is not int or not 1 <= number <= _MAX_LABELS):
-        raise ConfigError(
-            "not a number of labels", where="num_labels", got=repr(number)[:200], expected=f"1 to {_MAX_LABELS:,}"
-        )
+    number = _NUMBER.entry(entries, "num_labels")
     if number is not None and names is not None and len(names) != number:
         if given.keys() & {"id2label", "label2id"}:
             raise ConfigError("differs from the number of names", where="num_labels", got=number, expected=len(names))
@@ -132,9 +130,9 @@ def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:
     return Labels(tuple(names), entries.get("problem_type"))
 
 
-def _names(entries: Mapping[str, Any]) -> list[str] | None:
+def _names(entries: Entries) -> list[str] | None:
     """Returns the names of the labels from `id2label`, or else from `label2id`."""
-    by_index = {str(index): name for index, name in object_entry(entries, "id2label").items()}
+    by_index: dict[str, Any] = {str(index): name for index, name in object_entry(entries, "id2label").items()}
     by_name = {name: str(index) for name, index in object_entry(entries, "label2id").items()}
     if not by_index:
         by_index = {index: name for name, index in by_name.items()}

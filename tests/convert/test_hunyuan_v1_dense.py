@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from ligerzoo import AutoModel
-from ligerzoo.convert.hunyuan_v1_dense import ARCHITECTURE
+from ligerzoo.convert.families import FAMILIES
 from ligerzoo.errors import ConfigError
 from tests.models.comparing import assert_close
 from tests.models.tiny_hunyuan_v1_dense import CHECKPOINTS, HUNYUAN
+
+ARCHITECTURE = FAMILIES["hunyuan_v1_dense"]
 
 
 @pytest.mark.parametrize(

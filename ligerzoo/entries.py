@@ -1,0 +1,82 @@
+"""Typed reading of untrusted JSON: config.json, adapter_config.json, indices of weights, files of tokenizers.
+
+    FLAG.read(value, where)         # the value, as a bool
+    FLAG.entry(raw, "use_dora")     # the same of an entry; None if it is absent or null
+
+Every other value is an error of one form, with the entry, the value and what is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from ligerzoo.checks import is_integer, is_number
+from ligerzoo.errors import ConfigError, LigerzooError, quote
+
+T = TypeVar("T")
+
+Entries = Mapping[str, object]
+"""Entries of a JSON object, or values of config fields, by name."""
+
+
+@dataclass(frozen=True)
+class JsonType(Generic[T]):
+    """Values that an entry may have.
+
+    Attributes:
+        expected: them in words, for messages.
+        accepts: returns whether a value is one of them.
+        problem: what is wrong with others, for messages.
+    """
+
+    expected: str
+    accepts: Callable[[object], bool]
+    problem: str = "invalid value"
+
+    def read(self, value: object, where: object, error: type[LigerzooError] = ConfigError) -> T:
+        """Returns the value. Raises the error, which names the file and entry in `where`, unless it is accepted."""
+        if not self.accepts(value):
+            raise error(self.problem, where=where, got=shown(value), expected=self.expected)
+        return cast("T", value)
+
+    def entry(self, raw: Entries, name: str) -> T | None:
+        """Returns an entry, or None if it is absent or null. Raises ConfigError unless it is accepted."""
+        value = raw.get(name)
+        return None if value is None else self.read(value, name)
+
+
+def list_of(items: JsonType[T], expected: str, problem: str = "invalid value") -> JsonType[list[T]]:
+    """Lists of values."""
+    return JsonType(expected, lambda value: isinstance(value, list) and all(map(items.accepts, value)), problem)
+
+
+FLAG = JsonType[bool]("true or false", lambda value: isinstance(value, bool))
+NUMBER = JsonType[float]("a number", is_number)
+INTEGER = JsonType[int]("an integer", is_integer)
+NAME = JsonType[str]("a name", lambda value: isinstance(value, str) and value != "")
+OBJECT = JsonType[Entries]("an object", lambda value: isinstance(value, Mapping), "not an object")
+
+
+def is_one_of(value: object, accepted: Iterable[object]) -> bool:
+    """Returns whether JSON writes a value like an accepted one: 1 is not true, and 128.0 is not 128."""
+    return any(type(value) is type(other) and repr(value) == repr(other) for other in accepted)
+
+
+def check_one_of(
+    value: object,
+    accepted: Iterable[object],
+    where: object,
+    remedy: str | None = None,
+    error: type[LigerzooError] = ConfigError,
+) -> None:
+    """Raises the error unless a value `is_one_of` the accepted ones."""
+    if not is_one_of(value, accepted):
+        expected = " or ".join(map(repr, accepted))
+        raise error("not supported", where=where, got=shown(value), expected=expected, remedy=remedy)
+
+
+def shown(value: object) -> str:
+    """Returns a value from a file for a message: escaped and shortened."""
+    return quote(value) if isinstance(value, str) else repr(value)[:200]
