@@ -12,9 +12,8 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.losses import model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.data.batches import Batch, collate
-from ligerzoo.train.data.packing import pack_best_fit, row_length
-from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample
+from ligerzoo.train.data.batches import Batch, collate, pack_best_fit
+from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample, row_length
 from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from ligerzoo.errors import DataError
 from ligerzoo.hub import AutoModel
 from ligerzoo.train.data import PackedBatches, PaddedBatches, check_data, open_data, write_tokens
-from ligerzoo.train.data.order import Order, Permutation, Position
-from ligerzoo.train.data.packing import pack_best_fit, pack_concatenated, pack_pieces, row_length
+from ligerzoo.train.data.batches import pack_best_fit, pack_concatenated, pack_pieces
 from ligerzoo.train.data.records import LineReader
-from ligerzoo.train.data.samples import Sample, Source
+from ligerzoo.train.data.samples import Sample, Source, row_length
+from ligerzoo.train.data.stream import Order, Permutation, Position
 from tests.models.tiny import Tiny
 from tests.models.zoo import TEXT_CHECKPOINTS
 from tests.train.data_helpers import chat, tokenizer, write_lines
@@ -68,7 +68,7 @@ def test_blocks_have_every_line_once(
     if not expected:
         return
     reader = LineReader(files, block_size=block, pool_size=pool)
-    order = Order(reader, seed=1, shuffle=shuffle, epochs=1)
+    order = Order(reader, kind="text", seed=1, shuffle=shuffle, epochs=1)
     records = list(order.records(Position()))
     assert sorted(record.data for _, record in records) == expected
     for _, record in records:
@@ -77,7 +77,8 @@ def test_blocks_have_every_line_once(
     for index, (position, _) in enumerate(records):
         assert [one for one, _ in order.records(position)] == [one for one, _ in records[index:]]
     joined = LineReader(files, block_size=block, joined=True)
-    documents = [record for _, record in Order(joined, seed=0, shuffle=False, epochs=1).records(Position())]
+    in_order = Order(joined, kind="text", seed=0, shuffle=False, epochs=1)
+    documents = [record for _, record in in_order.records(Position())]
     assert sum(record.ends_document for record in documents) <= len(files)
     whole = b"".join(record.data + b"\n" * record.ends_document for record in documents)
     assert b"".join(whole.split()) == b"".join(b"".join(file.read_bytes().split()) for file in files)
@@ -456,7 +457,7 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     refused("files of different formats", tmp_path)
     refused("text and token files are of another kind", tmp_path / "c.txt", "chat")
     refused("kind: unsupported value; got 'chats'.*Did you mean 'chat'", tmp_path / "c.txt", "chats")
-    refused("seq_length: not a valid number; got 0", tmp_path / "c.txt", seq_length=0)
+    refused("seq_length: unsupported value; got 0; expected an integer, 2 or more", tmp_path / "c.txt", seq_length=0)
     with pytest.raises(DataError, match="prompts have no labels"):
         PackedBatches(
             open_data([{"prompt": "a"}], "auto", tokenizer(), seq_length=9), batch_size=1, seq_length=9, pad_token_id=0

@@ -1,16 +1,19 @@
-"""The fields of a record of each kind, their checks, and the markers of messages that are not trained."""
+"""The fields of a record of each kind: parsing, checks, and the markers of messages that are not trained.
+
+Errors name the field; `ligerzoo.train.data.samples.naming` adds file and line.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from ligerzoo.errors import DataError, ImageError, LigerzooError, did_you_mean, first_names, quote
-from ligerzoo.text.messages import with_parsed_arguments
-from ligerzoo.train.data.samples import Source
+from ligerzoo.errors import DataError, did_you_mean, first_names, quote
+from ligerzoo.text.messages import Messages, with_parsed_arguments
+from ligerzoo.train.data.samples import naming
 from ligerzoo.vision.messages import normalize_part
 
 Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
@@ -19,15 +22,8 @@ Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Fields = Mapping[str, Any]
-Messages = list[dict[str, Any]]
 
 _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
-
-_RESERVED_VARIABLES = {
-    "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding_side", "return_tensors",
-}  # fmt: skip
-"""What `chat_template_kwargs` may not set: arguments of `Tokenizer.apply_chat_template`."""
 
 
 class _Names(NamedTuple):
@@ -46,31 +42,117 @@ FIELDS: dict[Kind, _Names] = {
 """The required and optional fields of each kind. A record is of the first kind whose required fields it has."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_MESSAGE_FIELDS = (
-    "role",
-    "content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *_REASONING)
 
 
-def record_kind(record: Fields, source: Source) -> Kind:
+# Records
+
+
+def parse_text(data: bytes) -> Fields | None:
+    """Returns the text of a line, or of lines, as a record of kind "text"; None for blank text.
+
+    Raises:
+        DataError: the bytes are not UTF-8, or contain a NUL.
+    """
+    text = _decoded(data).removesuffix("\r")
+    return {"text": text} if text.strip() else None
+
+
+def parse_row(data: object) -> Fields | None:
+    """Returns a row of a dataset.
+
+    Raises:
+        DataError: the row is not a dictionary.
+    """
+    if isinstance(data, dict):
+        return data
+    raise DataError("not a dictionary", got=type(data).__name__)
+
+
+def parse_json_line(data: bytes) -> Fields | None:
+    """Parses a line of a JSON Lines file; None for a blank line.
+
+    Raises:
+        DataError: the line is not UTF-8, not JSON or not an object, repeats a key, or has invalid characters.
+    """
+    if not data.strip():
+        return None
+    text = _decoded(data)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        near = quote(text[max(0, error.pos - 20) : error.pos + 20])
+        raise DataError(f"broken JSON: {error.msg}", got=f"{near} at column {error.colno}") from error
+    except _RepeatedKeyError as error:
+        raise DataError(f"the key {quote(error.args[0])} occurs twice in one object") from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"broken JSON: {error}") from error
+    if "\\u" in text:  # only escapes can produce these characters
+        _check_characters(value)
+    if isinstance(value, dict):
+        return value
+    raise DataError("not a JSON object", got=quote(text), expected='such as {"text": "..."}')
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{data[error.start]:02X} at byte {error.start + 1} of the line"
+        raise DataError("invalid UTF-8", got=got, remedy="Convert the file to UTF-8.") from error
+    if "\0" in text:
+        raise DataError("contains a NUL byte", remedy="The file may be damaged, or be UTF-16.")
+    return text
+
+
+class _RepeatedKeyError(Exception):
+    """An object has two entries with the same key."""
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        last = {key: index for index, (key, _) in enumerate(pairs)}
+        raise _RepeatedKeyError(next(key for index, (key, _) in enumerate(pairs) if last[key] != index))
+    return entries
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _check_characters(value: object) -> None:
+    """Refuses texts with half of a surrogate pair or a NUL. Not recursive: values may be deeply nested."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case str() as text:
+                if found := _SURROGATE.search(text):
+                    raise DataError(
+                        "half of a surrogate pair", got=f"{found[0]!r} in {quote(text[: found.end()][-20:])}"
+                    )
+                if "\0" in text:
+                    raise DataError("contains a NUL character", got=quote(text))
+            case dict() as entries:
+                pending += [*entries, *entries.values()]
+            case list() as items:
+                pending += items
+
+
+def record_kind(record: Fields) -> Kind:
     """Returns the kind of a record.
 
     Raises:
         DataError: the record has the required fields of no kind, or would have those of another kind than "prompt"
             if a field were not null.
     """
-    present = [name for name, value in record.items() if value is not None]
-    found = next((kind for kind, names in FIELDS.items() if {*present}.issuperset(names.required)), None)
-    required = {name for names in FIELDS.values() for name in names.required}
+    present = {name: value for name, value in record.items() if value is not None}
+    found = next((kind for kind, names in FIELDS.items() if present.keys() >= set(names.required)), None)
+    required = [name for names in FIELDS.values() for name in names.required]
     null = [name for name, value in record.items() if value is None and name in required]
     if null and found in (None, "prompt"):  # a column that another kind fills, or a missing completion
-        raise _null(null[0], present, source)
+        raise _null(null[0], present)
     if found is not None:
         return found
     if "conversations" in present:
@@ -79,16 +161,13 @@ def record_kind(record: Fields, source: Source) -> Kind:
             '"user" and "gpt" as "assistant"; "value" becomes "content".'
         )
     else:
-        accepted = [name for names in FIELDS.values() for name in names.required]
-        remedies = (did_you_mean(name, accepted) for name in record if name not in accepted)
-        remedy = next((remedy for remedy in remedies if remedy), None)
-    raise DataError(
-        "not a record of a known kind", where=source, got=f"fields {first_names(present)}",
-        expected="; or ".join(" and ".join(names.required) for names in FIELDS.values()), remedy=remedy,
-    )  # fmt: skip
+        remedy = next(filter(None, (did_you_mean(name, required) for name in record if name not in required)), None)
+    expected = "; or ".join(" and ".join(names.required) for names in FIELDS.values())
+    got = f"fields {first_names([*present])}"
+    raise DataError("not a record of a known kind", got=got, expected=expected, remedy=remedy)
 
 
-def check_record(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
+def check_record(record: Fields, kind: Kind) -> Fields:
     """Returns the fields of the record that are not None.
 
     Other fields, such as ids, are allowed unless their name resembles that of a field that the record lacks.
@@ -96,48 +175,49 @@ def check_record(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
     Raises:
         DataError: a required field is missing, or an optional one seems to be misspelled.
     """
-    names, null = FIELDS[kind], {name for name, value in record.items() if value is None}
-    record = {name: value for name, value in record.items() if name not in null}
+    names = FIELDS[kind]
+    present = {name: value for name, value in record.items() if value is not None}
     accepted = (*names.required, *names.optional)
-    _refuse_misspelled(record, accepted, source)
+    _refuse_misspelled(present, accepted)
     for name in names.required:
-        if name in null:
-            raise _null(name, list(record), source)
-        if name not in record:
-            raise DataError(
-                f"the field {name!r} is missing", where=source, got=f"fields {first_names(list(record))}",
-                expected=" and ".join(names.required), remedy=did_you_mean(name, record),
-            )  # fmt: skip
-    if record.get("images") and "images" not in accepted:
-        raise refused_images(kind, source)
-    return record
+        if name not in present and name in record:
+            raise _null(name, present)
+        if name not in present:
+            got, expected = f"fields {first_names([*present])}", " and ".join(names.required)
+            remedy = did_you_mean(name, present)
+            raise DataError(f"the field {name!r} is missing", got=got, expected=expected, remedy=remedy)
+    if present.get("images") and "images" not in accepted:
+        raise refused_images(kind)
+    return present
 
 
-def _null(name: str, present: Sequence[str], source: Source) -> DataError:
+def _null(name: str, present: Fields) -> DataError:
     """Returns the error of a required field that is null."""
-    return DataError(
-        f"the field {name!r} is null", where=source, got=f"values of {first_names(present)}" if present else None,
-        expected="a value", remedy="Fill it in, or leave out the record.",
-    )  # fmt: skip
+    got = f"values of {first_names([*present])}" if present else None
+    remedy = "Fill it in, or leave out the record."
+    return DataError(f"the field {name!r} is null", got=got, expected="a value", remedy=remedy)
 
 
-def refused_images(kind: Kind, source: Source) -> DataError:
+def refused_images(kind: Kind) -> DataError:
     """Returns the error of a record with images whose kind cannot have any."""
     return DataError(
-        f"images are not supported in records of kind {kind!r}", where=source,
+        f"images are not supported in records of kind {kind!r}",
         expected="kind 'chat', or 'completion' with messages",
         remedy="Images are trained with --method sft; the methods dpo, kto, orpo, simpo, cpo and grpo train text only.",
-    )  # fmt: skip
+    )
 
 
-def _refuse_misspelled(record: Fields, accepted: Sequence[str], source: Source) -> None:
+def _refuse_misspelled(record: Fields, accepted: tuple[str, ...]) -> None:
     absent = [name for name in accepted if name not in record]
     for name in record:
         if name not in accepted and (near := difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)):
-            raise DataError(f"unknown field {quote(name)}", where=source, remedy=f"Did you mean {near[0]!r}?")
+            raise DataError(f"unknown field {quote(name)}", remedy=f"Did you mean {near[0]!r}?")
 
 
-def text_field(record: Fields, name: str, source: Source, *, may_be_blank: bool = False) -> str:
+# Fields
+
+
+def text_field(record: Fields, name: str, *, may_be_blank: bool = False) -> str:
     """Returns a field that is a string.
 
     Raises:
@@ -145,24 +225,25 @@ def text_field(record: Fields, name: str, source: Source, *, may_be_blank: bool 
     """
     value = record[name]
     if not isinstance(value, str):
-        raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="a string")
+        raise _wrong_type(name, value, "a string")
     if not may_be_blank and not value.strip():
-        raise DataError(f"{name} is empty", where=source, got=quote(value))
+        raise DataError(f"{name} is empty", got=quote(value))
     return value
 
 
-def flag_field(record: Fields, name: str, source: Source) -> bool:
+def flag_field(record: Fields, name: str) -> bool:
     """Returns a field that is true or false.
 
     Raises:
         DataError: it is something else.
     """
-    if not isinstance(value := record[name], bool):
-        raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="true or false")
-    return value
+    value = record[name]
+    if isinstance(value, bool):
+        return value
+    raise _wrong_type(name, value, "true or false")
 
 
-def messages_field(record: Fields, name: str, source: Source) -> Messages:
+def messages_field(record: Fields, name: str) -> Messages:
     """Returns a field that is a list of messages, with only the fields that are not None.
 
     Parts with an image become `{"type": "image", "image": ...}`, or `{"type": "image"}` if the image is elsewhere.
@@ -173,10 +254,10 @@ def messages_field(record: Fields, name: str, source: Source) -> Messages:
     """
     value = record[name]
     if value == []:
-        raise DataError(f"{name} is an empty list", where=source, expected="a list of messages")
+        raise DataError(f"{name} is an empty list", expected="a list of messages")
     if not isinstance(value, list):
-        raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="a list of messages")
-    return [_checked_message(message, f"{name}[{index}]", source) for index, message in enumerate(value)]
+        raise _wrong_type(name, value, "a list of messages")
+    return [_checked_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
 
 
 def is_messages(value: object) -> bool:
@@ -184,49 +265,39 @@ def is_messages(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _checked_message(message: object, where: str, source: Source) -> dict[str, Any]:
+def _checked_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(
-            f"{where}: wrong type", where=source, got=_described(message), expected='{"role": ..., "content": ...}'
-        )
+        raise _wrong_type(where, message, '{"role": ..., "content": ...}')
     present = {str(name): value for name, value in message.items() if value is not None}
     if "role" not in present or not present.keys() & {"content", "tool_calls"}:
         fields = [f"{name} (null)" if value is None else str(name) for name, value in message.items()]
-        raise DataError(
-            f"{where} lacks a field", where=source, got=f"fields {first_names(fields)}",
-            expected="role, and content or tool_calls",
-            remedy=did_you_mean("role" if "role" not in present else "content", present),
-        )  # fmt: skip
-    _refuse_misspelled(present, _MESSAGE_FIELDS, source)
+        remedy = did_you_mean("role" if "role" not in present else "content", present)
+        got, expected = f"fields {first_names(fields)}", "role, and content or tool_calls"
+        raise DataError(f"{where} lacks a field", got=got, expected=expected, remedy=remedy)
+    _refuse_misspelled(present, _MESSAGE_FIELDS)
     role, content = present["role"], present.get("content", "")
     if role not in ROLES:
-        raise DataError(
-            f"{where}: unknown role", where=source, got=quote(role), expected=", ".join(ROLES),
-            remedy=did_you_mean(str(role), ROLES),
-        )  # fmt: skip
-    if isinstance(content, list):
-        present["content"] = [_checked_part(part, where, source) for part in content]
-    elif not isinstance(content, str):
-        raise _wrong_content(content, where, source)
-    parts = present.get("content", [])
-    texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts if part["type"] == "text"]
+        remedy = did_you_mean(str(role), ROLES)
+        raise DataError("unknown role", where=where, got=quote(role), expected=", ".join(ROLES), remedy=remedy)
+    match content:
+        case str():
+            texts = [content]
+        case list():
+            present["content"] = parts = [_checked_part(part, where) for part in content]
+            texts = [part["text"] for part in parts if part["type"] == "text"]
+        case _:
+            raise _wrong_content(content, where)
     if role == "assistant" and not present.get("tool_calls") and not any(text.strip() for text in texts):
-        raise DataError(f"{where}: the assistant's content is empty", where=source, got=quote(content))
-    try:
-        present = with_parsed_arguments(present, where)
-    except LigerzooError as error:
-        raise DataError(str(error), where=source) from error
-    return with_marker(present, where, source)
+        raise DataError("the assistant's content is empty", where=where, got=quote(content))
+    return with_marker(with_parsed_arguments(present, where), where)
 
 
-def _checked_part(part: object, where: str, source: Source) -> dict[str, Any]:
+def _checked_part(part: object, where: str) -> dict[str, Any]:
     """Returns a part of a message, a text or an image."""
     if not isinstance(part, Mapping):
-        raise _wrong_content(part, where, source)
-    try:
+        raise _wrong_content(part, where)
+    with naming(where):
         normalized: dict[str, Any] = normalize_part({name: value for name, value in part.items() if value is not None})
-    except ImageError as error:
-        raise DataError(f"{where}: {error}", where=source) from error
     match normalized:
         case {"type": "text", "text": str()}:
             return normalized
@@ -235,16 +306,35 @@ def _checked_part(part: object, where: str, source: Source) -> dict[str, Any]:
         case {"type": "image"}:
             return {"type": "image"}
         case {"type": str(kind)} if kind != "text":
-            raise DataError(f"{where}: content of type {quote(kind)} is not supported", where=source)
-    raise _wrong_content(part, where, source)
+            raise DataError(f"content of type {quote(kind)} is not supported", where=where)
+    raise _wrong_content(part, where)
 
 
-def _wrong_content(content: object, where: str, source: Source) -> DataError:
+def _wrong_content(content: object, where: str) -> DataError:
     expected = 'a string, or a list of {"type": "text", "text": ...} and {"type": "image", "image": ...}'
-    return DataError(f"{where}: content has a wrong type", where=source, got=_described(content), expected=expected)
+    return DataError("content has a wrong type", where=where, got=_described(content), expected=expected)
 
 
-def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+class TemplateFields(NamedTuple):
+    """The tools and variables that a record gives the chat template.
+
+    Attributes:
+        tools: see `Tokenizer.apply_chat_template`.
+        variables: further variables of the template.
+    """
+
+    tools: list[dict[str, Any]] | None
+    variables: Mapping[str, Any]
+
+
+_RESERVED_VARIABLES = {
+    *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding_side", "return_tensors"),
+}
+"""What `chat_template_kwargs` may not set: arguments of `Tokenizer.apply_chat_template`."""
+
+
+def template_fields(record: Fields) -> TemplateFields:
     """Returns the tools (None for none) and further variables of the chat template.
 
     Raises:
@@ -256,19 +346,20 @@ def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise DataError(f"tools: broken JSON: {error}", where=source) from error
+            raise DataError(f"broken JSON: {error}", where="tools") from error
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools))):
-        raise DataError("tools: wrong type", where=source, got=_described(tools), expected="a list of objects")
+        raise _wrong_type("tools", tools, "a list of objects")
     if not isinstance(variables, Mapping):
-        raise DataError(
-            "chat_template_kwargs: wrong type", where=source, got=_described(variables), expected="an object"
-        )
-    if reserved := sorted(set(variables) & _RESERVED_VARIABLES):
-        raise DataError(
-            f"chat_template_kwargs: {reserved[0]!r} is not a variable of the record", where=source,
-            remedy="Only variables that the chat template itself defines may be set, such as enable_thinking.",
-        )  # fmt: skip
-    return tools or None, dict(variables)
+        raise _wrong_type("chat_template_kwargs", variables, "an object")
+    if reserved := sorted(_RESERVED_VARIABLES.intersection(variables)):
+        what = f"{reserved[0]!r} is not a variable of the record"
+        remedy = "Only variables that the chat template itself defines may be set, such as enable_thinking."
+        raise DataError(what, where="chat_template_kwargs", remedy=remedy)
+    return TemplateFields(tools or None, dict(variables))
+
+
+def _wrong_type(where: str, value: object, expected: str) -> DataError:
+    return DataError("wrong type", where=where, got=_described(value), expected=expected)
 
 
 def _described(value: object) -> str:
@@ -276,56 +367,53 @@ def _described(value: object) -> str:
     return f"{names.get(type(value), type(value).__name__)}, {quote(value)}"
 
 
+# Markers
+
+
 TRAINED = "train"
 """The field of a checked message that is not trained: False. Other messages lack it."""
 
 _MARKERS = {
-    "train": True, "training": True, "trainable": True, "trained": True, "loss": True, "loss_mask": True,
-    "weight": True, "masked": False,
-}  # fmt: skip
+    **dict.fromkeys(("train", "training", "trainable", "trained", "loss", "loss_mask", "weight"), True),
+    "masked": False,
+}
 """The markers, and which value means that the message is trained. `loss_mask` multiplies the loss."""
 
 _WORDS = {"train", "training", "trained", "trainable", "loss", "mask", "masks", "masked", "weight", "weights"}
 """Words of field names that seem to be about training."""
 
 
-def with_marker(message: Mapping[str, Any], where: str, source: Source) -> dict[str, Any]:
+def with_marker(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns a message with one marker, `TRAINED`, if it has any that is false.
 
     Args:
         message: the message, with a role.
         where: its name for errors.
-        source: the record.
 
     Raises:
         DataError: a marker has another value than true, false, 1 or 0; markers contradict each other; a message that
             is never trained is marked as trained; or a field seems to be a marker but is unknown.
     """
-    given = {name: _is_trained(message[name], name, where, source) for name in _MARKERS if name in message}
+    given = {name: _is_trained(message[name], name, where) for name in _MARKERS if name in message}
     others = {name: value for name, value in message.items() if name not in _MARKERS}
-    for name in others:
-        if _resembles_marker(name):
-            raise DataError(
-                f"{where}: unknown field {quote(name)}, which seems to say what is trained", where=source,
-                expected=f"{', '.join(_MARKERS)}, each true or false", remedy="Remove or rename the field.",
-            )  # fmt: skip
+    if suspect := next(filter(_resembles_marker, others), None):
+        what = f"unknown field {quote(suspect)}, which seems to say what is trained"
+        expected = f"{', '.join(_MARKERS)}, each true or false"
+        raise DataError(what, where=where, expected=expected, remedy="Remove or rename the field.")
     if len({*given.values()}) > 1:
-        raise DataError(f"{where}: fields contradict each other", where=source, got=", ".join(given))
+        raise DataError("fields contradict each other", where=where, got=", ".join(given))
     is_trained = all(given.values())
     if given and is_trained and message["role"] != "assistant":
-        raise DataError(
-            f"{where}: only messages of the assistant are trained", where=source,
-            got=f"role {quote(message['role'])} with {', '.join(given)}", remedy="Remove the field.",
-        )  # fmt: skip
+        got = f"role {quote(message['role'])} with {', '.join(given)}"
+        raise DataError("only messages of the assistant are trained", where=where, got=got, remedy="Remove the field.")
     return others if is_trained else {**others, TRAINED: False}
 
 
-def _is_trained(value: Any, name: str, where: str, source: Source) -> bool:
-    if not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise DataError(
-            f"{where}: {name} has an unsupported value", where=source, got=quote(value), expected="true, false, 1 or 0"
-        )
-    return bool(value) == _MARKERS[name]
+def _is_trained(value: object, name: str, where: str) -> bool:
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value) == _MARKERS[name]
+    what, expected = f"{name} has an unsupported value", "true, false, 1 or 0"
+    raise DataError(what, where=where, got=quote(value), expected=expected)
 
 
 def _resembles_marker(name: str) -> bool:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.errors import DataError, ImageError, TokenizerError, quote
+from ligerzoo.errors import DataError, quote
+from ligerzoo.text.messages import Messages
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.train import processes
-from ligerzoo.train.data.fields import Fields, Messages
-from ligerzoo.train.data.samples import Sample, Source
+from ligerzoo.train.data.fields import Fields
+from ligerzoo.train.data.samples import Sample, Source, naming
 from ligerzoo.vision import read_image
 from ligerzoo.vision.io import MAX_PIXELS, image_size
 from ligerzoo.vision.processor import Processor
@@ -34,42 +35,38 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 
-def has_images(messages: Messages, fields: Fields) -> bool:
-    """Returns whether a conversation has images or placeholders of images."""
-    contents = [message.get("content") for message in messages]
-    return bool(fields.get("images")) or any(
-        part["type"] == "image" for content in contents if isinstance(content, list) for part in content
-    )
+def image_parts(messages: Messages) -> list[dict[str, object]]:
+    """Returns the parts of messages that are images or placeholders of images."""
+    contents = (message.get("content") for message in messages)
+    return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
 
 
-def images_of(messages: Messages, fields: Fields, source: Source) -> list[Any]:
+def images_of(messages: Messages, fields: Fields) -> list[object]:
     """Returns the images of a conversation in the order of its placeholders, as the record gives them.
 
     Args:
         messages: from `messages_field`. A part `{"type": "image"}` without an image takes the next one of `images`.
         fields: the record, with an optional list `images`.
-        source: the record.
 
     Raises:
         DataError: `images` is not a list, or the numbers of images and placeholders differ.
     """
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
+    parts = image_parts(messages)
     own = [part["image"] for part in parts if "image" in part]
     listed = fields.get("images", [])
     if not isinstance(listed, list):
-        raise DataError("images: wrong type", where=source, got=quote(listed), expected="a list of images")
+        raise DataError("wrong type", where="images", got=quote(listed), expected="a list of images")
     if own and listed:
-        raise DataError(
-            "images are given both in the messages and in the field 'images'", where=source, remedy="Give them once."
-        )
+        what = "images are given both in the messages and in the field 'images'"
+        raise DataError(what, remedy="Give them once.")
     if len(own or listed) != len(parts):
         raise DataError(
-            "the number of images differs from the number of placeholders", where=source,
-            got=f"{len(own or listed)} images", expected=f"{len(parts)}, one for each part of type 'image'",
+            "the number of images differs from the number of placeholders",
+            got=f"{len(own or listed)} images",
+            expected=f"{len(parts)}, one for each part of type 'image'",
             remedy='Mark each image of the field "images" by a part {"type": "image"} of a message.',
-        )  # fmt: skip
-    return list(own or listed)
+        )
+    return [*(own or listed)]
 
 
 class ImageEncoder:
@@ -86,22 +83,20 @@ class ImageEncoder:
         self._soft_id = processor.image_token_id
         self._adds_bos = self._tokenizer.encode("a")[:1] == [self._tokenizer.bos_token_id]
 
-    def sizes(self, images: Sequence[Any], source: Source) -> list[Size]:
+    def sizes(self, images: Sequence[object], source: Source) -> list[Size]:
         """Returns the sizes of images, of files from their header.
 
         Raises:
-            DataError: an image cannot be read, is too large, or is on the network.
+            ImageError: an image cannot be read, is too large, or is on the network.
         """
-        with _naming(source):
-            return [image_size(locate(image, source), f"images[{i}]") for i, image in enumerate(images)]
+        return [image_size(locate(image, source), f"images[{i}]") for i, image in enumerate(images)]
 
-    def edits(self, rendered: Rendered, sizes: Sequence[Size], source: Source) -> list[Edit]:
+    def edits(self, rendered: Rendered, sizes: Sequence[Size]) -> list[Edit]:
         """Returns the replacements of the placeholders in a rendered conversation.
 
         Args:
             rendered: the conversation.
             sizes: sizes of the images.
-            source: the record.
 
         Raises:
             DataError: the template renders another number of placeholders than images, or no BOS token where the
@@ -109,21 +104,16 @@ class ImageEncoder:
         """
         found = rendered.find(self._placeholder)
         if len(found) != len(sizes):
-            raise DataError(
-                f"the chat template renders another number of {self._placeholder!r} than there are images",
-                where=source, got=len(found), expected=len(sizes),
-            )  # fmt: skip
+            what = f"the chat template renders another number of {self._placeholder!r} than there are images"
+            raise DataError(what, got=len(found), expected=len(sizes))
         bos = self._tokenizer.bos_token
         if self._family.prompt_edits(rendered) or (self._adds_bos and bos is not None and not rendered.find(bos)):
-            raise DataError(
-                "the chat template renders no BOS token, which the model expects with images", where=source,
-                got=quote(rendered.text[:40]), expected=repr(bos),
-            )  # fmt: skip
-        with _naming(source):
-            texts = [self._family.image_text(*size, where=f"images[{i}]") for i, size in enumerate(sizes)]
+            what = "the chat template renders no BOS token, which the model expects with images"
+            raise DataError(what, got=quote(rendered.text[:40]), expected=repr(bos))
+        texts = [self._family.image_text(*size, where=f"images[{i}]") for i, size in enumerate(sizes)]
         return [Edit(*span, new) for span, new in zip(found, texts, strict=True)]
 
-    def check_tokens(self, input_ids: Sequence[int], edits: Sequence[Edit], source: Source) -> None:
+    def check_tokens(self, input_ids: Sequence[int], edits: Sequence[Edit]) -> None:
         """Refuses conversations whose text contains tokens that the model would replace by images.
 
         Raises:
@@ -131,10 +121,8 @@ class ImageEncoder:
         """
         got, expected = input_ids.count(self._soft_id), sum(edit.text.count(self._soft_token) for edit in edits)
         if got != expected:
-            raise DataError(
-                f"the text contains {self._soft_token!r}, which marks an image", where=source, got=f"{got} tokens",
-                expected=f"{expected}, those of its images",
-            )  # fmt: skip
+            what = f"the text contains {self._soft_token!r}, which marks an image"
+            raise DataError(what, got=f"{got} tokens", expected=f"{expected}, those of its images")
 
 
 class PixelBudget:
@@ -177,7 +165,7 @@ class SampleImages:
         images_of_record: returns the images of a record in order, reading it again.
     """
 
-    def __init__(self, processor: Processor, images_of_record: Callable[[Source], list[Any]]) -> None:
+    def __init__(self, processor: Processor, images_of_record: Callable[[Source], list[object]]) -> None:
         self._family, self._images_of_record = processor.family, images_of_record
 
     def read(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -194,10 +182,10 @@ class SampleImages:
                     raise _changed(sample.source)
                 listed += [(i, image, sample) for i, image in enumerate(given[: len(sample.images)])]
 
-        def read_one(item: tuple[int, Any, Sample]) -> Tensor:
+        def read_one(item: tuple[int, object, Sample]) -> Tensor:
             index, image, sample = item
             height, width = sample.images[index].size
-            with _naming(sample.source), _budget_of_process().reserved(height * width):
+            with naming(sample.source), _budget_of_process().reserved(height * width):
                 pixels = read_image(locate(image, sample.source), f"images[{index}]")
             if tuple(pixels.shape[1:]) != sample.images[index].size:
                 raise _changed(sample.source)
@@ -232,7 +220,7 @@ class SampleImages:
         return {"input_ids": ids, **self.inputs([[sample]], {"input_ids": ids})}
 
 
-def locate(image: Any, source: Source) -> Any:
+def locate(image: object, source: Source) -> Any:
     """Returns an image of a record as `read_image` takes it: names of files are relative to the data file.
 
     Hugging Face datasets store an image as `{"bytes": ..., "path": ...}`, either of which may be None.
@@ -242,15 +230,6 @@ def locate(image: Any, source: Source) -> Any:
     if isinstance(image, str) and source.unit == "byte" and not image.startswith(_SCHEMES):
         return Path(source.name).parent / image
     return image
-
-
-@contextmanager
-def _naming(source: Source) -> Iterator[None]:
-    """Adds the record to errors about images."""
-    try:
-        yield
-    except (ImageError, TokenizerError) as error:
-        raise DataError(str(error), where=source) from error
 
 
 def _changed(source: Source) -> DataError:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
-from ligerzoo.errors import DataError, TokenizerError, did_you_mean
+from ligerzoo.checks import AT_LEAST_1, Values, integer, one_of
+from ligerzoo.errors import DataError, did_you_mean
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
-from ligerzoo.train.data.encoding import RecordTextEncoder
-from ligerzoo.train.data.fields import KINDS, Fields, Kind, record_kind
-from ligerzoo.train.data.files import FORMATS, Paths, dataset_rows, find_files, is_saved_dataset
+from ligerzoo.train.data.encoding import EncodingOptions, TooLong, TrainAnswers
+from ligerzoo.train.data.fields import KINDS, Fields, Kind, parse_json_line, parse_row, parse_text, record_kind
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
-from ligerzoo.train.data.order import Order, Position
-from ligerzoo.train.data.parsing import parse_json_line, parse_row, parse_text
-from ligerzoo.train.data.records import LineReader, Record, RecordReader, RowReader
-from ligerzoo.train.data.sample_encoder import Result, SampleEncoder, TooLong, encode_tokens
-from ligerzoo.train.data.samples import PromptSample, Source
-from ligerzoo.train.data.stream import Encode, SampleStream
+from ligerzoo.train.data.records import (
+    LineReader,
+    Paths,
+    RecordReader,
+    RowReader,
+    dataset_rows,
+    find_files,
+    is_saved_dataset,
+)
+from ligerzoo.train.data.sample_encoder import SampleEncoder, encode_tokens
+from ligerzoo.train.data.samples import Source, naming
+from ligerzoo.train.data.stream import Order, Position, SampleStream
 from ligerzoo.train.data.token_files import TokenReader
 from ligerzoo.vision.processor import Processor
 
@@ -87,108 +94,109 @@ def open_data(
             value. While the stream is used: a record is malformed or too long; the error names its file and line.
         TokenizerError: the tokenizer has no end-of-sequence token.
     """
-    for name, value, accepted in (
-        ("kind", kind, ("auto", *KINDS)), ("too_long", too_long, get_args(TooLong)),
+    options = EncodingOptions(
+        seq_length=seq_length,
+        too_long=too_long,
+        train_on_prompt=train_on_prompt,
+        train_answers=train_answers,
+        end_of_answer=end_of_answer,
+        special_tokens=special_tokens,
+        chat_template=chat_template,
+        template_variables=template_variables or {},
+        eos_token_id=eos_token_id,
+    )
+    for name, value, choices in (
+        ("kind", kind, ("auto", *KINDS)),
+        ("too_long", too_long, get_args(TooLong)),
         ("train_answers", train_answers, get_args(TrainAnswers)),
         ("special_tokens", special_tokens, get_args(SpecialTokens)),
         ("text_unit", text_unit, get_args(TextUnit)),
-    ):  # fmt: skip
-        _check_choice(name, value, accepted)
-    for name, number, least in (
-        ("seq_length", seq_length, 2), ("workers", workers, 1), ("epochs", 1 if epochs is None else epochs, 1),
-    ):  # fmt: skip
-        if not isinstance(number, int) or number < least:
-            raise DataError(
-                "not a valid number", where=name, got=repr(number), expected=f"an integer of {least} or more"
-            )
+    ):
+        _check_option(name, value, one_of(choices))
+    _check_option("seq_length", seq_length, integer(2))
+    _check_option("workers", workers, AT_LEAST_1)
+    _check_option("epochs", 1 if epochs is None else epochs, AT_LEAST_1)
     processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
     ids = len(tokenizer) if embedding_rows is None else min(len(tokenizer), embedding_rows)
-    reader, parse = open_records(data, seq_length, ids, text_unit)
+    reader, parse = open_records(data, ReadOptions(seq_length, ids, text_unit))
     kind = _check_kind(reader, parse, kind)
-    identity: dict[str, Any] = {"seq_length": seq_length}
-    encode: Encode
-    images: SampleImages | None = None
+    order = Order(reader, kind=kind, seed=seed, shuffle=shuffle, epochs=epochs)
     if parse is None:
-        encode = encode_tokens
-    else:
-        text_encoder = RecordTextEncoder(tokenizer, special_tokens, eos_token_id)
-        image_encoder = None if processor is None else ImageEncoder(processor)
-        chat = ChatEncoder(
-            text_encoder, train_answers=train_answers, end_of_answer=end_of_answer, chat_template=chat_template,
-            template_variables=template_variables, images=image_encoder,
-        )  # fmt: skip
-        if kind != "prompt":
-            _ = text_encoder.eos  # raises before the training begins
-        samples = SampleEncoder(
-            kind, text_encoder, chat, seq_length=seq_length, train_on_prompt=train_on_prompt, too_long=too_long,
-            images=image_encoder,
-        )  # fmt: skip
-        fields = parse
-        identity |= {
-            "too_long": too_long, "train_on_prompt": train_on_prompt, "train_answers": train_answers,
-            "end_of_answer": end_of_answer, "special_tokens": special_tokens, "chat_template": chat_template,
-            "template_variables": dict(template_variables or {}), "eos_token_id": eos_token_id,
-        }  # fmt: skip
+        return SampleStream(order, encode_tokens, identity={"seq_length": seq_length}, workers=workers)
+    fields, image_encoder = parse, None if processor is None else ImageEncoder(processor)
+    encoder = SampleEncoder(kind, tokenizer, options, image_encoder, embedding_rows)
 
-        def encode(records: Sequence[Record]) -> list[Any]:
-            encoded = samples.encode(records, fields)
-            if embedding_rows is None:
-                return encoded
-            return [_check_tokens(result, tokenizer, embedding_rows) for result in encoded]
-
-        def images_of_record(source: Source) -> list[Any]:
-            found = fields(reader.read_again(source))
-            return [] if found is None else samples.images_of(found, source)
-
-        images = None if processor is None else SampleImages(processor, images_of_record)
+    def images_of_record(source: Source) -> list[object]:
+        record = reader.read_again(source)
+        with naming(source):
+            found = fields(record.data)
+            return [] if found is None else encoder.images_of(found)
 
     return SampleStream(
-        reader, encode, kind=kind, identity=identity, seed=seed, shuffle=shuffle, epochs=epochs, workers=workers,
-        images=images,
-    )  # fmt: skip
+        order,
+        partial(encoder.encode, parse=fields),
+        identity=asdict(options),
+        workers=workers,
+        images=None if processor is None else SampleImages(processor, images_of_record),
+    )
 
 
-def _check_tokens(result: Result, tokenizer: Tokenizer, embedding_rows: int) -> Result:
-    """Returns what a record gave, or the error of a token without a row in the model's embedding."""
-    for sample in () if isinstance(result, DataError) else result:
-        for segment in (sample,) if isinstance(sample, PromptSample) else sample.segments:
-            try:
-                tokenizer.check_ids(segment.input_ids, embedding_rows)
-            except TokenizerError as error:
-                return DataError(str(error), where=sample.source)
-    return result
+Parse = Callable[[Any], Fields | None]
 
 
-Parse = Callable[[Record], Fields | None]
+class ReadOptions(NamedTuple):
+    """How files are cut into records.
 
-
-def open_records(
-    data: Any, seq_length: int, vocab_size: int, text_unit: TextUnit = "file"
-) -> tuple[RecordReader, Parse | None]:
-    """Returns the reader of the data and the function that parses its records; None for token files.
-
-    Args:
-        data: see `open_data`.
+    Attributes:
         seq_length: tokens of a record of a token file.
         vocab_size: the ids of token files must be smaller.
         text_unit: see `open_data`.
     """
+
+    seq_length: int = 2
+    vocab_size: int = 2**32
+    text_unit: TextUnit = "file"
+
+
+class OpenedRecords(NamedTuple):
+    """The reader of the data and the function that parses its records; None for token files."""
+
+    reader: RecordReader
+    parse: Parse | None
+
+
+def _open_json_lines(files: list[Path], options: ReadOptions) -> OpenedRecords:
+    return OpenedRecords(LineReader(files), parse_json_line)
+
+
+def _open_text(files: list[Path], options: ReadOptions) -> OpenedRecords:
+    in_lines = options.text_unit == "line"
+    return OpenedRecords(LineReader(files) if in_lines else LineReader(files, _TEXT_BLOCK, joined=True), parse_text)
+
+
+def _open_tokens(files: list[Path], options: ReadOptions) -> OpenedRecords:
+    return OpenedRecords(TokenReader(files, options.seq_length, options.vocab_size), None)
+
+
+FORMATS = {
+    ".jsonl": _open_json_lines,
+    ".ndjson": _open_json_lines,
+    ".txt": _open_text,
+    ".bin": _open_tokens,
+    ".npy": _open_tokens,
+}
+"""What opens files, by their suffix. A format is a function here, and its reader or its parser."""
+
+
+def open_records(data: object, options: ReadOptions) -> OpenedRecords:
+    """Opens the records of `data`, see `open_data`."""
     if is_saved_dataset(data) or not _are_paths(data):
-        rows, name, identity = dataset_rows(data)
-        return RowReader(rows, name, identity), parse_row
-    files = find_files(data)
-    match FORMATS[files[0].suffix]:
-        case "tokens":
-            return TokenReader(files, seq_length, vocab_size), None
-        case "JSON Lines":
-            return LineReader(files), parse_json_line
-        case _ if text_unit == "line":
-            return LineReader(files), parse_text
-        case _:
-            return LineReader(files, block_size=_TEXT_BLOCK, joined=True), parse_text
+        return OpenedRecords(RowReader(*dataset_rows(data)), parse_row)
+    files = find_files(data, FORMATS)
+    return FORMATS[files[0].suffix](files, options)
 
 
-def _are_paths(data: object) -> bool:
+def _are_paths(data: object) -> TypeGuard[Paths]:
     if isinstance(data, str | os.PathLike):
         return True
     return isinstance(data, list | tuple) and all(isinstance(path, str | Path) for path in data)
@@ -202,17 +210,28 @@ def _check_kind(reader: RecordReader, parse: Parse | None, kind: Kind | Literal[
         return "text"
     if kind != "auto":
         return kind
-    for _, record in Order(reader, seed=0, shuffle=False, epochs=1).records(Position()):
-        if isinstance(record, DataError):
-            raise record
-        if (fields := parse(record)) is not None:
-            return record_kind(fields, record.source)
+    for source, fields in read_fields(reader, parse):
+        with naming(source):
+            return record_kind(fields)
     raise DataError("the data has no records", where="data")
 
 
-def _check_choice(name: str, value: str, accepted: Sequence[str]) -> None:
-    if value not in accepted:
-        raise DataError(
-            "unsupported value", where=name, got=repr(value), expected=", ".join(accepted),
-            remedy=did_you_mean(str(value), accepted),
-        )  # fmt: skip
+def read_fields(reader: RecordReader, parse: Parse) -> Iterator[tuple[Source, Fields]]:
+    """Yields the source and the fields of each record in the order of the files, blank lines left out.
+
+    Raises:
+        DataError: a record cannot be read.
+    """
+    for _, record in Order(reader, kind="text", seed=0, shuffle=False, epochs=1).records(Position()):
+        if isinstance(record, DataError):
+            raise record
+        with naming(record.source):
+            fields = parse(record.data)
+        if fields is not None:
+            yield record.source, fields
+
+
+def _check_option(name: str, value: object, values: Values) -> None:
+    if not values.accepts(value):
+        remedy = did_you_mean(str(value), values.choices)
+        raise DataError("unsupported value", where=name, got=repr(value), expected=values.expected, remedy=remedy)

@@ -21,9 +21,8 @@ from ligerzoo.train.data.fields import (
     record_kind,
     text_field,
 )
-from ligerzoo.train.data.open import open_data, open_records
-from ligerzoo.train.data.order import Order, Position
-from ligerzoo.train.data.samples import AnySample, PromptSample, Sample, Source
+from ligerzoo.train.data.open import ReadOptions, open_data, open_records, read_fields
+from ligerzoo.train.data.samples import AnySample, Sample, naming
 from ligerzoo.train.data.token_files import TokenWriter
 from ligerzoo.vision.processor import Processor
 
@@ -84,12 +83,9 @@ class DataReport:
         self.samples += 1
         if len(self.first_samples) < 3:
             self.first_samples.append(sample)
-        if isinstance(sample, PromptSample):
-            lengths = [len(sample.input_ids)]
-        else:
-            lengths = [len(segment.input_ids) for segment in sample.segments]
-            self.trained_tokens += sum(segment.trained_tokens for segment in sample.segments)
-            self.images += sum(len(segment.images) for segment in sample.segments)
+        lengths = [len(segment.input_ids) for segment in sample.segments]
+        self.trained_tokens += sum(segment.trained_tokens for segment in sample.segments)
+        self.images += sum(len(segment.images) for segment in sample.segments)
         self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
 
@@ -146,37 +142,40 @@ def read_texts(data: Any) -> Iterator[str]:
         DataError: the data is missing, empty, of an unknown format or consists of tokens, or a record is malformed; the
             error names file and line.
     """
-    reader, parse = open_records(data, seq_length=2, vocab_size=2**32)
+    reader, parse = open_records(data, ReadOptions())
     if parse is None:
         raise DataError("token files have no text", where="data", expected=".jsonl, .ndjson or .txt")
     kind: Kind | None = None
-    for _, record in Order(reader, seed=0, shuffle=False, epochs=1).records(Position()):
-        if isinstance(record, DataError):
-            raise record
-        if (fields := parse(record)) is not None:
-            kind = kind or record_kind(fields, record.source)
-            yield from _texts(check_record(fields, kind, record.source), kind, record.source)
+    for source, fields in read_fields(reader, parse):
+        with naming(source):
+            kind = kind or record_kind(fields)
+            texts = list(_texts(check_record(fields, kind), kind))
+        yield from texts
     if kind is None:
         raise DataError("the data has no text", where="data")
 
 
-def _texts(fields: Fields, kind: Kind, source: Source) -> Iterator[str]:
-    names = FIELDS[kind]
-    for name in dict.fromkeys((*names.required, "prompt")):
+def _texts(fields: Fields, kind: Kind) -> Iterator[str]:
+    for name in dict.fromkeys((*FIELDS[kind].required, "prompt")):
         if name not in fields or name == _NOT_TEXT:
             continue
         if name == "messages" or is_messages(fields[name]):
-            for message in messages_field(fields, name, source):
+            for message in messages_field(fields, name):
                 content = message.get("content", "")
                 yield content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         else:
-            yield text_field(fields, name, source, may_be_blank=name == "prompt")
+            yield text_field(fields, name, may_be_blank=name == "prompt")
 
 
 def write_tokens(
-    data: Any, output: str | os.PathLike[str], tokenizer: Tokenizer, *, workers: int = 1, progress: bool | None = None,
+    data: Any,
+    output: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    workers: int = 1,
+    progress: bool | None = None,
     **options: Any,
-) -> int:  # fmt: skip
+) -> int:
     """Writes the tokens of all documents of kind "text" to a token file, each with the end-of-sequence token.
 
     Args:

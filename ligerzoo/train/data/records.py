@@ -1,24 +1,142 @@
-"""Reads records at random: each kind of storage divides its data into blocks, which are read in any order.
+"""Finds data, and reads its records at random: each kind of storage divides its data into blocks, read in any order.
 
 A block of a text file is a range of bytes. It owns the lines that begin in it. So blocks need no index of the lines:
-the first block of a file of any size is read at once.
+the first block of a file of any size is read at once. The library `datasets` is optional.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ligerzoo.errors import DataError
+from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.samples import Source
+
+_REMEDIES = {
+    ".json": "Write one JSON object per line, as .jsonl.",
+    ".gz": "Decompress the file: training reads it in random order.",
+    ".zst": "Decompress the file: training reads it in random order.",
+    ".parquet": "Pass datasets.Dataset.from_parquet(file) instead.",
+    ".csv": "Pass datasets.Dataset.from_csv(file) instead.",
+}
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def find_files(paths: Paths, formats: Mapping[str, object]) -> list[Path]:
+    """Returns the data files that `paths` name, sorted within each directory and pattern.
+
+    Args:
+        paths: a file, a directory (searched recursively), a glob pattern (`**` matches directories), or several.
+        formats: the format of a file, by its suffix.
+
+    Raises:
+        DataError: a path does not exist, is empty or matches nothing, a file has another format or occurs twice, or
+            the files have different formats.
+    """
+    files: list[Path] = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        if "://" in str(path):
+            raise DataError("data is not downloaded", where=path, expected="a file", remedy="Download it first.")
+        files += _expand(Path(path), formats)
+    if not files:
+        raise DataError("no data files", where="paths", got=repr(paths), expected="at least one file")
+    for file in files:
+        if file.suffix not in formats:
+            expected, remedy = ", ".join(formats), _REMEDIES.get(file.suffix)
+            what = "not a format of data files"
+            raise DataError(what, where=file, got=repr(file.suffix), expected=expected, remedy=remedy)
+        if file.stat().st_size == 0:
+            raise DataError("the file is empty", where=file)
+    if len({formats[file.suffix] for file in files}) > 1:
+        got = first_names(list(map(str, files)))
+        raise DataError("files of different formats", where="paths", got=got, expected="one format")
+    resolved = set[Path]()
+    for file in files:
+        if (target := file.resolve()) in resolved:
+            raise DataError("the file is listed twice", where=file, remedy="Use epochs to repeat data.")
+        resolved.add(target)
+    return files
+
+
+def _expand(path: Path, formats: Mapping[str, object]) -> list[Path]:
+    if path.is_dir():
+        inner = (file for file in path.rglob("*") if file.suffix in formats and file.is_file())
+        files = sorted(file for file in inner if not file.name.startswith("."))
+        if not files:
+            raise DataError("the directory has no data files", where=path, expected=", ".join(formats))
+        return files
+    if path.is_file():
+        return [path]
+    if glob.has_magic(str(path)):
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if not files:
+            raise DataError("no file matches the pattern", where=path)
+        return files
+    if os.path.lexists(path):
+        remedy = "Write pipes and other streams to a file: training reads it in random order."
+        raise DataError("not a regular file", where=path, expected="a file or a directory", remedy=remedy)
+    raise DataError("no such file or directory", where=path)
+
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_saved_dataset(data: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Returns whether this is a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    if not isinstance(data, str | os.PathLike):
+        return False
+    return any((Path(data) / name).is_file() for name in (_STATE, _SPLITS))
+
+
+def dataset_rows(data: object) -> tuple[Sequence[Mapping[str, Any]], str, object]:
+    """Returns the rows of a dataset, its name for error messages, and a value that identifies its content.
+
+    Args:
+        data: a `datasets.Dataset`, the directory of a saved one, or a sequence of dictionaries.
+
+    Raises:
+        DataError: there are several splits, the dataset cannot be read at random, or `datasets` is not installed.
+    """
+    name = "dataset"
+    if is_saved_dataset(data):
+        name = os.fspath(data)
+        data = _load(name)
+    if isinstance(data, Mapping):  # a DatasetDict, too
+        example = "dataset['train']" if name == "dataset" else f"{name}/{next(iter(data), 'train')}"
+        remedy, got = f"Pass one of them, such as {example}.", first_names(list(data))
+        raise DataError("several splits of a dataset", where=name, got=got, expected="one split", remedy=remedy)
+    if isinstance(data, str | bytes) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        got, remedy = type(data).__name__, "Write its records to a .jsonl file."
+        expected = "a file, or a sequence of dictionaries such as a datasets.Dataset"
+        raise DataError("cannot be read in random order", where=name, got=got, expected=expected, remedy=remedy)
+    return cast("Sequence[Mapping[str, Any]]", data), name, getattr(data, "_fingerprint", None)
+
+
+def _load(directory: str) -> object:
+    try:
+        import datasets
+    except ImportError:
+        what = "a saved Hugging Face dataset needs the library datasets, which is not installed"
+        remedy = "Install it with pip install datasets, or write the records to a .jsonl file."
+        raise DataError(what, where=directory, remedy=remedy) from None
+    try:
+        return datasets.load_from_disk(directory)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be loaded: {error}", where=directory) from error
+
+
+# Reading
+
 
 MAX_RECORD = 2**26
 """Bytes of the longest line that is read."""
@@ -27,8 +145,12 @@ _MAX_OPEN = 64
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _COMPRESSED = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip",
-}  # fmt: skip
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zX": "xz",
+    b"PK\x03\x04": "zip",
+}
 
 
 class Record(NamedTuple):
@@ -90,7 +212,7 @@ class LineReader(RecordReader):
     """
 
     def __init__(
-        self, files: Sequence[Path], *, block_size: int = 2**18, pool_size: int = 2**26, joined: bool = False
+        self, files: Sequence[Path], block_size: int = 2**18, *, pool_size: int = 2**26, joined: bool = False
     ) -> None:
         self._files, self._block_size, self._joined = list(map(str, files)), block_size, joined
         self._sizes = [file.stat().st_size for file in files]
@@ -153,10 +275,10 @@ class LineReader(RecordReader):
         file, start, end = map(int, location)
         name, source = self._files[file], Source(self._files[file], start, "byte")
         if end - start > MAX_RECORD:
+            got, remedy = f"{end - start} bytes", "Is this a file with one object per line?"
             raise DataError(
-                "the line is too long", where=source, got=f"{end - start} bytes", expected=f"at most {MAX_RECORD}",
-                remedy="Is this a file with one object per line?",
-            )  # fmt: skip
+                "the line is too long", where=source, got=got, expected=f"at most {MAX_RECORD}", remedy=remedy
+            )
         is_end = end + 1 >= self._sizes[file]
         data = self._open.read(name, start, end - start + (self._joined and not is_end))
         return Record(source, data, not self._joined or is_end)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
 
-from ligerzoo.errors import DataError, LigerzooError, quote
-from ligerzoo.train.data.chat import ChatEncoder
-from ligerzoo.train.data.encoding import RecordTextEncoder
+from ligerzoo.errors import DataError, quote
+from ligerzoo.text.messages import Messages
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.train.data.encoding import ChatEncoder, EncodingOptions, RecordConversation, RecordTextEncoder
 from ligerzoo.train.data.fields import (
     Fields,
     Kind,
-    Messages,
     check_record,
     flag_field,
     is_messages,
@@ -20,8 +19,7 @@ from ligerzoo.train.data.fields import (
     template_fields,
     text_field,
 )
-from ligerzoo.train.data.images import ImageEncoder, has_images, images_of
-from ligerzoo.train.data.packing import row_length
+from ligerzoo.train.data.images import ImageEncoder, image_parts, images_of
 from ligerzoo.train.data.records import Record
 from ligerzoo.train.data.samples import (
     UNTRAINED,
@@ -32,9 +30,12 @@ from ligerzoo.train.data.samples import (
     Sample,
     Source,
     TrainedSample,
+    naming,
+    row_length,
 )
 
-TooLong = Literal["error", "truncate", "drop"]
+Result = list[AnySample] | DataError
+"""The samples of a record, or its error."""
 
 
 class SampleEncoder:
@@ -42,30 +43,31 @@ class SampleEncoder:
 
     Args:
         kind: the kind of the records.
-        encoder: encodes texts.
-        chat: encodes conversations.
-        seq_length: the most tokens of a sequence. Documents of kind "text" may be longer.
-        train_on_prompt: whether the prompts of kind "completion" are trained, too.
-        too_long: what happens to longer samples: "error", "truncate" (removes the last tokens) or "drop".
+        tokenizer: encodes texts.
+        options: how.
         images: encodes images; None for text only.
+        embedding_rows: samples with tokens from this one on are errors; None for no limit.
+
+    Raises:
+        TokenizerError: the samples need an end-of-sequence token, which the tokenizer lacks, or `end_of_answer` is not
+            a token.
     """
 
     def __init__(
         self,
         kind: Kind,
-        encoder: RecordTextEncoder,
-        chat: ChatEncoder,
-        *,
-        seq_length: int,
-        train_on_prompt: bool = False,
-        too_long: TooLong = "error",
+        tokenizer: Tokenizer,
+        options: EncodingOptions,
         images: ImageEncoder | None = None,
+        embedding_rows: int | None = None,
     ) -> None:
-        self._images = images
-        self._kind, self._encoder, self._chat = kind, encoder, chat
-        self._seq_length, self._train_on_prompt, self._too_long = seq_length, train_on_prompt, too_long
+        self._kind, self._tokenizer, self._options, self._images = kind, tokenizer, options, images
+        self._encoder, self._embedding_rows = RecordTextEncoder(tokenizer, options), embedding_rows
+        self._chat = ChatEncoder(self._encoder, options, images)
+        if kind != "prompt":
+            _ = self._encoder.eos  # raises before the training begins
 
-    def encode(self, records: Sequence[Record], parse: Callable[[Record], Fields | None]) -> list[Result]:
+    def encode(self, records: Sequence[Record], parse: Callable[[object], Fields | None]) -> list[Result]:
         """Encodes records; a record that cannot be encoded gives its error.
 
         Args:
@@ -75,180 +77,170 @@ class SampleEncoder:
         results: list[Result] = []
         for record in records:
             try:
-                fields = parse(record)
-                results.append([] if fields is None else self._fit(self._sample(fields, record)))
+                with naming(record.source):
+                    fields = parse(record.data)
+                    samples = [] if fields is None else self._fit(self._sample(fields, record))
+                    self._check_tokens(samples)
+                    results.append(samples)
             except DataError as error:
                 results.append(error)
-            except LigerzooError as error:  # of the tokenizer, which does not know the record
-                results.append(DataError(str(error), where=record.source))
         return results
 
     def _sample(self, fields: Fields, record: Record) -> AnySample:
-        source, kind = record.source, self._kind
-        fields = check_record(fields, kind, source)
-        match kind:
+        source, fields = record.source, check_record(fields, self._kind)
+        match self._kind:
             case "text":
-                return self._text(text_field(fields, "text", source), record)
+                ids = self._text(text_field(fields, "text"), source)
+                ids += [self._encoder.eos] if record.ends_document else []
+                return Sample(ids, ids, source)
             case "completion":
-                return self._completion(fields, "completion", source, self._train_on_prompt)
+                return self._completion(fields, "completion", source, self._options.train_on_prompt)
             case "chat":
-                messages = messages_field(fields, "messages", source)
-                return self._conversation(messages, _names("messages", messages), fields, source)
+                return self._conversation(fields, ("messages",), source)
             case "preference":
                 return self._preference(fields, source)
             case "labelled":
-                label = flag_field(fields, "label", source)
+                label = flag_field(fields, "label")
                 return LabelledSample(self._completion(fields, "completion", source), label)
             case "prompt":
                 return PromptSample(self._prompt(fields, source), fields, source)
 
-    def _text(self, text: str, record: Record) -> Sample:
-        ids = self._encoder.bos + self._encoder.plain(self._encoder.encode_ids([text])[0], text, record.source)
-        ids += [self._encoder.eos] if record.ends_document else []
-        return Sample(ids, ids, record.source)
+    def _text(self, text: str, source: Source) -> list[int]:
+        return self._encoder.bos + self._encoder.plain(self._encoder.encode_ids([text])[0], text, source)
 
     def _completion(self, fields: Fields, name: str, source: Source, train_on_prompt: bool = False) -> Sample:
         """Encodes the prompt and a completion, both texts or both messages."""
         if is_messages(fields["prompt"]) or is_messages(fields[name]):
-            prompt = messages_field(fields, "prompt", source)
-            completion = messages_field(fields, name, source)
-            names = _names("prompt", prompt) + _names(name, completion)
-            return self._conversation(prompt + completion, names, fields, source, 0 if train_on_prompt else len(prompt))
+            prompt_length = 0 if train_on_prompt else None
+            return self._conversation(fields, ("prompt", name), source, prompt_length)
         if fields.get("images"):
-            raise DataError(
-                "images need messages, not texts", where=source, got=quote(fields["prompt"]),
-                expected='{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}',
-            )  # fmt: skip
-        prompt_text = text_field(fields, "prompt", source, may_be_blank=True)
-        text = text_field(fields, name, source)
-        first, both = self._encoder.encode_ids([prompt_text, prompt_text + text])
+            expected = '{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}'
+            raise DataError("images need messages, not texts", got=quote(fields["prompt"]), expected=expected)
+        prompt = text_field(fields, "prompt", may_be_blank=True)
+        text = text_field(fields, name)
+        first, both = self._encoder.encode_ids([prompt, prompt + text])
         rest = self._encoder.continuation(first, both, text)
-        first = self._encoder.bos + self._encoder.plain(first, prompt_text, source)
+        first = self._encoder.bos + self._encoder.plain(first, prompt, source)
         rest = [*self._encoder.plain(rest, text, source), self._encoder.eos]
         return Sample(first + rest, (first if train_on_prompt else [UNTRAINED] * len(first)) + rest, source)
 
     def _conversation(
-        self, messages: Messages, names: list[str], fields: Fields, source: Source, prompt_length: int = 0
+        self, fields: Fields, names: tuple[str, ...], source: Source, prompt_length: int | None = None
     ) -> Sample:
-        tools, variables = template_fields(fields, source)
-        self._check_images(messages, fields, source)
-        sizes = [] if self._images is None else self._images.sizes(images_of(messages, fields, source), source)
-        return self._chat.encode(
-            messages, source, names, prompt_length=prompt_length, tools=tools, variables=variables, sizes=sizes
+        """Encodes the messages of fields. The first one of two is the prompt, unless its length is given."""
+        parts = {name: messages_field(fields, name) for name in names}
+        messages = [message for part in parts.values() for message in part]
+        if prompt_length is None:
+            prompt_length = len(parts[names[0]]) if len(names) > 1 else 0
+        conversation = RecordConversation(
+            messages=messages,
+            names=[f"{name}[{index}]" for name, part in parts.items() for index in range(len(part))],
+            template=template_fields(fields),
+            prompt_length=prompt_length,
+            images=self._images_of(messages, fields),
         )
+        return self._chat.encode(conversation, source)
 
-    def _check_images(self, messages: Messages, fields: Fields, source: Source) -> None:
-        """Refuses images where they are not supported."""
-        if not has_images(messages, fields):
-            return
-        if self._kind not in ("chat", "completion"):
-            raise refused_images(self._kind, source)
-        if self._images is None:
-            raise DataError(
-                "the record has images, which this run cannot train", where=source, expected="text only",
-                remedy="Images need --method sft, no --tokenizer, and a vision-language model whose directory has "
-                "its preprocessor_config.json.",
-            )  # fmt: skip
+    def _images_of(self, messages: Messages, fields: Fields) -> list[object]:
+        """Returns the images of a conversation. Raises DataError where they are not supported."""
+        if fields.get("images") or image_parts(messages):
+            if self._kind not in ("chat", "completion"):
+                raise refused_images(self._kind)
+            if self._images is None:
+                remedy = (
+                    "Images need --method sft, no --tokenizer, and a vision-language model whose directory has "
+                    "its preprocessor_config.json."
+                )
+                what = "the record has images, which this run cannot train"
+                raise DataError(what, expected="text only", remedy=remedy)
+        return [] if self._images is None else images_of(messages, fields)
 
-    def images_of(self, fields: Fields, source: Source) -> list[Any]:
+    def images_of(self, fields: Fields) -> list[object]:
         """Returns the images of a record in order."""
-        fields = check_record(fields, self._kind, source)
+        fields = check_record(fields, self._kind)
         names = ("messages",) if self._kind == "chat" else ("prompt", "completion")
-        return images_of([one for name in names for one in messages_field(fields, name, source)], fields, source)
+        return images_of([one for name in names for one in messages_field(fields, name)], fields)
 
     def _preference(self, fields: Fields, source: Source) -> PreferenceSample:
-        chosen, rejected = fields["chosen"], fields["rejected"]
+        chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
         if chosen == rejected:
-            raise DataError("chosen and rejected are equal", where=source, got=quote(chosen))
-        prompt = fields.get("prompt")
+            raise DataError("chosen and rejected are equal", got=quote(chosen))
         if is_messages(chosen) and not is_messages(prompt):
-            return self._whole_conversations(fields, source)
+            shared = _shared_messages(fields)
+            return PreferenceSample(*(self._conversation(fields, (name,), source, shared) for name in _PAIR))
         if prompt is None:
-            raise DataError("the field 'prompt' is missing", where=source, expected="prompt, chosen and rejected")
-        return PreferenceSample(
-            self._completion(fields, "chosen", source), self._completion(fields, "rejected", source)
-        )
-
-    def _whole_conversations(self, fields: Fields, source: Source) -> PreferenceSample:
-        """Encodes a pair of conversations that begin with the same messages, the prompt."""
-        chosen, rejected = (messages_field(fields, name, source) for name in ("chosen", "rejected"))
-        pairs = enumerate(zip(chosen, rejected, strict=False))
-        shared = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-        prompt = fields.get("prompt")
-        if shared == 0 or (prompt is not None and all(one.get("content") != prompt for one in chosen[:shared])):
-            raise DataError(
-                "chosen and rejected do not begin with the prompt", where=source, got=quote(chosen[0]),
-                expected="the messages of the prompt first, or in the field 'prompt'",
-            )  # fmt: skip
-        return PreferenceSample(
-            self._conversation(chosen, _names("chosen", chosen), fields, source, shared),
-            self._conversation(rejected, _names("rejected", rejected), fields, source, shared),
-        )
+            raise DataError("the field 'prompt' is missing", expected="prompt, chosen and rejected")
+        return PreferenceSample(*(self._completion(fields, name, source) for name in _PAIR))
 
     def _prompt(self, fields: Fields, source: Source) -> list[int]:
-        if is_messages(fields["prompt"]):
-            tools, variables = template_fields(fields, source)
-            messages = messages_field(fields, "prompt", source)
-            self._check_images(messages, fields, source)
-            return self._chat.encode_prompt(messages, source, tools=tools, variables=variables)
-        text = text_field(fields, "prompt", source)
-        return self._encoder.bos + self._encoder.plain(self._encoder.encode_ids([text])[0], text, source)
+        if not is_messages(fields["prompt"]):
+            return self._text(text_field(fields, "prompt"), source)
+        messages = messages_field(fields, "prompt")
+        self._images_of(messages, fields)
+        return self._chat.encode_prompt(messages, template_fields(fields), source)
 
     def _fit(self, sample: AnySample) -> list[AnySample]:
         """Returns the sample if it is short enough, possibly truncated, or nothing."""
+        length, most, is_prompt = row_length(sample), self._options.seq_length, isinstance(sample, PromptSample)
         if self._kind == "text":
             return [sample]
-        if self._tokens(sample) <= self._seq_length:
-            return [self._checked(sample)]
-        if self._too_long == "drop":
+        if length <= most:
+            if not (is_prompt or _is_trained(sample)):
+                raise DataError("nothing in the sample would be trained")
+            return [sample]
+        if self._options.too_long == "drop":
             return []
-        if self._too_long == "truncate" and not isinstance(sample, PromptSample):
-            truncated = self._truncated(sample)
-            is_trained = all(segment.trained_tokens for segment in truncated.segments)
-            return [truncated] if is_trained else []
-        expected = f"at most {self._seq_length}"
-        if isinstance(sample, PromptSample):
+        if self._options.too_long == "truncate" and not isinstance(sample, PromptSample):
+            sample = _truncated(sample, most)
+            return [sample] if _is_trained(sample) else []
+        if is_prompt:
+            expected = f"at most {most}"
             remedy = "Shorten it, or leave more tokens for prompts: a larger seq_length, or a smaller max_new_tokens."
         else:
-            together = ", chosen and rejected sequence together" if isinstance(sample, PreferenceSample) else ""
-            expected += f" (seq_length){together}"
+            together = ", chosen and rejected sequence together" if self._kind == "preference" else ""
+            expected = f"at most {most} (seq_length){together}"
             remedy = 'Pass a larger seq_length, or too_long="truncate" or "drop".'
-        raise DataError(
-            "the sample is too long", where=sample.source, got=f"{self._tokens(sample)} tokens", expected=expected,
-            remedy=remedy,
-        )  # fmt: skip
+        raise DataError("the sample is too long", got=f"{length} tokens", expected=expected, remedy=remedy)
 
-    @staticmethod
-    def _tokens(sample: AnySample) -> int:
-        return len(sample.input_ids) if isinstance(sample, PromptSample) else row_length(sample)
-
-    def _truncated(self, sample: TrainedSample) -> TrainedSample:
-        match sample:
-            case Sample():
-                return sample.cut(self._seq_length)
-            case PreferenceSample():
-                shorter = min(len(segment.input_ids) for segment in sample.segments)
-                longest = max(self._seq_length - shorter, self._seq_length // 2)
-                return PreferenceSample(sample.chosen.cut(longest), sample.rejected.cut(longest))
-            case LabelledSample():
-                return LabelledSample(sample.sample.cut(self._seq_length), sample.is_desirable)
-
-    @staticmethod
-    def _checked(sample: AnySample) -> AnySample:
-        if not isinstance(sample, PromptSample) and not all(one.trained_tokens for one in sample.segments):
-            raise DataError("nothing in the sample would be trained", where=sample.source)
-        return sample
+    def _check_tokens(self, samples: Sequence[AnySample]) -> None:
+        """Raises TokenizerError for a token without a row in the model's embedding."""
+        if self._embedding_rows is not None:
+            for segment in (segment for sample in samples for segment in sample.segments):
+                self._tokenizer.check_ids(segment.input_ids, self._embedding_rows)
 
 
-def _names(field: str, messages: Messages) -> list[str]:
-    """Returns the names of messages, for errors."""
-    return [f"{field}[{index}]" for index in range(len(messages))]
+_PAIR = ("chosen", "rejected")
+
+
+def _shared_messages(fields: Fields) -> int:
+    """Returns the length of the prompt that a pair of conversations begins with."""
+    chosen, rejected = (messages_field(fields, name) for name in _PAIR)
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    prompt = fields.get("prompt")
+    if shared == 0 or (prompt is not None and all(one.get("content") != prompt for one in chosen[:shared])):
+        expected = "the messages of the prompt first, or in the field 'prompt'"
+        what = "chosen and rejected do not begin with the prompt"
+        raise DataError(what, got=quote(chosen[0]), expected=expected)
+    return shared
+
+
+def _is_trained(sample: AnySample) -> bool:
+    return all(segment.trained_tokens for segment in sample.segments)
+
+
+def _truncated(sample: TrainedSample, length: int) -> TrainedSample:
+    match sample:
+        case Sample():
+            return sample.cut(length)
+        case PreferenceSample():
+            shorter = min(len(segment.input_ids) for segment in sample.segments)
+            longest = max(length - shorter, length // 2)
+            return PreferenceSample(sample.chosen.cut(longest), sample.rejected.cut(longest))
+        case LabelledSample():
+            return LabelledSample(sample.sample.cut(length), sample.is_desirable)
 
 
 def encode_tokens(records: Sequence[Record]) -> list[Result]:
     """Returns records of token files as samples."""
     return [[Sample(record.data, record.data, record.source)] for record in records]
-
-
-Result = list[AnySample] | DataError
-"""The samples of a record, or its error."""

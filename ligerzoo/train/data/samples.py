@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from ligerzoo.errors import DataError, LigerzooError
 from ligerzoo.text.tokenizer import Tokenizer
 
 UNTRAINED = -100
@@ -41,6 +44,15 @@ class Source(NamedTuple):
                 return f"{self.name}[{self.start}]"
             case "token":
                 return f"{self.name}, token {self.start}"
+
+
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """Adds a record, or a part of it, to the errors of the block, which become DataErrors."""
+    try:
+        yield
+    except LigerzooError as error:
+        raise DataError(str(error), where=where) from error
 
 
 _counted: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -82,6 +94,9 @@ class ImageTokens(NamedTuple):
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return self.height, self.width
+
+    def __str__(self) -> str:
+        return f"[image {self.width} x {self.height}, {self.last - self.first} tokens]"
 
 
 @dataclass(frozen=True)
@@ -168,11 +183,21 @@ class PromptSample:
     record: Mapping[str, Any]
     source: Source
 
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The prompt, without labels."""
+        return (Sample(self.input_ids, [UNTRAINED] * len(self.input_ids), self.source),)
+
 
 TrainedSample = Sample | PreferenceSample | LabelledSample
 """A sample with labels, which can be packed."""
 
 AnySample = TrainedSample | PromptSample
+
+
+def row_length(sample: AnySample) -> int:
+    """Returns the tokens of all sequences of a sample."""
+    return sum(len(segment.input_ids) for segment in sample.segments)
 
 
 def as_state(sample: TrainedSample) -> list[Any]:
@@ -224,38 +249,28 @@ def format_sample(
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     match sample:
         case Sample():
-            trained = [label != UNTRAINED for label in sample.labels]
             count = f"{len(sample.input_ids)} tokens, {sample.trained_tokens} trained"
-            text = _text(sample.input_ids, trained, tokenizer, color, max_tokens, sample.images)
-            return f"{sample.source}: {count}\n{text}"
+            return f"{sample.source}: {count}\n{_text(sample, tokenizer, color, max_tokens)}"
         case PreferenceSample():
-            parts = {"chosen": sample.chosen, "rejected": sample.rejected}
-            options: dict[str, Any] = {"color": color, "max_tokens": max_tokens}
-            return "\n".join(f"{name}: {format_sample(one, tokenizer, **options)}" for name, one in parts.items())
+            text_of = partial(format_sample, tokenizer=tokenizer, color=color, max_tokens=max_tokens)
+            return f"chosen: {text_of(sample.chosen)}\nrejected: {text_of(sample.rejected)}"
         case LabelledSample():
             name = "desirable" if sample.is_desirable else "undesirable"
             return f"{name}: {format_sample(sample.sample, tokenizer, color=color, max_tokens=max_tokens)}"
         case PromptSample():
-            ids = sample.input_ids
-            text = _text(ids, [False] * len(ids), tokenizer, color, max_tokens)
-            return f"{sample.source}: {len(ids)} tokens\n{text}"
+            text = _text(sample.segments[0], tokenizer, color, max_tokens)
+            return f"{sample.source}: {len(sample.input_ids)} tokens\n{text}"
 
 
-def _text(
-    ids: list[int], trained: list[bool], tokenizer: Tokenizer, color: bool, max_tokens: int | None,
-    images: Sequence[ImageTokens] = (),
-) -> str:  # fmt: skip
+def _text(sample: Sample, tokenizer: Tokenizer, color: bool, max_tokens: int | None) -> str:
     decoder = tokenizer.stream()
-    tokens: list[tuple[int | ImageTokens, bool]] = list(zip(ids, trained, strict=True))
-    for image in reversed(images):  # an image counts as one token
+    trained = (label != UNTRAINED for label in sample.labels)
+    tokens: list[tuple[int | ImageTokens, bool]] = list(zip(sample.input_ids, trained, strict=True))
+    for image in reversed(sample.images):  # an image counts as one token
         tokens[image.first : image.last] = [(image, False)]
     shown, parts = tokens[:max_tokens], []
     for is_trained, group in itertools.groupby(shown, key=lambda token: token[1]):
-        text = "".join(
-            f"[image {one.width} x {one.height}, {one.last - one.first} tokens]"
-            if isinstance(one, ImageTokens) else _printable(decoder.push(one))
-            for one, _ in group
-        )  # fmt: skip
+        text = "".join(str(one) if isinstance(one, ImageTokens) else _printable(decoder.push(one)) for one, _ in group)
         if color:
             parts.append(f"{_TRAINED if is_trained else _UNTRAINED}{text}{_RESET}")
         else:

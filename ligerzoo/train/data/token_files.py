@@ -60,11 +60,9 @@ class TokenReader(RecordReader):
         source = Source(self._files[file], start, "token")
         if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
             wrong = start + int(np.flatnonzero((ids >= self._vocab_size) | (ids < 0))[0])
-            raise DataError(
-                "the id is not in the vocabulary", where=source._replace(start=wrong),
-                got=self._ids[file][wrong], expected=f"0 to {self._vocab_size - 1}",
-                remedy="Was the file written with the tokenizer of this model?",
-            )  # fmt: skip
+            where, got, expected = source._replace(start=wrong), self._ids[file][wrong], f"0 to {self._vocab_size - 1}"
+            remedy = "Was the file written with the tokenizer of this model?"
+            raise DataError("the id is not in the vocabulary", where=where, got=got, expected=expected, remedy=remedy)
         return Record(source, ids.tolist())
 
     def read_again(self, source: Source) -> Record:
@@ -91,10 +89,9 @@ def map_tokens(file: str | os.PathLike[str]) -> NDArray[Any]:
     else:
         dtype, tokens = _read_description(path)
         if path.stat().st_size != tokens * dtype.itemsize:
-            raise DataError(
-                "the file does not have the size that its description says", where=path,
-                got=f"{path.stat().st_size} bytes", expected=f"{tokens * dtype.itemsize}",
-            )  # fmt: skip
+            got, expected = f"{path.stat().st_size} bytes", f"{tokens * dtype.itemsize}"
+            what = "the file does not have the size that its description says"
+            raise DataError(what, where=path, got=got, expected=expected)
         ids = np.memmap(path, dtype, "r") if tokens else np.empty(0, dtype)
     if not len(ids):
         raise DataError("the file has no tokens", where=path)
@@ -111,10 +108,8 @@ def _read_description(path: Path) -> tuple[np.dtype[Any], int]:
     try:
         description = json.loads(where.read_bytes())
     except FileNotFoundError:
-        raise DataError(
-            "the description of the token file is missing", where=where, expected=expected,
-            remedy="Write it, or convert the file to .npy.",
-        ) from None  # fmt: skip
+        what, remedy = "the description of the token file is missing", "Write it, or convert the file to .npy."
+        raise DataError(what, where=where, expected=expected, remedy=remedy) from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", where=where, expected=expected) from error
     match description:
