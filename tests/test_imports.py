@@ -27,6 +27,7 @@ ARROWS = {
     "tensor_checks": ("checks errors", ""),
     "entries": ("checks errors", ""),
     "device": ("errors", ""),
+    "optimizer_table": ("errors", ""),
     "files": ("errors", ""),
     "text": ("errors files", ""),
     "vision": ("errors files text", ""),
@@ -35,7 +36,7 @@ ARROWS = {
     "losses": ("checks errors kernels tensor_checks", ""),
     "train": (
         "adapters checks convert device errors files generate hub kernels layers ligerzoo losses memory models "
-        "parallel tensor_checks text vision",
+        "optimizer_table parallel tensor_checks text vision",
         "",
     ),
     "parallel": ("convert device errors files hub kernels models", ""),
@@ -44,13 +45,13 @@ ARROWS = {
     "hub": ("convert device errors files kernels models", "vision"),
     "adapters": ("convert errors files hub layers models", ""),
     "generate": ("checks device errors kernels layers models tensor_checks", ""),
-    "memory": ("adapters checks errors kernels models", ""),
+    "memory": ("adapters checks errors kernels models optimizer_table", ""),
     "info": ("convert errors files models text", "memory"),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "serve": ("checks errors generate text", ""),
     "cli": (
-        "checks errors ligerzoo train",
+        "checks errors ligerzoo optimizer_table train",
         "adapters demo device files generate hub info integrations models serve text vision",
     ),
     "__main__": ("cli", ""),

@@ -27,6 +27,7 @@ from ligerzoo.cli.options import (
     add_parser,
     add_revision_option,
 )
+from ligerzoo.optimizer_table import OPTIMIZERS
 
 TRAINING_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "batch": ({"metavar": "B", "type": AT_LEAST_1, "help": "rows of a batch on one GPU (default {})"}, 1),
@@ -35,7 +36,7 @@ TRAINING_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "method": ({"choices": ["full", "lora"], "help": "train all weights, or adapters (default {})"}, "full"),
     "lora-rank": ({"metavar": "R", "type": AT_LEAST_1, "help": "rank of the adapters (default {})"}, 16),
     "optimizer": (
-        {"metavar": "NAME", "help": "adamw, adamw-fp8, adamw-8bit, adamw-4bit, muon or sgd (default {})"}, "adamw",
+        {"metavar": "NAME", "help": f"{', '.join(OPTIMIZERS)} (default {{}})"}, "adamw",
     ),
     "dtype": (
         {"metavar": "DTYPE", "help": "dtype of the weights (default: that of config.json, or else bfloat16)"}, "auto",

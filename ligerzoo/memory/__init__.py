@@ -3,7 +3,8 @@
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.memory.prediction import TrainingSetting, predict_training
-from ligerzoo.memory.simulation import LOW_BIT, OPTIMIZERS, StepMemory, check_optimizer, on_meta, simulate_step
+from ligerzoo.memory.simulation import StepMemory, on_meta, simulate_step
+from ligerzoo.optimizer_table import LOW_BIT, OPTIMIZERS, check_optimizer
 
 __all__ = [
     "LOW_BIT",

@@ -103,7 +103,7 @@ def plan_activations(
         seq_length: tokens of a row.
         budget: GiB of the GPU's memory for the whole step: weights, optimizer states, gradients and activations.
             "auto": what is free on the model's GPU, minus a reserve; on other devices, no limit. None: no limit.
-        optimizer: "adamw", "adamw-fp8", "adamw-8bit", "adamw-4bit", "muon" or "sgd".
+        optimizer: a name in `ligerzoo.memory.OPTIMIZERS`.
         accumulate: whether gradients accumulate over several microbatches.
         gpus: number of GPUs that share weights, gradients and optimizer states (FSDP2).
         device: where the step will run, if the model is on the meta device; only for "auto". Default: the model's.

@@ -1,8 +1,9 @@
 """Runs a training step on the meta device, and counts the memory and the matrix products that it takes on a GPU.
 
 Every tensor that a GPU would hold exists on meta too, without data, and is freed at the same time. So the peak is
-counted, not fitted. Stated as constants are only `CUBLAS_WORKSPACE`, the bytes per parameter of optimizers, and how
-many blocks FSDP2 holds. Not counted: fragmentation, the CUDA context, and buffers for communication.
+counted, not fitted. Stated as constants are only `CUBLAS_WORKSPACE`, the bytes per parameter of optimizers
+(`ligerzoo.optimizer_table`), and how many blocks FSDP2 holds. Not counted: fragmentation, the CUDA context, and buffers
+for communication.
 """
 
 from __future__ import annotations
@@ -12,64 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.tracker import Tracker, allocated_bytes
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.optimizer_table import OPTIMIZERS, check_optimizer
 
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 """Bytes; PyTorch gives cuBLAS 32 MiB on Hopper GPUs for each thread: that of the forward and that of autograd."""
 
 FSDP_BLOCKS = 3
 """Blocks of unsharded weights or gradients that FSDP2 holds: one that computes, one gathered ahead, one in a buffer."""
-
-_SCALES = 4 / 256, 4 / 128
-"""Bytes per number for an fp32 scale of each 256 numbers (8 bits, fp8) or 128 (4 bits)."""
-
-
-class OptimizerMemory(NamedTuple):
-    """Memory of an optimizer for each parameter.
-
-    Attributes:
-        tensors: states of the dtype of the parameter.
-        quantized: bytes per number of quantized states. An optimizer that has some updates whole weights only.
-        temporaries: bytes per number of the parameter that is updated; torchao has both moments in fp32.
-    """
-
-    tensors: int
-    quantized: float = 0
-    temporaries: int = 0
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerMemory(2),
-    "adamw-8bit": OptimizerMemory(0, 2 * (1 + _SCALES[0]), 2 * 4),
-    "adamw-4bit": OptimizerMemory(0, 2 * (0.5 + _SCALES[1]), 2 * 4),
-    "adamw-fp8": OptimizerMemory(0, 2 * (1 + _SCALES[0])),
-    "muon": OptimizerMemory(1),  # vectors, embeddings and heads are updated by AdamW
-    "sgd": OptimizerMemory(0),
-}
-
-LOW_BIT = tuple(name for name, memory in OPTIMIZERS.items() if memory.quantized)
-"""Optimizers with quantized states, which update whole weights only."""
-
-
-def check_optimizer(optimizer: str, gpus: int = 1) -> None:
-    """Raises LigerzooError if an optimizer is unknown, or cannot update weights that this many GPUs share."""
-    if optimizer not in OPTIMIZERS:
-        raise LigerzooError(
-            "unknown optimizer", where="optimizer", got=repr(optimizer), expected=", ".join(OPTIMIZERS),
-            remedy=did_you_mean(optimizer, OPTIMIZERS),
-        )  # fmt: skip
-    if gpus > 1 and optimizer in LOW_BIT:
-        expected = ", ".join(name for name in OPTIMIZERS if name not in LOW_BIT)
-        raise LigerzooError("cannot update sharded weights", where="optimizer", got=optimizer, expected=expected)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:

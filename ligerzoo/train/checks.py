@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.memory import check_optimizer
 from ligerzoo.models import CausalLM
+from ligerzoo.optimizer_table import check_optimizer
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import share_unchanged
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from ligerzoo.checks import one_of
 from ligerzoo.errors import ConfigError
+from ligerzoo.optimizer_table import OPTIMIZER_NAMES
 from ligerzoo.train.options import (
     Budget,
     Count,
@@ -78,9 +80,7 @@ class ParameterOptions:
 class OptimizerOptions:
     """Optimizer."""
 
-    optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = option(
-        "name of the optimizer", "adamw"
-    )
+    optimizer: Annotated[str, one_of(OPTIMIZER_NAMES)] = option("name of the optimizer", "adamw")
     stochastic_rounding: Literal["auto", "on", "off"] = option(
         "round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)", "auto"
     )

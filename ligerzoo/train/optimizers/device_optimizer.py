@@ -14,6 +14,7 @@ from torch import Tensor
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.philox import WORDS
 from ligerzoo.kernels.stochastic_rounding import FIRST_KEY
+from ligerzoo.train.optimizers.groups import Group
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -51,14 +52,14 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
     found_inf: Tensor | None = None
 
     @abc.abstractmethod
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         """Returns the initial state of a parameter, without `step`."""
 
     @abc.abstractmethod
-    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: Group, updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         """Updates the parameters of a group and their states, unless `skip` is not 0. `lr` is 0-d fp32."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Adds a group, as in `torch.optim.Optimizer`.
 
         Raises:
@@ -105,7 +106,7 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
                 self.update_group(group, updates, scalar_on(device, group["lr"]), skip)
         return loss
 
-    def _updates(self, group: dict[str, Any]) -> list[ParamUpdate]:
+    def _updates(self, group: Group) -> list[ParamUpdate]:
         updates = []
         for index, parameter in enumerate(group["params"], group["first_index"]):
             if parameter.grad is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -12,7 +10,13 @@ from ligerzoo.kernels import adamw_update_fp8
 from ligerzoo.kernels.adamw_fp8 import scale_count
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, local
-from ligerzoo.train.optimizers.stochastic_adamw import adamw_defaults, adamw_state, update_adamw
+from ligerzoo.train.optimizers.groups import Group
+from ligerzoo.train.optimizers.stochastic_adamw import (
+    AdamWNumbers,
+    adamw_defaults,
+    adamw_state,
+    update_adamw,
+)
 
 FEWEST_ELEMENTS = 4096
 """Smaller parameters, such as norms and biases, have moments in fp32."""
@@ -49,10 +53,10 @@ class Fp8AdamW(DeviceOptimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
-        numbers = lr, betas, eps, weight_decay
-        super().__init__(params, adamw_defaults("Fp8AdamW", *numbers, torch.float32, seed, stochastic_rounding))
+        numbers = AdamWNumbers(lr, betas, eps, weight_decay)
+        super().__init__(params, adamw_defaults("Fp8AdamW", numbers, torch.float32, seed, stochastic_rounding))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Adds a group, as in `torch.optim.Optimizer`.
 
         Raises:
@@ -63,7 +67,7 @@ class Fp8AdamW(DeviceOptimizer):
             self.param_groups.pop()
             raise ValueError("Fp8AdamW: a parameter is sharded; expected whole parameters, or StochasticAdamW")
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         if parameter.numel() < FEWEST_ELEMENTS:
             return adamw_state(parameter, group)
         state = {}
@@ -72,14 +76,25 @@ class Fp8AdamW(DeviceOptimizer):
             state[f"{name}_scales"] = parameter.new_ones(scale_count(parameter), dtype=torch.float32)
         return state
 
-    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: Group, updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         for update in updates:
             parameter, gradient, state, key = update
             if "exp_avg_sq" in state:
                 update_adamw(group, [update], lr, skip)
                 continue
             adamw_update_fp8(
-                parameter, gradient, state["exp_avg"], state["exp_avg_scales"], state["exp_avg_sq_root"],
-                state["exp_avg_sq_root_scales"], state["step"], lr, key=key, betas=group["betas"], eps=group["eps"],
-                weight_decay=group["weight_decay"], stochastic=group["stochastic_rounding"], skip=skip,
-            )  # fmt: skip
+                parameter,
+                gradient,
+                state["exp_avg"],
+                state["exp_avg_scales"],
+                state["exp_avg_sq_root"],
+                state["exp_avg_sq_root_scales"],
+                state["step"],
+                lr,
+                key=key,
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                stochastic=group["stochastic_rounding"],
+                skip=skip,
+            )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.train.optimizers.clipping import clip_grad_norm
+from ligerzoo.train.optimizers.groups import Group
 from ligerzoo.train.optimizers.non_finite import SkipNonFinite
 
 
@@ -83,7 +84,7 @@ class StepInBackward:
             self._updated.clear()
 
 
-def _group_of(groups: Iterable[dict[str, Any]], index: int) -> dict[str, Any]:
+def _group_of(groups: Iterable[Group], index: int) -> Group:
     """Returns a group of the parameter with this index over all groups, with the options of its group."""
     for group in groups:
         if index < len(group["params"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -50,6 +50,10 @@ def low_bit_adamw(
         params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bf16_stochastic_round=stochastic_rounding
     )
     return optimizer
+
+
+adamw_8bit = partial(low_bit_adamw, state_format="8bit")
+adamw_4bit = partial(low_bit_adamw, state_format="4bit")
 
 
 @cache

@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.checks import one_of, refused
+from ligerzoo.checks import check, one_of
 from ligerzoo.errors import LigerzooError, did_you_mean
-from ligerzoo.train.optimizers.fp8_adamw import Fp8AdamW
-from ligerzoo.train.optimizers.groups import parameter_groups
-from ligerzoo.train.optimizers.low_bit import low_bit_adamw
-from ligerzoo.train.optimizers.muon import Muon, muon_groups
-from ligerzoo.train.optimizers.stochastic_adamw import StochasticAdamW, check_adamw
+from ligerzoo.optimizer_table import OPTIMIZER_NAMES, OPTIMIZERS, imported
+from ligerzoo.train.optimizers.stochastic_adamw import AdamWNumbers
 
 Parameters = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-
-
-def _adamw(
-    groups: Any,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    stochastic_rounding: bool = False,
-    state_dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> torch.optim.Optimizer:
-    arguments: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    if stochastic_rounding:
-        return StochasticAdamW(groups, **arguments, state_dtype=state_dtype, seed=seed)
-    if state_dtype is not None or seed:
-        raise ValueError(
-            f'make_optimizer: state_dtype={state_dtype}, seed={seed} with "adamw"; expected stochastic_rounding=True'
-        )
-    return torch.optim.AdamW(groups, **arguments, fused=True)
-
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adamw-8bit": partial(low_bit_adamw, state_format="8bit"),
-    "adamw-4bit": partial(low_bit_adamw, state_format="4bit"),
-    "adamw-fp8": Fp8AdamW,
-    "muon": Muon,
-}
-
-OPTIMIZER_NAMES = tuple(_OPTIMIZERS)
-"""The names that `make_optimizer` accepts."""
 
 
 def make_optimizer(
@@ -94,22 +57,20 @@ def make_optimizer(
             parameter is on the meta device.
         ImportError: torchao is not installed.
     """
-    make = _OPTIMIZERS.get(name)
-    if make is None:
-        raise refused("make_optimizer", one_of(OPTIMIZER_NAMES), "name", name)
-    accepted = set(inspect.signature(make).parameters) - {"params", "groups", "state_format"}
+    check("make_optimizer", one_of(OPTIMIZER_NAMES), name=name)
+    row = OPTIMIZERS[name]
+    make = imported(row.maker or "")
+    accepted = inspect.signature(make).parameters.keys() - {"params", "state_format"}
     if unknown := sorted(options.keys() - accepted):
         expected = ", ".join(sorted(accepted - {"lr", "betas", "eps", "weight_decay"}))
-        raise LigerzooError(
-            f"{name!r} has no option {unknown[0]!r}", where="make_optimizer", expected=expected,
-            remedy=did_you_mean(unknown[0], accepted),
-        )  # fmt: skip
-    check_adamw("make_optimizer", lr, betas, eps, weight_decay)
-    groups: Any = parameters
+        what, remedy = f"{name!r} has no option {unknown[0]!r}", did_you_mean(unknown[0], accepted)
+        raise LigerzooError(what, where="make_optimizer", expected=expected, remedy=remedy)
+    AdamWNumbers(lr, betas, eps, weight_decay).check("make_optimizer")
+    groups = parameters
     if isinstance(parameters, nn.Module):
-        groups = (muon_groups if name == "muon" else parameter_groups)(parameters, weight_decay)
+        groups = imported(row.groups)(parameters, weight_decay)
     groups = _refuse_meta(groups)
-    optimizer = make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+    optimizer: torch.optim.Optimizer = make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     optimizer.register_load_state_dict_pre_hook(_refuse_other_parameters)

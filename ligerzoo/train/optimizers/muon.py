@@ -19,7 +19,7 @@ from ligerzoo.kernels.stochastic_rounding import store
 from ligerzoo.layers import Experts, LMHead
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, first_group, local
 from ligerzoo.train.optimizers.groups import Group, embedding_tables, parameter_groups
-from ligerzoo.train.optimizers.stochastic_adamw import adamw_defaults, adamw_state, update_adamw
+from ligerzoo.train.optimizers.stochastic_adamw import AdamWNumbers, adamw_defaults, adamw_state, update_adamw
 
 LearningRateScale = Literal["match_rms_adamw", "original"]
 
@@ -112,10 +112,12 @@ class Muon(DeviceOptimizer):
     ) -> None:
         check("Muon", BETA, momentum=momentum)
         check("Muon", one_of(get_args(LearningRateScale)), scale=scale)
-        adamw = adamw_defaults("Muon", lr, betas, eps, weight_decay, state_dtype, seed, stochastic_rounding)
+        adamw = adamw_defaults(
+            "Muon", AdamWNumbers(lr, betas, eps, weight_decay), state_dtype, seed, stochastic_rounding
+        )
         super().__init__(params, {**adamw, "momentum": momentum, "scale": scale, "matrices_per_row_block": 1})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Adds a group with a flag `muon`, as in `torch.optim.Optimizer`.
 
         Raises:
@@ -137,12 +139,12 @@ class Muon(DeviceOptimizer):
                     f"(..., m, n), m a multiple of matrices_per_row_block={blocks}"
                 )
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         if not group["muon"]:
             return adamw_state(parameter, group)
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=group["state_dtype"] or parameter.dtype)}
 
-    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: Group, updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         if not group["muon"]:
             update_adamw(group, updates, lr, skip)
             return
@@ -208,9 +210,7 @@ def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
 
 
-def _apply(
-    group: dict[str, Any], update: ParamUpdate, change: Tensor, lr: Tensor, factor: Tensor, skip: Tensor | None
-) -> None:
+def _apply(group: Group, update: ParamUpdate, change: Tensor, lr: Tensor, factor: Tensor, skip: Tensor | None) -> None:
     parameter = local(update.parameter)
     updated = parameter.float() * (1 - lr * group["weight_decay"]) - factor * change
     if group["stochastic_rounding"] and parameter.dtype == torch.bfloat16:

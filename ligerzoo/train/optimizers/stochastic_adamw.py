@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.cuda_graph import side_by_side
 from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, ParamUpdate, first_group, local
+from ligerzoo.train.optimizers.groups import Group
 
 SEED = integer(0, 2**30)
 
@@ -52,53 +53,84 @@ class StochasticAdamW(DeviceOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        defaults = adamw_defaults("StochasticAdamW", lr, betas, eps, weight_decay, state_dtype, seed)
-        super().__init__(params, defaults)
+        numbers = AdamWNumbers(lr, betas, eps, weight_decay)
+        super().__init__(params, adamw_defaults("StochasticAdamW", numbers, state_dtype, seed))
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         return adamw_state(parameter, group)
 
-    def update_group(self, group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
+    def update_group(self, group: Group, updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
         update_adamw(group, updates, lr, skip)
 
 
-def check_adamw(name: str, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raises unless the arguments are those of AdamW."""
-    numbers = {"eps": eps, "weight_decay": weight_decay} | ({} if isinstance(lr, Tensor) else {"lr": lr})
-    check(name, NOT_NEGATIVE, **numbers)
-    if not (isinstance(betas, tuple | list) and len(betas) == 2):
-        raise ValueError(f"{name}: betas={betas!r}; expected two numbers from 0 to 1, not 1")
-    check(name, BETA, **{"betas[0]": betas[0], "betas[1]": betas[1]})
+def adamw(
+    params: ParamsT,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    stochastic_rounding: bool = False,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> torch.optim.Optimizer:
+    """Returns torch's fused AdamW, or `StochasticAdamW`; see `make_optimizer`."""
+    arguments: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if stochastic_rounding:
+        return StochasticAdamW(params, **arguments, state_dtype=state_dtype, seed=seed)
+    if state_dtype is not None or seed:
+        raise ValueError(
+            f'make_optimizer: state_dtype={state_dtype}, seed={seed} with "adamw"; expected stochastic_rounding=True'
+        )
+    return torch.optim.AdamW(params, **arguments, fused=True)
+
+
+class AdamWNumbers(NamedTuple):
+    """The numbers that AdamW takes."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def check(self, name: str) -> None:
+        """Raises unless they are in range."""
+        numbers = {"eps": self.eps, "weight_decay": self.weight_decay}
+        check(name, NOT_NEGATIVE, **numbers if isinstance(self.lr, Tensor) else {**numbers, "lr": self.lr})
+        if not (isinstance(self.betas, tuple | list) and len(self.betas) == 2):
+            raise ValueError(f"{name}: betas={self.betas!r}; expected two numbers from 0 to 1, not 1")
+        check(name, BETA, **{"betas[0]": self.betas[0], "betas[1]": self.betas[1]})
 
 
 def adamw_defaults(
-    name: str, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    state_dtype: torch.dtype | None, seed: int, stochastic_rounding: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    numbers: AdamWNumbers,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    stochastic_rounding: bool = True,
+) -> Group:
     """Returns the defaults of groups that AdamW updates, after checking them."""
-    check_adamw(name, lr, betas, eps, weight_decay)
+    numbers.check(name)
     check(name, FLAG, stochastic_rounding=stochastic_rounding)
     if state_dtype not in (None, *DTYPES):
         raise ValueError(f"{name}: state_dtype={state_dtype}; expected torch.float32, torch.bfloat16 or None")
     check(name, SEED, seed=seed)
-    return {
-        "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": state_dtype, "seed": seed,
-        "stochastic_rounding": stochastic_rounding,
-    }  # fmt: skip
+    others = {"state_dtype": state_dtype, "seed": seed, "stochastic_rounding": stochastic_rounding}
+    return {**numbers._asdict(), **others}
 
 
-def adamw_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+def adamw_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     """Returns the moments of AdamW, zero."""
     dtype = group["state_dtype"] or parameter.dtype
     return {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
 
-def update_adamw(group: dict[str, Any], updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
+def update_adamw(group: Group, updates: list[ParamUpdate], lr: Tensor, skip: Tensor | None) -> None:
     """Updates parameters by AdamW, with the group's `betas`, `eps`, `weight_decay` and `stochastic_rounding`."""
     side_by_side([partial(_update, group, update, lr, skip) for update in updates])
 
 
-def _update(group: dict[str, Any], update: ParamUpdate, lr: Tensor, skip: Tensor | None) -> None:
+def _update(group: Group, update: ParamUpdate, lr: Tensor, skip: Tensor | None) -> None:
     parameter, gradient, state, key = update
     adamw_update(
         local(parameter),
