@@ -91,10 +91,9 @@ def _summarize(architecture: Architecture) -> ArchitectureSummary:
     checkpoints, *others = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
     distinctive = next((paragraph for paragraph in others if paragraph.startswith("Distinctive")), "")
     if not distinctive:
-        raise ConfigError(
-            "no paragraph on what is distinctive", where=f"docstring of {model_class.__module__}",
-            expected="a first line that names the checkpoints, and a paragraph that begins with 'Distinctive: '",
-        )  # fmt: skip
+        where = f"docstring of {model_class.__module__}"
+        expected = "a first line that names the checkpoints, and a paragraph that begins with 'Distinctive: '"
+        raise ConfigError("no paragraph on what is distinctive", where=where, expected=expected)
     distinctive = re.sub(r"^Distinctive(, (.*?))?: ", lambda match: f"{match[2]}: " if match[2] else "", distinctive)
     return ArchitectureSummary(architecture.model_type, model_class.__name__, checkpoints, distinctive)
 
@@ -224,10 +223,9 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
     try:  # from the commit of the configs
         metadata = HfApi().get_safetensors_metadata(str(name_or_path), revision=directory.name)
     except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
-        raise CheckpointError(
-            "headers of the weight files cannot be downloaded", where=name_or_path, got=error,
-            remedy="Check the network connection, and that the repository has safetensors files.",
-        ) from error  # fmt: skip
+        what = "headers of the weight files cannot be downloaded"
+        remedy = "Check the network connection, and that the repository has safetensors files."
+        raise CheckpointError(what, where=name_or_path, got=error, remedy=remedy) from error
     return [
         TensorInfo(name, file, tuple(tensor.shape), tensor.dtype)
         for file, header in metadata.files_metadata.items()

@@ -93,12 +93,9 @@ def ppo_clip_loss(inputs: LossInputs, options: PPOOptions) -> LossOutput:
 def _policy_loss(inputs: LossInputs, options: GRPOOptions) -> LossOutput:
     name, hidden, _, target = inputs
     if options.beta != 0 and options.ref_logps is None:
-        raise LigerzooError(
-            f"ref_logps=None with beta={options.beta}",
-            where=name,
-            expected="log-probabilities of the reference model for the KL term",
-            remedy="Pass ref_logps",
-        )
+        what = f"ref_logps=None with beta={options.beta}"
+        expected = "log-probabilities of the reference model for the KL term"
+        raise LigerzooError(what, where=name, expected=expected, remedy="Pass ref_logps")
     if options.ref_logps is None:
         options.check_unused(name, "ref_logps=None", "is_kl_corrected")
     check_sequences(inputs, options.bias)

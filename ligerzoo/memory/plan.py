@@ -158,11 +158,10 @@ def choose_plan(
     uniform = {level: simulate([level] * blocks) for level in Recompute}
     least = min(uniform.values(), key=lambda step: step.peak)
     if least.peak > limit:
-        raise LigerzooError(
-            f"a training step of {batch_size} x {seq_length:,} tokens does not fit", where="activation budget",
-            got=f"{least} with everything recomputed", expected=f"at most {gib(limit)} GiB",
-            remedy="Use a smaller batch or shorter rows, adapters (LoRA), an 8-bit optimizer, or more GPUs.",
-        )  # fmt: skip
+        what = f"a training step of {batch_size} x {seq_length:,} tokens does not fit"
+        got, expected = f"{least} with everything recomputed", f"at most {gib(limit)} GiB"
+        remedy = "Use a smaller batch or shorter rows, adapters (LoRA), an 8-bit optimizer, or more GPUs."
+        raise LigerzooError(what, where="activation budget", got=got, expected=expected, remedy=remedy)
     candidates = _candidates(blocks, uniform)
     low, high = 0, len(candidates) - 1  # the first candidate that fits is in low..high
     while low < high:
@@ -247,9 +246,7 @@ def apply_activation_plan(model: CausalLM, plan: ActivationPlan) -> None:
     """
     decoder = model.model
     if len(plan.levels) != len(decoder.layers):
-        raise LigerzooError(
-            "an activation plan for another model", where="plan", got=f"{len(plan.levels)} blocks",
-            expected=len(decoder.layers),
-        )  # fmt: skip
+        what = "an activation plan for another model"
+        raise LigerzooError(what, where="plan", got=f"{len(plan.levels)} blocks", expected=len(decoder.layers))
     decoder.gradient_checkpointing = False
     decoder.activation_plan = plan.levels

@@ -89,17 +89,13 @@ def on_meta(model: CausalLM) -> CausalLM:
         LigerzooError: the model has no language-model head, or sharded weights.
     """
     if not isinstance(model, CausalLM):
-        raise LigerzooError(
-            "not a causal language model", where="model", got=type(model).__name__,
-            expected="a model of ligerzoo.models with a language-model head",
-        )  # fmt: skip
+        expected = "a model of ligerzoo.models with a language-model head"
+        raise LigerzooError("not a causal language model", where="model", got=type(model).__name__, expected=expected)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if hasattr(tensor, "device_mesh"):
-            raise LigerzooError(
-                "the weights are sharded", where="model",
-                remedy="Plan before sharding; apply_activation_plan works on both.",
-            )  # fmt: skip
+            remedy = "Plan before sharding; apply_activation_plan works on both."
+            raise LigerzooError("the weights are sharded", where="model", remedy=remedy)
         memo[id(tensor)] = _meta_tensor(tensor)
     return copy.deepcopy(model, memo).train()
 

@@ -82,10 +82,8 @@ class SymmetricBuffers:
 
     def barrier(self) -> None:
         if torch.cuda.is_current_stream_capturing():  # each replay would write the same number, and wait for nothing
-            raise LigerzooError(
-                "copy engines cannot be captured in a CUDA graph", where="barrier between GPUs",
-                remedy="Shard with copy_engines=False.",
-            )  # fmt: skip
+            what = "copy engines cannot be captured in a CUDA graph"
+            raise LigerzooError(what, where="barrier between GPUs", remedy="Shard with copy_engines=False.")
         self._barriers = (self._barriers + 1) % 2**32
         others = [rank for rank in range(len(self.views)) if rank != self.rank]
         for other in others:
@@ -170,10 +168,8 @@ class CopyEngineReduceScatter(_Collective):
         """Fills `output_tensor`, (n,), with part r of the reduced `input_tensor`, (P n,), in the process of rank r."""
         rank, count = self._buffers.rank, len(self._buffers.views)
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise LigerzooError(
-                "cannot be computed by copy engines", where="reduction of gradients", got=op, expected="AVG or SUM",
-                remedy="Shard with copy_engines=False.",
-            )  # fmt: skip
+            what, remedy = "cannot be computed by copy engines", "Shard with copy_engines=False."
+            raise LigerzooError(what, where="reduction of gradients", got=op, expected="AVG or SUM", remedy=remedy)
         inputs = input_tensor.view(count, -1)
         size = self._buffers.views[rank].nbytes // count // 8 * 8 // input_tensor.element_size()
         buffers = [view.view(input_tensor.dtype)[: count * size].view(count, size) for view in self._buffers.views]

@@ -104,10 +104,9 @@ def shard_model(
         )
     mesh = default_mesh() if mesh is None else mesh
     if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
-        raise LigerzooError(
-            "not a mesh to shard over", where="mesh", got=mesh, expected="one dimension, or two with names",
-            remedy='Such as init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard")).',
-        )  # fmt: skip
+        expected = "one dimension, or two with names"
+        remedy = 'Such as init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard")).'
+        raise LigerzooError("not a mesh to shard over", where="mesh", got=mesh, expected=expected, remedy=remedy)
     sharding = _Sharding()
     trained_dtypes: dict[FSDPModule, torch.dtype | None] = {}
 
@@ -126,10 +125,8 @@ def shard_model(
 
     stacks = list(_stacks(model))
     if not stacks:
-        raise LigerzooError(
-            "no blocks", where=type(model).__name__,
-            expected="an nn.ModuleList of blocks in a module with the attribute gradient_checkpointing",
-        )  # fmt: skip
+        expected = "an nn.ModuleList of blocks in a module with the attribute gradient_checkpointing"
+        raise LigerzooError("no blocks", where=type(model).__name__, expected=expected)
     for stack in stacks:
         is_decoder = stack is getattr(model.model, "layers", None)
         groups = [shard(block, reshard_after_forward and not (is_decoder and block is stack[-1])) for block in stack]
@@ -183,11 +180,10 @@ def _trained_dtype(model: nn.Module, module: nn.Module) -> torch.dtype | None:
         if weight.requires_grad and not isinstance(weight, DTensor):
             by_dtype.setdefault(weight.dtype, names[weight])
     if len(by_dtype) > 1:
-        raise LigerzooError(
-            "trainable parameters of several dtypes in one group", where="shard_model",
-            got=", ".join(f"{name} in {dtype}" for dtype, name in by_dtype.items()), expected="one dtype",
-            remedy="Convert the trainable parameters to one dtype, and give the dtype to compute in as param_dtype.",
-        )  # fmt: skip
+        what = "trainable parameters of several dtypes in one group"
+        got = ", ".join(f"{name} in {dtype}" for dtype, name in by_dtype.items())
+        remedy = "Convert the trainable parameters to one dtype, and give the dtype to compute in as param_dtype."
+        raise LigerzooError(what, where="shard_model", got=got, expected="one dtype", remedy=remedy)
     return next(iter(by_dtype), None)
 
 
@@ -202,11 +198,10 @@ def _refuse_different_modalities(module: LanguageModel, args: tuple[Any, ...], i
         name for name, most, least in zip(module.modalities, extremes[0], -extremes[1], strict=True) if most != least
     ]
     if differing:
-        raise LigerzooError(
-            "given in some processes only", where=" and ".join(differing),
-            expected="inputs of the same kinds in all processes, since all gather the weights of the vision tower",
-            remedy="Give each process a batch with images in the same steps.",
-        )  # fmt: skip
+        what = "given in some processes only"
+        expected = "inputs of the same kinds in all processes, since all gather the weights of the vision tower"
+        remedy = "Give each process a batch with images in the same steps."
+        raise LigerzooError(what, where=" and ".join(differing), expected=expected, remedy=remedy)
 
 
 def _sharding_of(model: nn.Module, where: str) -> _Sharding:

@@ -77,10 +77,8 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
         if not own:
             continue
         if not hasattr(module, "init_weights"):
-            raise LigerzooError(
-                "has no init_weights", where=f"{type(module).__name__} {module_name!r}",
-                remedy="Define init_weights(std) in its class, or initialize the model before sharding it.",
-            )  # fmt: skip
+            remedy = "Define init_weights(std) in its class, or initialize the model before sharding it."
+            raise LigerzooError("has no init_weights", where=f"{type(module).__name__} {module_name!r}", remedy=remedy)
         for name, weight in own.items():
             device = device_of(weight.device_mesh) if isinstance(weight, DTensor) else weight.device
             whole = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)

@@ -67,10 +67,8 @@ def save_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
     try:
         files = {OPTIMIZER_FILE: json.dumps(content) + "\n"}
     except TypeError as error:
-        raise CheckpointError(
-            "a value of the optimizer cannot be stored", where=directory, got=error,
-            expected="tensors, numbers, strings and lists",
-        ) from error  # fmt: skip
+        what, expected = "a value of the optimizer cannot be stored", "tensors, numbers, strings and lists"
+        raise CheckpointError(what, where=directory, got=error, expected=expected) from error
     if processes > 1:
         write_gathered(directory, tensors, files, meta=tensors.meta, mesh=largest_mesh(names))
     else:
@@ -183,11 +181,10 @@ def _described(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[st
     """Returns a parameter group with names instead of parameters, and numbers instead of 0-d tensors."""
     unknown = [tuple(weight.shape) for weight in group["params"] if weight not in names]
     if unknown:
-        raise CheckpointError(
-            "the optimizer has parameters that are not the model's", where="optimizer",
-            got=f"{len(unknown)}, the first of shape {unknown[0]}",
-            remedy="Create the optimizer after the model was sharded, loaded and given its adapters.",
-        )  # fmt: skip
+        what = "the optimizer has parameters that are not the model's"
+        got = f"{len(unknown)}, the first of shape {unknown[0]}"
+        remedy = "Create the optimizer after the model was sharded, loaded and given its adapters."
+        raise CheckpointError(what, where="optimizer", got=got, remedy=remedy)
     values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
     return {**values, "params": [names[weight] for weight in group["params"]]}
 
@@ -256,9 +253,7 @@ def _read_local(checkpoint: Checkpoint, name: str, weight: Tensor, processes: in
     """Reads the state of this process."""
     current = dist.get_world_size() if is_dtensor(weight) else 1
     if current != processes:
-        raise CheckpointError(
-            "a state that differs between processes was stored by another number of processes",
-            where=f"{checkpoint.directory}, tensor {name!r}", got=current, expected=f"{processes} processes",
-            remedy=f"Resume with {processes} processes.",
-        )  # fmt: skip
+        what = "a state that differs between processes was stored by another number of processes"
+        where, remedy = f"{checkpoint.directory}, tensor {name!r}", f"Resume with {processes} processes."
+        raise CheckpointError(what, where=where, got=current, expected=f"{processes} processes", remedy=remedy)
     return checkpoint.read(f"{name}@{dist.get_rank()}").to(weight.device, copy=True)

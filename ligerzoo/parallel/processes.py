@@ -57,25 +57,19 @@ def read_environment() -> dict[str, int] | None:
         return None
     remedy = "Start all processes with torchrun, or unset these variables to run one process."
     if missing := [name for name in _NAMES if name not in given]:
-        raise ConfigError(
-            "variables of torchrun are missing", where="environment",
-            got=", ".join(f"{name}={value}" for name, value in given.items()),
-            expected=f"{' and '.join(missing)} as well", remedy=remedy,
-        )  # fmt: skip
+        what, got = "variables of torchrun are missing", ", ".join(f"{name}={value}" for name, value in given.items())
+        expected = f"{' and '.join(missing)} as well"
+        raise ConfigError(what, where="environment", got=got, expected=expected, remedy=remedy)
     numbers = {}
     for name in _NUMBERS:
         if not given[name].isascii() or not given[name].isdigit():
-            raise ConfigError(
-                "not a number", where=f"environment variable {name}", got=repr(given[name]),
-                expected="an integer, 0 or more", remedy=remedy,
-            )  # fmt: skip
+            where, expected = f"environment variable {name}", "an integer, 0 or more"
+            raise ConfigError("not a number", where=where, got=repr(given[name]), expected=expected, remedy=remedy)
         numbers[name] = int(given[name])
     for name in ("RANK", "LOCAL_RANK"):
         if numbers[name] >= numbers["WORLD_SIZE"]:
-            raise ConfigError(
-                "not a rank", where=f"environment variable {name}", got=numbers[name],
-                expected=f"less than WORLD_SIZE, {numbers['WORLD_SIZE']}", remedy=remedy,
-            )  # fmt: skip
+            where, expected = f"environment variable {name}", f"less than WORLD_SIZE, {numbers['WORLD_SIZE']}"
+            raise ConfigError("not a rank", where=where, got=numbers[name], expected=expected, remedy=remedy)
     return numbers
 
 
@@ -101,11 +95,10 @@ def start_processes(device: str | torch.device | None = None, *, timeout: timede
     own = torch.device(kind)
     if kind == "cuda":
         if numbers["LOCAL_RANK"] >= torch.cuda.device_count():
-            raise ConfigError(
-                "more processes than GPUs on this host", where="environment variable LOCAL_RANK",
-                got=numbers["LOCAL_RANK"], expected=f"less than {torch.cuda.device_count()}, the number of GPUs",
-                remedy="Start torchrun with a smaller --nproc-per-node.",
-            )  # fmt: skip
+            what, where = "more processes than GPUs on this host", "environment variable LOCAL_RANK"
+            expected = f"less than {torch.cuda.device_count()}, the number of GPUs"
+            remedy = "Start torchrun with a smaller --nproc-per-node."
+            raise ConfigError(what, where=where, got=numbers["LOCAL_RANK"], expected=expected, remedy=remedy)
         own = torch.device("cuda", numbers["LOCAL_RANK"])
         torch.cuda.set_device(own)
     if not dist.is_initialized():
@@ -113,11 +106,10 @@ def start_processes(device: str | torch.device | None = None, *, timeout: timede
             "nccl" if kind == "cuda" else "gloo", timeout=timeout, device_id=own if kind == "cuda" else None
         )
     if (dist.get_rank(), dist.get_world_size()) != (numbers["RANK"], numbers["WORLD_SIZE"]):
-        raise ConfigError(
-            "the process group differs from torchrun's environment", where="torch.distributed",
-            got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            expected=f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']}",
-        )  # fmt: skip
+        what = "the process group differs from torchrun's environment"
+        got = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        expected = f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']}"
+        raise ConfigError(what, where="torch.distributed", got=got, expected=expected)
     return Processes(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], own)
 
 
@@ -136,10 +128,8 @@ def default_mesh() -> DeviceMesh:
         ConfigError: There is no process group.
     """
     if not dist.is_initialized():
-        raise ConfigError(
-            "no process group", where="torch.distributed",
-            remedy="Start the script with torchrun and call ligerzoo.parallel.start_processes() first.",
-        )  # fmt: skip
+        remedy = "Start the script with torchrun and call ligerzoo.parallel.start_processes() first."
+        raise ConfigError("no process group", where="torch.distributed", remedy=remedy)
     kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
 

@@ -49,10 +49,9 @@ def load_tensors(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
         stored = {name: info.shape for name, info in checkpoint.tensors.items()}
         expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if different := sorted(name for name in {**stored, **expected} if stored.get(name) != expected.get(name)):
-            raise CheckpointError(
-                "the stored tensors have other names or shapes", where=directory, got=first_names(different, 3),
-                remedy="Load them with the options with which they were saved.",
-            )  # fmt: skip
+            what = "the stored tensors have other names or shapes"
+            remedy = "Load them with the options with which they were saved."
+            raise CheckpointError(what, where=directory, got=first_names(different, 3), remedy=remedy)
         for name, tensor in tensors.items():
             box = shard_of(tensor)
             part = within(TensorSlice(name, expected[name], name), box)

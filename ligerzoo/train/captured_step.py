@@ -216,10 +216,8 @@ class CapturedStep:
         reason = self._state_reason or self._reason_against_batches(batches) or self._failures.get(key)
         if reason is not None:
             if self._capture == "on":
-                raise LigerzooError(
-                    "the step cannot be captured", where="CapturedStep", got=reason,
-                    remedy='Use capture="auto", which runs such steps eagerly.',
-                )  # fmt: skip
+                remedy = 'Use capture="auto", which runs such steps eagerly.'
+                raise LigerzooError("the step cannot be captured", where="CapturedStep", got=reason, remedy=remedy)
             return reason
         if key in self._graphs:
             return None
@@ -268,11 +266,11 @@ class CapturedStep:
         with assuming_inputs(properties), self._autocasting():
             loss = self._compute_loss(self._model, inputs, num_items, count)
         if not loss.requires_grad:
-            raise LigerzooError(
-                "no weight that trains takes part in the loss", where="micro-batch",
-                remedy="A vision tower alone trains only if each micro-batch has images: use larger ones, leave "
-                "out records without images, or train other parts as well.",
-            )  # fmt: skip
+            remedy = (
+                "A vision tower alone trains only if each micro-batch has images: use larger ones, leave "
+                "out records without images, or train other parts as well."
+            )
+            raise LigerzooError("no weight that trains takes part in the loss", where="micro-batch", remedy=remedy)
         loss.backward()  # type: ignore[no-untyped-call]
         if is_first:
             self._loss.copy_(loss.detach())

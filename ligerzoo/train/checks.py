@@ -37,10 +37,9 @@ def check_dtype(model: CausalLM) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ConfigError(
-                "cannot be trained in float16: small gradients would become 0", where=name,
-                expected="float32 or bfloat16", remedy="Choose a dtype, such as --dtype bfloat16.",
-            )  # fmt: skip
+            what = "cannot be trained in float16: small gradients would become 0"
+            remedy = "Choose a dtype, such as --dtype bfloat16."
+            raise ConfigError(what, where=name, expected="float32 or bfloat16", remedy=remedy)
 
 
 def weights_that_are_not_finite(model: CausalLM) -> list[str]:
@@ -74,10 +73,9 @@ def check_tied_weights(model: CausalLM) -> None:
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if model.config.tie_word_embeddings and head is not embedding:
-        raise ConfigError(
-            "the head is separate from the embedding, although config.json ties them", where=type(model).__name__,
-            remedy="Call model.tie_weights() before the optimizer is made.",
-        )  # fmt: skip
+        what = "the head is separate from the embedding, although config.json ties them"
+        remedy = "Call model.tie_weights() before the optimizer is made."
+        raise ConfigError(what, where=type(model).__name__, remedy=remedy)
 
 
 def trains_bfloat16(model: CausalLM) -> bool:

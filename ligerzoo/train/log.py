@@ -94,10 +94,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            "cannot be written, so the run stops", where=path, got=error,
-            remedy="Make room on the disk, and continue from the last checkpoint with --resume.",
-        ) from error  # fmt: skip
+        remedy = "Make room on the disk, and continue from the last checkpoint with --resume."
+        raise CheckpointError("cannot be written, so the run stops", where=path, got=error, remedy=remedy) from error
 
 
 class RunLog:
@@ -236,10 +234,9 @@ class RunLog:
         most = min(MAX_SKIPPED_AT_END, self._steps - self._first_step - 1) if is_end else MAX_SKIPPED - 1
         if self._skipped_in_a_row > most:
             steps = f"the last {self._skipped_in_a_row} steps" if is_end else f"{MAX_SKIPPED} steps in a row"
-            raise LigerzooError(
-                f"the gradients of {steps} are not finite, so the run stops", where=where, got=f"loss {entry['loss']}",
-                remedy=f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}",
-            )  # fmt: skip
+            what = f"the gradients of {steps} are not finite, so the run stops"
+            remedy = f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}"
+            raise LigerzooError(what, where=where, got=f"loss {entry['loss']}", remedy=remedy)
         warnings.warn(f"{where}: gradients are not finite, so the update is skipped", stacklevel=5)
         for name in ("loss", "grad_norm"):
             if not math.isfinite(entry.get(name, 0.0)):
@@ -249,11 +246,10 @@ class RunLog:
         """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
         for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry.get("grad_norm", 0.0))):
             if not math.isfinite(value):
-                raise LigerzooError(
-                    f"the {name} is not a finite number, so the run stops",
-                    where=f"step {entry['step']}, {first_sources(batches)}", got=value,
-                    remedy=f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}",
-                )  # fmt: skip
+                what = f"the {name} is not a finite number, so the run stops"
+                where = f"step {entry['step']}, {first_sources(batches)}"
+                remedy = f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}"
+                raise LigerzooError(what, where=where, got=value, remedy=remedy)
         if entry["loss"] == 0 and self._warns_of_zero:
             self._warns_of_zero = False
             warnings.warn(
@@ -268,10 +264,9 @@ class RunLog:
                 self._file.write(json.dumps(entry) + "\n")
                 self._file.flush()
             if not is_at(self._file.fileno(), self.path):
-                raise CheckpointError(
-                    "was deleted, moved or replaced during the run, so the run stops", where=self.path,
-                    remedy="Start the run again, or continue from the last checkpoint, if any, with --resume.",
-                )  # fmt: skip
+                what = "was deleted, moved or replaced during the run, so the run stops"
+                remedy = "Start the run again, or continue from the last checkpoint, if any, with --resume."
+                raise CheckpointError(what, where=self.path, remedy=remedy)
         if self._report is not None and processes.is_main():
             self._report(entry)
 
@@ -351,7 +346,5 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _other_log(where: object, got: str, expected: str) -> CheckpointError:
-    return CheckpointError(
-        "is not the log of the run that continues", where=where, got=got, expected=expected,
-        remedy="Move the file away: the run continues with a new one.",
-    )  # fmt: skip
+    what, remedy = "is not the log of the run that continues", "Move the file away: the run continues with a new one."
+    return CheckpointError(what, where=where, got=got, expected=expected, remedy=remedy)

@@ -35,10 +35,8 @@ def new_config(model_type: str, tokenizer: Tokenizer, fields: Mapping[str, Any])
     names = [field.name for field in dataclasses.fields(config_class)]
     for name in fields:
         if name not in names:
-            raise ConfigError(
-                "unknown field", where=name, expected=f"a field of {config_class.__name__}: {first_names(names, 50)}",
-                remedy=did_you_mean(name, names),
-            )  # fmt: skip
+            expected = f"a field of {config_class.__name__}: {first_names(names, 50)}"
+            raise ConfigError("unknown field", where=name, expected=expected, remedy=did_you_mean(name, names))
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -47,10 +45,8 @@ def new_config(model_type: str, tokenizer: Tokenizer, fields: Mapping[str, Any])
     }
     values = {**{name: value for name, value in ids.items() if name in names}, **fields}
     if values.get("vocab_size", len(tokenizer)) < len(tokenizer):
-        raise ConfigError(
-            "the tokenizer has more tokens", where="vocab_size", got=values["vocab_size"],
-            expected=f"at least {len(tokenizer)}",
-        )  # fmt: skip
+        what = "the tokenizer has more tokens"
+        raise ConfigError(what, where="vocab_size", got=values["vocab_size"], expected=f"at least {len(tokenizer)}")
     config = config_class(**convert_overrides(values, config_class))
     return {
         "architectures": [architecture.hf_class],

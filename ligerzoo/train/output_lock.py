@@ -42,10 +42,8 @@ class OutputLock:
     def check(self) -> None:
         """Raises CheckpointError if the directory is no longer the one that was locked."""
         if not is_at(self._descriptor, self._output / LOCK_FILE):
-            raise CheckpointError(
-                f"the output directory, or the file {LOCK_FILE} in it, was deleted, moved or replaced during the run",
-                where=self._output, remedy="Start the run again.",
-            )  # fmt: skip
+            what = f"the output directory, or the file {LOCK_FILE} in it, was deleted, moved or replaced during the run"
+            raise CheckpointError(what, where=self._output, remedy="Start the run again.")
 
 
 @contextlib.contextmanager
@@ -110,10 +108,9 @@ def _in_use(output: Path) -> CheckpointError:
     owner = _read_owner(output)
     names = ("pid", "host", "started")
     pid, host, started = (owner.get(name, "unknown") for name in names)
-    return CheckpointError(
-        "another run uses the output directory", where=output, got=f"process {pid} on {host}, started {started}",
-        remedy="Wait until it ends, or stop it; or choose another directory.",
-    )  # fmt: skip
+    got = f"process {pid} on {host}, started {started}"
+    remedy = "Wait until it ends, or stop it; or choose another directory."
+    return CheckpointError("another run uses the output directory", where=output, got=got, remedy=remedy)
 
 
 def _read_owner(output: Path) -> dict[str, object]:

@@ -57,10 +57,9 @@ class RewardFunction:
         if not callable(function):
             own = vars(module).items()
             functions = [key for key, value in own if getattr(value, "__module__", None) == module.__name__]
-            raise ConfigError(
-                "the file has no such function", where=file, got=", ".join(functions) or "none",
-                expected=f"a function {name}", remedy="Name another one with --reward FILE.py:NAME.",
-            )  # fmt: skip
+            what, got = "the file has no such function", ", ".join(functions) or "none"
+            remedy = "Name another one with --reward FILE.py:NAME."
+            raise ConfigError(what, where=file, got=got, expected=f"a function {name}", remedy=remedy)
         if inspect.iscoroutinefunction(function):
             raise ConfigError("the reward function is asynchronous", where=self._name, expected="a plain function")
         self._function: Callable[..., Any] = function
@@ -84,10 +83,8 @@ class RewardFunction:
             raise LigerzooError("the reward function failed", where=where, got=_summary(error)) from error
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or len(result) != len(completions):
             got = f"{len(result)} rewards" if isinstance(result, Sequence) else f"a {type(result).__name__}"
-            raise LigerzooError(
-                "wrong number of rewards", where=self._name, got=got,
-                expected=f"a list of {len(completions)} numbers, one for each completion",
-            )  # fmt: skip
+            expected = f"a list of {len(completions)} numbers, one for each completion"
+            raise LigerzooError("wrong number of rewards", where=self._name, got=got, expected=expected)
         return [replace(one, reward=self._number(value, one)) for one, value in zip(completions, result, strict=True)]
 
     def _arguments(self, completions: Sequence[SampledCompletion]) -> dict[str, Any]:
@@ -107,11 +104,9 @@ class RewardFunction:
             if lacking is None:
                 arguments[parameter.name] = [record[parameter.name] for record in records]
             elif parameter.default is parameter.empty:
-                raise LigerzooError(
-                    f"the field {parameter.name!r} is missing, which the reward function {self._name} takes",
-                    where=lacking.source, got=", ".join(lacking.prompt.record),
-                    expected=f"the field, or another argument of the function: {', '.join(_ARGUMENTS)}",
-                )  # fmt: skip
+                what = f"the field {parameter.name!r} is missing, which the reward function {self._name} takes"
+                expected = f"the field, or another argument of the function: {', '.join(_ARGUMENTS)}"
+                raise LigerzooError(what, where=lacking.source, got=", ".join(lacking.prompt.record), expected=expected)
         if takes_all:
             for field in dict.fromkeys(field for record in records for field in record if field != "prompt"):
                 arguments.setdefault(field, [record.get(field) for record in records])
@@ -125,10 +120,9 @@ class RewardFunction:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise LigerzooError(
-                "the reward is not a finite number", where=f"{self._name}, for a completion of {completion.source}",
-                got=f"{value!r} for {quote(completion.text)}", expected="a finite number",
-            )  # fmt: skip
+            where = f"{self._name}, for a completion of {completion.source}"
+            got = f"{value!r} for {quote(completion.text)}"
+            raise LigerzooError("the reward is not a finite number", where=where, got=got, expected="a finite number")
         return number
 
 

@@ -64,10 +64,9 @@ class RunSamples:
         """
         stream = open_data(paths, self._kind, self._processor, seed=self._seed, **self._encoding, **given)
         if self._kind == "auto" and stream.kind in _METHODS:  # all completions would be trained, the rejected ones too
-            raise DataError(
-                f"records of kind {stream.kind!r} are for another method", where=", ".join(paths),
-                expected="text, prompt and completion, or messages", remedy=f"Use --method {_METHODS[stream.kind]}.",
-            )  # fmt: skip
+            what = f"records of kind {stream.kind!r} are for another method"
+            expected, remedy = "text, prompt and completion, or messages", f"Use --method {_METHODS[stream.kind]}."
+            raise DataError(what, where=", ".join(paths), expected=expected, remedy=remedy)
         return stream
 
     @cached_property

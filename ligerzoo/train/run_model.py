@@ -125,10 +125,9 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
         ConfigError: A check fails, see `check_model`, or a new model would have an adapter.
     """
     if new and options.lora_rank is not None and lacks_weights(options.model):
-        raise ConfigError(
-            "an adapter needs trained weights: the random ones would not be saved", where="option lora_rank",
-            got=options.model, expected="a model with weights", remedy="Train all weights of a new model.",
-        )  # fmt: skip
+        what, expected = "an adapter needs trained weights: the random ones would not be saved", "a model with weights"
+        remedy = "Train all weights of a new model."
+        raise ConfigError(what, where="option lora_rank", got=options.model, expected=expected, remedy=remedy)
     source, adapt = _source(options, run), adaptation(options)
     meta_model = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
     check_model(meta_model, options.optimizer)
@@ -213,11 +212,9 @@ def plan_memory(
 def refuse_budget_of_images(options: RunOptions) -> None:
     """Raises ConfigError for a number of GiB."""
     if options.activation_budget not in ("auto", "none"):
-        raise ConfigError(
-            "the memory of a vision tower is not predicted, so images have no budget", where="option activation_budget",
-            got=options.activation_budget, expected="auto or none",
-            remedy="Use --activation-checkpointing to save memory.",
-        )  # fmt: skip
+        what = "the memory of a vision tower is not predicted, so images have no budget"
+        where, remedy = "option activation_budget", "Use --activation-checkpointing to save memory."
+        raise ConfigError(what, where=where, got=options.activation_budget, expected="auto or none", remedy=remedy)
 
 
 def _source(options: RunOptions, run: RunState) -> str | Path:

@@ -227,10 +227,9 @@ class RunState:
         """Raises LigerzooError if a weight that trains is infinite or NaN, in all processes."""
         found = dict.fromkeys(chain.from_iterable(processes.gather(weights_that_are_not_finite(model))))
         if found:
-            raise LigerzooError(
-                f"weights are infinite or NaN {when}, so the run stops", where=first_names(list(found), 3),
-                remedy=f"Look at the data, or lower the learning rate.{last_finite(self.output)}",
-            )  # fmt: skip
+            what = f"weights are infinite or NaN {when}, so the run stops"
+            remedy = f"Look at the data, or lower the learning rate.{last_finite(self.output)}"
+            raise LigerzooError(what, where=first_names(list(found), 3), remedy=remedy)
 
     def _save_model(self, model: CausalLM, directory: Path) -> None:
         """Saves the model, or its adapter if it has one."""
@@ -243,10 +242,8 @@ class RunState:
     def _not_saved(self, target: Path, error: Exception) -> CheckpointError:
         last = newest_checkpoint(self.output)
         remedy = f" {last} is whole: continue from it with --resume." if last else ""
-        return CheckpointError(
-            "cannot be saved, so the run stops", where=target, got=" ".join(str(error).split()),
-            remedy=f"Make room on the disk.{remedy}",
-        )  # fmt: skip
+        what, got = "cannot be saved, so the run stops", " ".join(str(error).split())
+        return CheckpointError(what, where=target, got=got, remedy=f"Make room on the disk.{remedy}")
 
     def _read_state(self, checkpoint: Path) -> dict[str, Any]:
         """Reads state.json, and checks the small files of a checkpoint.
@@ -286,17 +283,15 @@ class RunState:
 
     def _refuse_other_processes(self, count: int) -> None:
         if count != processes.world_size():
-            raise ConfigError(
-                "the run had another number of processes", where=self.checkpoint, got=processes.world_size(),
-                expected=count, remedy=f"Resume it with {count}, or start a new run from this checkpoint as the model.",
-            )  # fmt: skip
+            what = "the run had another number of processes"
+            remedy = f"Resume it with {count}, or start a new run from this checkpoint as the model."
+            raise ConfigError(what, where=self.checkpoint, got=processes.world_size(), expected=count, remedy=remedy)
 
     def _refuse_fewer_steps(self) -> None:
         if (asked := self.options.get("max_steps")) is not None and asked < self.step:
-            raise ConfigError(
-                "the run has done more steps", where="option max_steps", got=asked, expected=f"{self.step} or more",
-                remedy=f"To go back, remove the newer checkpoints from {self.output}.",
-            )  # fmt: skip
+            what = "the run has done more steps"
+            remedy = f"To go back, remove the newer checkpoints from {self.output}."
+            raise ConfigError(what, where="option max_steps", got=asked, expected=f"{self.step} or more", remedy=remedy)
 
     def _refuse_changes(self, stored: Mapping[str, Any], may_change: Collection[str]) -> None:
         changes = [
@@ -305,11 +300,12 @@ class RunState:
             if self.options.get(name) != stored.get(name)
         ]
         if changes:
-            raise ConfigError(
-                "the options differ from those of the run", where=self.checkpoint, got=", ".join(changes),
-                remedy="Continue with the same options, or choose another output directory. These may change: "
-                f"{', '.join(sorted(may_change))}.",
-            )  # fmt: skip
+            what = "the options differ from those of the run"
+            remedy = (
+                "Continue with the same options, or choose another output directory. These may change: "
+                f"{', '.join(sorted(may_change))}."
+            )
+            raise ConfigError(what, where=self.checkpoint, got=", ".join(changes), remedy=remedy)
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -402,10 +398,8 @@ def refuse_output(output: Path) -> None:
     """Refuses a directory that could not be created or replaced at the end of the run."""
     path = output.resolve()
     if Path.cwd().is_relative_to(path):
-        raise ConfigError(
-            "is the working directory or contains it, and would be replaced", where="option output", got=output,
-            expected="a new directory", remedy="Such as --output run.",
-        )  # fmt: skip
+        what, remedy = "is the working directory or contains it, and would be replaced", "Such as --output run."
+        raise ConfigError(what, where="option output", got=output, expected="a new directory", remedy=remedy)
     existing = next(one for one in (path, *path.parents) if one.exists())
     if not existing.is_dir():
         raise CheckpointError(f"{existing} is a file", where="option output", got=output, expected="a new directory")
@@ -418,7 +412,6 @@ def _refuse_earlier_run(output: Path) -> None:
     found = [path for pattern in (*_FILES_OF_A_RUN, "checkpoint-*") for path in output.glob(pattern)]
     found = [path for path in found if path.is_dir() or path.stat().st_size]  # the log of a run without a step is empty
     if found:
-        raise CheckpointError(
-            "the output directory holds a run or a model", where=output, got=found[0].name,
-            remedy="Continue the run with --resume, or choose another directory.",
-        )  # fmt: skip
+        what = "the output directory holds a run or a model"
+        remedy = "Continue the run with --resume, or choose another directory."
+        raise CheckpointError(what, where=output, got=found[0].name, remedy=remedy)

@@ -237,10 +237,8 @@ def _starts(batch: Batch) -> Iterator[int]:
 
 def _refuse_non_finite(sums: Sums, sample: TrainedSample) -> None:
     if not math.isfinite(sums[1]):
-        raise LigerzooError(
-            "the loss is not a finite number", where=sample.source, got=float(-sums[1]),
-            remedy="Try --dtype float32; the weights may be damaged.",
-        )  # fmt: skip
+        remedy = "Try --dtype float32; the weights may be damaged."
+        raise LigerzooError("the loss is not a finite number", where=sample.source, got=float(-sums[1]), remedy=remedy)
 
 
 def _pair_scores(pairs: Sequence[tuple[Sums, Sums]]) -> PairScores | None:

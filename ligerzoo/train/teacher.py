@@ -35,11 +35,9 @@ def load_teacher(options: DistillRunOptions, student: CausalLM, *, device: torch
     model = open_model(teacher, dtype=options.dtype, device=device, adapt=shrink, param_dtype=param_dtype)
     size = model.config.vocab_size
     if size < expected:
-        raise ConfigError(
-            "the teacher's vocabulary is smaller than the student's", where=f"teacher {teacher}",
-            got=f"vocab_size {size}", expected=expected,
-            remedy=f"Resize the student first: model.resize_token_embeddings({size}).",
-        )  # fmt: skip
+        what = "the teacher's vocabulary is smaller than the student's"
+        remedy = f"Resize the student first: model.resize_token_embeddings({size})."
+        raise ConfigError(what, where=f"teacher {teacher}", got=f"vocab_size {size}", expected=expected, remedy=remedy)
     return model.requires_grad_(False).eval()
 
 
@@ -59,8 +57,6 @@ def check_same_tokens(student: Tokenizer, teacher: str) -> None:
     if different:
         first = different[0]
         got, expected = (quote(one[first]) if first in one else "no token" for one in (other, own))
-        raise ConfigError(
-            f"the teacher has another vocabulary than the student: {len(different):,} token ids differ",
-            where=f"teacher {teacher}, token {first}", got=got, expected=expected,
-            remedy="Choose a teacher with the student's tokenizer, such as a larger model of its family.",
-        )  # fmt: skip
+        what = f"the teacher has another vocabulary than the student: {len(different):,} token ids differ"
+        remedy = "Choose a teacher with the student's tokenizer, such as a larger model of its family."
+        raise ConfigError(what, where=f"teacher {teacher}, token {first}", got=got, expected=expected, remedy=remedy)

@@ -340,12 +340,12 @@ class ChatEncoder:
             elif appended is None and end in starts:
                 end = next(after for after, before in specials.items() if before == end)
             else:
-                raise DataError(
+                what = (
                     "the chat template does not end the answer with a special token, so the model would not learn to "
-                    "stop",
-                    got=quote(text[start:end][-40:]),
-                    remedy="Let the template write eos_token there, or pass end_of_answer to open_data.",
+                    "stop"
                 )
+                remedy = "Let the template write eos_token there, or pass end_of_answer to open_data."
+                raise DataError(what, got=quote(text[start:end][-40:]), remedy=remedy)
             answers.append((start, end))
         return rendered._replace(text=text, spans=answers)
 

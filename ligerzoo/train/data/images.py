@@ -60,12 +60,10 @@ def images_of(messages: Messages, fields: Fields) -> list[object]:
         what = "images are given both in the messages and in the field 'images'"
         raise DataError(what, remedy="Give them once.")
     if len(own or listed) != len(parts):
-        raise DataError(
-            "the number of images differs from the number of placeholders",
-            got=f"{len(own or listed)} images",
-            expected=f"{len(parts)}, one for each part of type 'image'",
-            remedy='Mark each image of the field "images" by a part {"type": "image"} of a message.',
-        )
+        what = "the number of images differs from the number of placeholders"
+        expected = f"{len(parts)}, one for each part of type 'image'"
+        remedy = 'Mark each image of the field "images" by a part {"type": "image"} of a message.'
+        raise DataError(what, got=f"{len(own or listed)} images", expected=expected, remedy=remedy)
     return [*(own or listed)]
 
 
