@@ -43,7 +43,7 @@ ARROWS = {
     "models": ("checks errors kernels layers tensor_checks", "convert generate"),
     "convert": ("entries errors models", ""),
     "hub": ("convert device errors files kernels models", "vision"),
-    "adapters": ("convert errors files hub layers models", ""),
+    "adapters": ("convert entries errors files hub layers models", ""),
     "generate": ("checks device errors kernels layers models tensor_checks", ""),
     "memory": ("adapters checks errors kernels models optimizer_table", ""),
     "info": ("convert errors files models text", "memory"),

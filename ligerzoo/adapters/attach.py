@@ -65,10 +65,9 @@ def add_lora(
     if experts := [t.name for t in chosen if t.is_experts]:
         for name, value, neutral in (("dora", dora, False), ("dropout", dropout, 0.0)):
             if value != neutral:
-                raise LigerzooError(
-                    f"experts have no {name}", where=f"add_lora, {experts[0]!r}", got=value, expected=neutral,
-                    remedy="Leave the experts out of the targets.",
-                )  # fmt: skip
+                what, where = f"experts have no {name}", f"add_lora, {experts[0]!r}"
+                remedy = "Leave the experts out of the targets."
+                raise LigerzooError(what, where=where, got=value, expected=neutral, remedy=remedy)
     to_train = modules_to_train(model, _listed(trained), exclude={target.module for target in chosen})
     model.requires_grad_(False)
     for module in to_train:
@@ -166,10 +165,8 @@ def has_adapters(model: nn.Module) -> bool:
 def refuse_adapters(model: LanguageModel, where: str) -> None:
     """Raises LigerzooError if the model has adapters."""
     if has_adapters(model):
-        raise LigerzooError(
-            "the model has adapters already", where=where,
-            remedy="Call ligerzoo.adapters.merge_lora(model) or remove_lora(model) first.",
-        )  # fmt: skip
+        remedy = "Call ligerzoo.adapters.merge_lora(model) or remove_lora(model) first."
+        raise LigerzooError("the model has adapters already", where=where, remedy=remedy)
 
 
 def _listed(patterns: str | Sequence[str]) -> list[str]:
@@ -203,7 +200,5 @@ def _fused_only(chosen: Sequence[Target], patterns: Sequence[str]) -> list[list[
 
 def _no_match(where: str, pattern: str, names: Iterable[str]) -> LigerzooError:
     last_parts = dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit())
-    return LigerzooError(
-        "matches nothing", where=where, got=repr(pattern), expected=f"parts of names, such as {', '.join(last_parts)}",
-        remedy=did_you_mean(str(pattern), last_parts),
-    )  # fmt: skip
+    expected, remedy = f"parts of names, such as {', '.join(last_parts)}", did_you_mean(str(pattern), last_parts)
+    return LigerzooError("matches nothing", where=where, got=repr(pattern), expected=expected, remedy=remedy)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,16 +94,13 @@ class BaseWeights:
 
     def _find_rows(self, where: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns the names of the tensors with rows, and the token ids of these, by our module."""
-        modules = {
-            module: self._module_of(f"{module}.weight")
-            for module in (EMBEDDING, HEAD) if f"{module}.weight" in self._shapes
-        }  # fmt: skip
+        present = [module for module in (EMBEDDING, HEAD) if f"{module}.weight" in self._shapes]
+        modules = {module: self._module_of(f"{module}.weight") for module in present}
         entry = self._config.trainable_token_indices
         all_names = [name for module in modules.values() for name in self._names.all_of(module)]
         if isinstance(entry, Mapping) and (missing := unmatched(entry, all_names)):
-            raise CheckpointError(
-                "not the embedding or the head", where=where, got=missing, expected=" or ".join(modules.values())
-            )
+            what, expected = "not the embedding or the head", " or ".join(modules.values())
+            raise CheckpointError(what, where=where, got=missing, expected=expected)
         rows = {
             module: (f"{PREFIX}{name}.token_adapter.trainable_tokens_delta", indices)
             for module, name in modules.items()
@@ -113,14 +109,12 @@ class BaseWeights:
         for module, (name, indices) in rows.items():
             size, columns = self._shapes[f"{module}.weight"]
             if max(indices) >= size:
-                raise CheckpointError(
-                    "not a token id", where=where, got=max(indices), expected=f"less than {size}",
-                    remedy="If tokens were added, call model.resize_token_embeddings first.",
-                )  # fmt: skip
+                expected = f"less than {size}"
+                remedy = "If tokens were added, call model.resize_token_embeddings first."
+                raise CheckpointError("not a token id", where=where, got=max(indices), expected=expected, remedy=remedy)
             if f"{module}.weight" in self._trained_names():
-                raise CheckpointError(
-                    "the whole module is stored too, as modules_to_save says", where=where, got=module
-                )
+                what = "the whole module is stored too, as modules_to_save says"
+                raise CheckpointError(what, where=where, got=module)
             self.expected[name] = (len(indices), columns)
         if self.tied and EMBEDDING in rows and rows.get(HEAD, rows[EMBEDDING])[1] == rows[EMBEDDING][1]:
             rows.pop(HEAD, None)
@@ -140,10 +134,8 @@ class BaseWeights:
         values = [tensors[f"{PREFIX}{part.stored_name}"] for part in weights]
         is_one = self.tied and HEAD not in self._rows and len(values) == 2
         if is_one and not torch.equal(*values):
-            raise CheckpointError(
-                "head and embedding are stored with different values, but the base model ties them", where=where,
-                remedy="Load the base model with tie_word_embeddings=False.",
-            )  # fmt: skip
+            what = "head and embedding are stored with different values, but the base model ties them"
+            raise CheckpointError(what, where=where, remedy="Load the base model with tie_word_embeddings=False.")
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
@@ -155,11 +147,13 @@ class BaseWeights:
         if HEAD in self._rows:
             untie(model, HEAD)
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-        values = assemble(
-            [*self._trained, *self._replaced], self._shapes,
-            lambda part: part.select(tensors[f"{PREFIX}{part.stored_name}"]),
-            dtypes={name: tensor.dtype for name, tensor in state.items()}, device=torch.device("cpu"),
-        )  # fmt: skip
+        slices = [*self._trained, *self._replaced]
+        dtypes, device = {name: tensor.dtype for name, tensor in state.items()}, torch.device("cpu")
+
+        def read(part: TensorSlice) -> Tensor:
+            return part.select(tensors[f"{PREFIX}{part.stored_name}"])
+
+        values = assemble(slices, self._shapes, read, dtypes=dtypes, device=device)
         for part in self._replaced:
             if not torch.equal(state[part.name], values[part.name].to(state[part.name].device)):
                 model.replaced_weights[part.name.rpartition(".")[0]] = None
@@ -174,7 +168,7 @@ class BaseWeights:
             model.replaced_weights.setdefault(module, indices)
 
 
-def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Returns the tensors of an adapter's file that are not updates, and their config entries.
 
     These are modules that train in full, and embeddings and heads that are not those of the base model.
@@ -189,11 +183,10 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
     names = [name for name, (part, *_) in parts.items() if _is_within(part.stored_name, modules)]
     for name, module in model.named_modules():
         if isinstance(module, LoRALayer) and any(other.rpartition(".")[0] == name for other in names):
-            raise CheckpointError(
-                "PEFT's files hold an update of a weight or the weight itself", where=f"{directory}, module {name!r}",
-                got="both, or an update within a module that trains",
-                remedy="Freeze the weight, or save the whole model.",
-            )  # fmt: skip
+            what = "PEFT's files hold an update of a weight or the weight itself"
+            got = "both, or an update within a module that trains"
+            remedy = "Freeze the weight, or save the whole model."
+            raise CheckpointError(what, where=f"{directory}, module {name!r}", got=got, remedy=remedy)
     slices = [part for name in names for part in parts[name]]
     stored = StoredTensors(slices, {name: full(state[name]).detach() for name in names})
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in stored.items()}
@@ -209,16 +202,15 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
                 leaf = name.rpartition(".")[2]
                 tensors[f"{PREFIX}{stored_module}{wrapper}.{leaf}"] = full(state[name]).detach()
         elif has_update:
-            raise CheckpointError(
-                "PEFT's files hold an update of a module or rows of it", where=f"{directory}, module {module!r}",
-                got="both", remedy="Leave the module out of the targets, or save the whole model.",
-            )  # fmt: skip
+            what, where = "PEFT's files hold an update of a module or rows of it", f"{directory}, module {module!r}"
+            remedy = "Leave the module out of the targets, or save the whole model."
+            raise CheckpointError(what, where=where, got="both", remedy=remedy)
         else:
             rows[stored_module] = list(indices)
             name = f"{PREFIX}{stored_module}.token_adapter.trainable_tokens_delta"
             tensors[name] = full(weight).detach()[list(indices)]
     is_tied = any(f"{module}.weight" in names for module in tied_modules(model))
-    entries = {
+    entries: dict[str, object] = {
         "modules_to_save": modules or None,
         "trainable_token_indices": rows or None,
         "ensure_weight_tying": is_tied,

@@ -20,6 +20,7 @@ from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.checkpoint import SafetensorsFile
 from ligerzoo.files.locate import locate_files
+from ligerzoo.hub.matching import check_tensor
 from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
@@ -30,7 +31,7 @@ _TOKENS = {
 }
 """Names of tensors with a row or column for each token, and which dimension this is."""
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_OTHER_BASE = "The adapter may be of another base model."
 
 
 def load_adapter(
@@ -132,9 +133,8 @@ class _Plan:
             if name.startswith(PREFIX):
                 name = PREFIX + self._module_names.current(name.removeprefix(PREFIX))
             if name in names:
-                raise CheckpointError(
-                    "one tensor under two names", where=self._file.path, got=first_names([names[name], stored_name])
-                )
+                got = first_names([names[name], stored_name])
+                raise CheckpointError("one tensor under two names", where=self._file.path, got=got)
             names[name] = stored_name
         return names
 
@@ -143,10 +143,9 @@ class _Plan:
         if self._config.ensure_weight_tying and any(target.module in self.base_weights.tied for target in chosen):
             chosen |= {target for target in targets if target.module in self.base_weights.tied}
         if both := [target.module for target in chosen if target.module in self.base_weights.modules_with_rows]:
-            raise CheckpointError(
-                "rows of a module that has an update", where=f"{self._config_path}, trainable_token_indices",
-                got=first_names(both), expected="modules that target_modules leaves out",
-            )  # fmt: skip
+            what, where = "rows of a module that has an update", f"{self._config_path}, trainable_token_indices"
+            expected = "modules that target_modules leaves out"
+            raise CheckpointError(what, where=where, got=first_names(both), expected=expected)
         return [target for target in targets if target in chosen]
 
     def _is_chosen(self, target: Target) -> bool:
@@ -160,11 +159,9 @@ class _Plan:
     def _options(self, update: StoredUpdate) -> LoRAOptions:
         options = self._config.options(self._module_names.all_of(update.name))
         if update.targets[0].is_experts and (self._config.use_dora or options.dropout):
-            raise CheckpointError(
-                "experts have no DoRA and no dropout", where=self._config_path,
-                got=f"use_dora={self._config.use_dora}, lora_dropout={options.dropout}",
-                expected="use_dora=false, lora_dropout=0",
-            )  # fmt: skip
+            what, expected = "experts have no DoRA and no dropout", "use_dora=false, lora_dropout=0"
+            got = f"use_dora={self._config.use_dora}, lora_dropout={options.dropout}"
+            raise CheckpointError(what, where=self._config_path, got=got, expected=expected)
         return options
 
     def _refuse_single_experts(self) -> None:
@@ -173,60 +170,43 @@ class _Plan:
         Ours, as transformers' since 5.0, are one weight, whose update has one A.
         """
         if found := [name for name in self._file.tensors if _SINGLE_EXPERT.search(name)]:
-            raise CheckpointError(
-                "updates of single experts, as of transformers before 5.0", where=self._file.path,
-                got=first_names(found), expected="updates of `experts.gate_up_proj` and `experts.down_proj`",
-                remedy="Merge them with PEFT and transformers 4: call merge_and_unload, and save the result.",
-            )  # fmt: skip
+            what, where = "updates of single experts, as of transformers before 5.0", self._file.path
+            got, expected = first_names(found), "updates of `experts.gate_up_proj` and `experts.down_proj`"
+            remedy = "Merge them with PEFT and transformers 4: call merge_and_unload, and save the result."
+            raise CheckpointError(what, where=where, got=got, expected=expected, remedy=remedy)
 
     def _refuse_unmatched_names(self, targets: list[Target]) -> None:
         """Raises CheckpointError if the config names a module that the model lacks."""
         modules = [target.stored_module for target in targets if not target.is_parameter]
         parameters = [target.stored_parameter for target in targets if target.is_parameter]
-        names = self._config.target_modules
+        config = self._config
         for entry, given, candidates in (
-            ("target_modules", () if names is None or isinstance(names, str) else names, modules),
-            ("target_parameters", self._config.target_parameters, parameters),
+            ("target_modules", config.listed_modules, modules),
+            ("target_parameters", config.target_parameters, parameters),
         ):
-            if missing := unmatched(
-                given, [name for candidate in candidates for name in self._module_names.all_of(candidate)]
-            ):
-                available = dict.fromkeys(name.rpartition(".")[2] for name in candidates)
-                raise CheckpointError(
-                    "the model has no such weight", where=f"{self._config_path}, {entry}", got=missing,
-                    expected=", ".join(available), remedy="The adapter may be of another base model.",
-                )  # fmt: skip
+            names = [name for candidate in candidates for name in self._module_names.all_of(candidate)]
+            if missing := unmatched(given, names):
+                what, where = "the model has no such weight", f"{self._config_path}, {entry}"
+                expected = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
+                raise CheckpointError(what, where=where, got=missing, expected=expected, remedy=_OTHER_BASE)
 
     def _check(self, expected: Mapping[str, Shape]) -> None:
         path = self._file.path
         if not self.updates:
-            raise CheckpointError(
-                "no updates of this model's weights", where=path, got=first_names(list(self.names)) or None
-            )
+            got = first_names(list(self.names)) or None
+            raise CheckpointError("no updates of this model's weights", where=path, got=got)
         if unexpected := [name for name in self.names if name not in {*expected, *self.base_weights.redundant}]:
-            raise CheckpointError(
-                "unexpected tensors", where=path, got=first_names([self.names[name] for name in unexpected], 4),
-                expected=f"the tensors that {CONFIG_FILE} and the model imply",
-                remedy="The adapter may be of another base model.",
-            )  # fmt: skip
+            got = first_names([self.names[name] for name in unexpected], 4)
+            implied = f"the tensors that {CONFIG_FILE} and the model imply"
+            raise CheckpointError("unexpected tensors", where=path, got=got, expected=implied, remedy=_OTHER_BASE)
         if missing := [name for name in expected if name not in self.names]:
-            raise CheckpointError(
-                "tensors are missing", where=path, got=f"no {first_names(missing, 4)}",
-                remedy=f"{CONFIG_FILE} or the base model may be another one.",
-            )  # fmt: skip
+            got, remedy = f"no {first_names(missing, 4)}", f"{CONFIG_FILE} or the base model may be another one."
+            raise CheckpointError("tensors are missing", where=path, got=got, remedy=remedy)
         for name, shape in expected.items():
             info = self._file.tensors[self.names[name]]
-            where = f"{path}, tensor {quote(info.name)}"
-            if info.shape != shape:
-                is_resized = name in self.base_weights.expected and info.shape[1:] == shape[1:]
-                raise CheckpointError(
-                    "wrong shape", where=where, got=info.shape, expected=shape,
-                    remedy=f"If tokens were added, call model.resize_token_embeddings({info.shape[0]}) first."
-                    if is_resized else None,
-                )  # fmt: skip
-            if info.dtype not in _DTYPES:
-                dtypes = " or ".join(map(str, _DTYPES))
-                raise CheckpointError("not a dtype of weights", where=where, got=info.dtype, expected=dtypes)
+            is_resized = name in self.base_weights.expected and info.shape[1:] == shape[1:]
+            resize = f"If tokens were added, call model.resize_token_embeddings({info.shape[0]}) first."
+            check_tensor(info, shape, f"{path}, tensor {quote(info.name)}", resize if is_resized else None)
 
 
 def _copy_update(model: LanguageModel, update: StoredUpdate, tensors: Mapping[str, Tensor]) -> None:

@@ -110,9 +110,7 @@ def _updated_layers(model: nn.Module, where: str) -> dict[str, LoRALayer]:
         for parameter in layer.lora:
             weight = getattr(layer, parameter)
             if not is_plain_tensor(weight):
-                raise LigerzooError(
-                    "the weight is quantized or sharded", where=f"{where}, {name}.{parameter}",
-                    got=type(weight).__name__, expected="a plain tensor",
-                    remedy="Save the adapter, and merge it into the unquantized model.",
-                )  # fmt: skip
+                what, where, got = "the weight is quantized or sharded", f"{where}, {name}.{parameter}", type(weight)
+                remedy = "Save the adapter, and merge it into the unquantized model."
+                raise LigerzooError(what, where=where, got=got.__name__, expected="a plain tensor", remedy=remedy)
     return layers

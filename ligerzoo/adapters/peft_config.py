@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from ligerzoo.entries import FLAG, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_one_of, list_of
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
 from ligerzoo.files.locate import ADAPTER_CONFIG_FILE
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.layers.lora import LoRAOptions
 
+T = TypeVar("T")
+
 CONFIG_FILE = ADAPTER_CONFIG_FILE
 WEIGHT_FILE = "adapter_model.safetensors"
 
-_UNUSED = frozenset({
-    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
-})  # fmt: skip
+_UNUSED = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "eva_config",
+        "inference_mode",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    }
+)
 """Entries that say nothing about the weights."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -30,7 +44,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Entries of which we read some values only. Of an unknown entry we read None, False and empty values."""
 
-_NAME = re.compile(r"\^?(?:\.\*\\\.)?(?:[\w.-]|\\\.|\\-)+")
+_NUMBERS = replace(OBJECT, expected="an object of names and numbers")
+_PATTERN = re.compile(r"\^?(?:\.\*\\\.)?(?:[\w.-]|\\\.|\\-)+")
 """Keys of patterns: a name, or the regular expression that PEFT writes for one, such as `.*\\.gate_up_proj`."""
 
 
@@ -70,6 +85,11 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
+    @property
+    def listed_modules(self) -> tuple[str, ...]:
+        """`target_modules`, if it is a list."""
+        return () if isinstance(self.target_modules, str) else self.target_modules or ()
+
     def options(self, names: Sequence[str]) -> LoRAOptions:
         """Returns the options of the update of a module or parameter of transformers.
 
@@ -86,9 +106,9 @@ class PeftConfig:
             return None
         if _ends_with_any(names, self.exclude_modules) or self.has_saved_module(names):
             return False
-        if not {*names}.isdisjoint(self.target_modules or ()):
+        if not {*names}.isdisjoint(self.listed_modules):
             return True
-        if not _ends_with_any(names, self.target_modules or ()):
+        if not _ends_with_any(names, self.listed_modules):
             return False
         if self.layers_to_transform is None:
             return True
@@ -109,8 +129,7 @@ class PeftConfig:
     def token_indices(self, names: Sequence[str], *, is_embedding: bool) -> tuple[int, ...]:
         """Returns the tokens whose rows of an embedding or head are stored."""
         if isinstance(self.trainable_token_indices, Mapping):
-            indices: tuple[int, ...] = _first_match(self.trainable_token_indices, names, ())
-            return indices
+            return _first_match(self.trainable_token_indices, names, ())
         return self.trainable_token_indices if is_embedding else ()
 
 
@@ -118,7 +137,7 @@ def _ends_with_any(names: Sequence[str], ends: Sequence[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for name in names for end in ends)
 
 
-def _first_match(pattern: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
+def _first_match(pattern: Mapping[str, T], names: Sequence[str], default: T) -> T:
     """Returns the value of the first key that is a name, its last parts or, after ^, the whole name."""
     for key, value in pattern.items():
         if key.removeprefix("^") in names or (not key.startswith("^") and _ends_with_any(names, [key])):
@@ -140,73 +159,55 @@ def read_adapter_config(directory: Path) -> PeftConfig:
     for name, value in raw.items():
         where = f"{path}, {quote(name)[1:-1]}"
         if name in _NEUTRAL:
-            if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
+            if not is_one_of(value, _NEUTRAL[name]):
                 expected = " or ".join(map(repr, _NEUTRAL[name]))
                 raise CheckpointError("not supported", where=where, got=quote(value), expected=expected)
         elif name in _READERS:
             if value is not None:
                 values[name] = _READERS[name](value, where)
-        elif name not in _UNUSED and not (value is None or value is False or value == [] or value == {}):
-            nearest = did_you_mean(name, [*_READERS, *_NEUTRAL]) if name not in _UNUSED else None
-            raise CheckpointError(
-                "not a supported entry", where=where, got=quote(value), expected="no entry, or null",
-                remedy=nearest or "Train the adapter without this option.",
-            )  # fmt: skip
+        elif name not in _UNUSED and not is_one_of(value, (None, False, [], {})):
+            what, got, expected = "not a supported entry", quote(value), "no entry, or null"
+            remedy = did_you_mean(name, [*_READERS, *_NEUTRAL]) or "Train the adapter without this option."
+            raise CheckpointError(what, where=where, got=got, expected=expected, remedy=remedy)
     config = PeftConfig(**values)
+    scalings = [(config.r, config.lora_alpha), *((rank, 1) for rank in config.rank_pattern.values())]
+    scalings += [(1, alpha) for alpha in config.alpha_pattern.values()]
     try:
-        for rank, alpha in ((config.r, config.lora_alpha), *((r, 1) for r in config.rank_pattern.values()),
-                            *((1, a) for a in config.alpha_pattern.values())):  # fmt: skip
+        for rank, alpha in scalings:
             LoRAOptions(rank=rank, alpha=alpha, dropout=config.lora_dropout)
     except ValueError as error:
         raise CheckpointError(str(error).removeprefix("LoRA: "), where=path) from error
     return config
 
 
-def _refuse(value: object, where: str, expected: str) -> CheckpointError:
-    return CheckpointError("invalid value", where=where, got=quote(value), expected=expected)
+def _read(kind: JsonType[T], value: object, where: str) -> T:
+    if not kind.accepts(value):
+        raise CheckpointError("invalid value", where=where, got=quote(value), expected=kind.expected)
+    return cast("T", value)
 
 
-def _number(value: object, where: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refuse(value, where, "a number")
-    return value
-
-
-def _flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(value, where, "true or false")
-    return value
-
-
-def _names(value: object, where: str) -> tuple[str, ...]:
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(name, str) and name for name in values):
-        raise _refuse(value, where, "a list of names")
+def _listed(kind: JsonType[list[T]], value: object, where: str) -> tuple[T, ...]:
+    """Returns the values of a list, or a single value."""
+    values: list[T] = _read(kind, value if isinstance(value, list) else [value], where)
     return tuple(values)
+
+
+_number, _flag = partial(_read, NUMBER), partial(_read, FLAG)
+_names = partial(_listed, list_of(NAME, "a list of names"))
+_indices = partial(_listed, list_of(INTEGER, "a list of integers"))
 
 
 def _names_or_expression(value: object, where: str) -> tuple[str, ...] | str:
     return value if isinstance(value, str) else _names(value, where)
 
 
-def _indices(value: object, where: str) -> tuple[int, ...]:
-    values = [value] if type(value) is int else value
-    if not isinstance(values, list) or not all(type(index) is int for index in values):
-        raise _refuse(value, where, "a list of integers")
-    return tuple(values)
-
-
-def _numbers_by_name(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _refuse(value, where, "an object of names and numbers")
-    for name, number in value.items():
-        if not _NAME.fullmatch(name):
-            raise CheckpointError(
-                "a regular expression is not supported", where=where, got=quote(name),
-                expected="names of modules, or their last parts",
-            )  # fmt: skip
-        _number(number, where)
-    return {name.replace(".*\\.", "", 1).replace("\\", ""): number for name, number in value.items()}
+def _numbers_by_name(value: object, where: str) -> dict[str, float]:
+    numbers = {name: _number(number, where) for name, number in _read(_NUMBERS, value, where).items()}
+    for name in numbers:
+        if not _PATTERN.fullmatch(name):
+            what, expected = "a regular expression is not supported", "names of modules, or their last parts"
+            raise CheckpointError(what, where=where, got=quote(name), expected=expected)
+    return {name.replace(".*\\.", "", 1).replace("\\", ""): number for name, number in numbers.items()}
 
 
 def _tokens(value: object, where: str) -> Mapping[str, tuple[int, ...]] | tuple[int, ...]:
@@ -218,11 +219,11 @@ def _tokens(value: object, where: str) -> Mapping[str, tuple[int, ...]] | tuple[
 def _distinct_tokens(value: object, where: str) -> tuple[int, ...]:
     indices = _indices(value, where)
     if len({*indices}) < len(indices) or min(indices, default=0) < 0:
-        raise _refuse(value, where, "distinct token ids")
+        raise CheckpointError("invalid value", where=where, got=quote(value), expected="distinct token ids")
     return indices
 
 
-_READERS: Mapping[str, Any] = {
+_READERS: Mapping[str, Callable[[object, str], object]] = {
     "r": _number,
     "lora_alpha": _number,
     "lora_dropout": _number,

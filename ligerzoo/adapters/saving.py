@@ -44,8 +44,8 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         LigerzooError: the model has no updates.
         CheckpointError: PEFT's format cannot express the adapter, such as DoRA for some of the layers.
     """
-    targets = [t for t in targets_of(model) if isinstance(layer := model.get_submodule(t.module), LoRALayer)
-               and t.parameter in layer.lora]  # fmt: skip
+    layers = {target: model.get_submodule(target.module) for target in targets_of(model)}
+    targets = [t for t, layer in layers.items() if isinstance(layer, LoRALayer) and t.parameter in layer.lora]
     if not targets:
         raise LigerzooError("the model has no adapter", where="save_adapter", remedy="Call add_lora(model) first.")
     updates = stored_updates(targets)
@@ -64,11 +64,8 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         "bias": "none",
         "use_dora": uses_dora,
         **_options_entries(updates, options),
-        "target_modules": _target_names(
-            [u for u in updates if not u.targets[0].is_parameter], model, is_parameter=False
-        ),
-        "target_parameters": _target_names([u for u in updates if u.targets[0].is_parameter], model, is_parameter=True)
-        or None,
+        "target_modules": _target_names(updates, model, is_parameter=False),
+        "target_parameters": _target_names(updates, model, is_parameter=True) or None,
         **base_entries,
     }
     if is_sharded(dict(model.named_parameters())) and torch.distributed.get_rank() != 0:
@@ -85,10 +82,8 @@ def _whole(tensor: Tensor) -> Tensor:
 def _uses_dora(model: LanguageModel, updates: Sequence[StoredUpdate], directory: str | Path) -> bool:
     dora = {_has_magnitudes(model, target) for update in updates for target in update.targets}
     if len(dora) > 1:
-        raise CheckpointError(
-            "PEFT's files hold DoRA for all weights of an adapter or for none", where=directory,
-            remedy="Call add_lora once, for all targets.",
-        )  # fmt: skip
+        what = "PEFT's files hold DoRA for all weights of an adapter or for none"
+        raise CheckpointError(what, where=directory, remedy="Call add_lora once, for all targets.")
     return dora == {True}
 
 
@@ -145,7 +140,7 @@ def _row_norms_of_whole(model: LanguageModel, part: Target) -> Tensor:
     return norms
 
 
-def _options_entries(updates: Sequence[StoredUpdate], options: dict[str, LoRAOptions]) -> dict[str, Any]:
+def _options_entries(updates: Sequence[StoredUpdate], options: dict[str, LoRAOptions]) -> dict[str, object]:
     """Returns the entries of ranks and scaling: the most frequent values, and patterns with the others."""
     rslora = all(o.use_rslora for o in options.values())
     ranks = {name: o.rank for name, o in options.items()}
@@ -168,8 +163,9 @@ def _plain(number: float) -> int | float:
 
 
 def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_parameter: bool) -> list[str]:
-    """Returns short names where these name no other weight, else whole names."""
-    names, targets = {update.name for update in updates}, targets_of(model)
+    """Returns the names of modules or parameters: short ones where these name no other weight, else whole ones."""
+    names = {update.name for update in updates if update.targets[0].is_parameter == is_parameter}
+    targets = targets_of(model)
     layout, shapes = architecture_of_model(model).module_layout(model.config), base_shapes(model)
     weights = {part.stored_name for name in shapes for part in layout.slices_of(name, shapes)}
     others = (weights if is_parameter else {name.rpartition(".")[0] for name in weights}) - names

@@ -99,11 +99,8 @@ def targets_of(model: LanguageModel) -> list[Target]:
             rows = first, first + shapes[name][0]
             *stack, outputs, inputs = part.stored_shape
             stored_shape = (*stack, inputs, outputs) if part.transposed else part.stored_shape
-            found.append(
-                Target(
-                    module_name, parameter, shapes[name], part.stored_name, stored_shape, rows, bool(others), kind
-                )
-            )  # fmt: skip
+            stored = part.stored_name, stored_shape
+            found.append(Target(module_name, parameter, shapes[name], *stored, rows, bool(others), kind))
     return found
 
 

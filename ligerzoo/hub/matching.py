@@ -134,11 +134,22 @@ def _check_tensors(
             if strict:
                 raise CheckpointError("unexpected tensor", where=source.locate(name), remedy=source.if_unexpected)
             unexpected.append(name)
-        elif tuple(info.shape) != expected[name]:
-            raise CheckpointError(
-                "wrong shape", where=source.locate(name), got=tuple(info.shape), expected=expected[name]
-            )
-        elif info.dtype not in WEIGHT_DTYPES:
-            dtypes = " or ".join(str(dtype) for dtype in WEIGHT_DTYPES)
-            raise CheckpointError("not a dtype of weights", where=source.locate(name), got=info.dtype, expected=dtypes)
+        else:
+            check_tensor(info, expected[name], source.locate(name))
     return unexpected
+
+
+def check_tensor(info: TensorInfo | Tensor, shape: Shape, where: str, remedy: str | None = None) -> None:
+    """Raises CheckpointError unless a tensor has this shape and a dtype of weights.
+
+    Args:
+        info: the tensor.
+        shape: the shape that a config implies.
+        where: the tensor's file and name.
+        remedy: what to do about another shape.
+    """
+    if tuple(info.shape) != shape:
+        raise CheckpointError("wrong shape", where=where, got=tuple(info.shape), expected=shape, remedy=remedy)
+    if info.dtype not in WEIGHT_DTYPES:
+        expected = " or ".join(map(str, WEIGHT_DTYPES))
+        raise CheckpointError("not a dtype of weights", where=where, got=info.dtype, expected=expected)
