@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, Self
 
 
 class LigerzooError(ValueError):
@@ -45,9 +45,13 @@ class LigerzooError(ValueError):
             message = f"{message.removesuffix('.')}. {remedy}"
         super().__init__(message)
 
-    def moved_to(self, where: object, remedy: str | None = None) -> LigerzooError:
+    def moved_to(self, where: object, remedy: str | None = None) -> Self:
         """Returns the error with another `where`, such as the argument that a value came from."""
-        return LigerzooError(self.what, where=where, got=self.got, expected=self.expected, remedy=self.remedy or remedy)
+        moved = type(self).__new__(type(self))  # subclasses have other constructors
+        moved.__dict__.update(vars(self))
+        remedy = self.remedy or remedy
+        LigerzooError.__init__(moved, self.what, where=where, got=self.got, expected=self.expected, remedy=remedy)
+        return moved
 
 
 class WrongTypeError(LigerzooError, TypeError):

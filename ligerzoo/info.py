@@ -16,8 +16,8 @@ from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
 from ligerzoo.convert.fields import is_classifier, parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, quote
-from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, read_weight_map
-from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, weight_files
+from ligerzoo.files.layout import INDEX_FILE
 from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
@@ -211,9 +211,7 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
     Raises:
         CheckpointError: A header is missing or damaged, or cannot be downloaded.
     """
-    index = directory / INDEX_FILE
-    files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
-    if Path(name_or_path).is_dir() or all((directory / file).exists() for file in files):
+    if Path(name_or_path).is_dir() or all((directory / file).exists() for file in weight_files(directory)):
         with Checkpoint(directory, strict=False) as checkpoint:
             return checkpoint.tensors.values()
 

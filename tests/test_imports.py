@@ -28,7 +28,7 @@ ARROWS = {
     "entries": ("checks errors", ""),
     "device": ("errors", ""),
     "optimizer_table": ("errors", ""),
-    "files": ("errors", ""),
+    "files": ("entries errors", ""),
     "text": ("errors files", ""),
     "vision": ("errors files text", ""),
     "kernels": ("checks errors tensor_checks", ""),

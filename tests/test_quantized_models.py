@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification, cli, convert, hub, info
-from ligerzoo.convert import qwen3_moe
+from ligerzoo.convert import architecture_of
 from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.tensor_slices import Box, shapes_of
 from ligerzoo.errors import LigerzooError
@@ -42,7 +42,7 @@ class ToyConfig(Qwen3MoeConfig):
 
 
 TOY = dataclasses.replace(
-    qwen3_moe.ARCHITECTURE, model_type="toy", hf_class="Toy", classes=(Toy, ToyConfig),
+    architecture_of("qwen3_moe"), model_type="toy", hf_class="Toy", classes=(Toy, ToyConfig),
     layouts=lambda config: (Layout(),), quantized_formats=frozenset({"mxfp4"}),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.hub.state import shares_head
 from ligerzoo.layers import Decoder, Experts, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
@@ -152,9 +153,7 @@ def untie(model: LanguageModel, name: str) -> None:
 
 def tied_modules(model: LanguageModel) -> tuple[str, ...]:
     """Returns the names of the embedding and the head if they share a weight."""
-    head = model.get_output_embeddings()
-    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    return (EMBEDDING, HEAD) if is_tied else ()
+    return (EMBEDDING, HEAD) if shares_head(model) else ()
 
 
 def has_adapters(model: nn.Module) -> bool:

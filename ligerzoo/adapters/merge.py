@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 
 from ligerzoo.adapters.attach import untie
 from ligerzoo.adapters.loading import load_adapter, resize_for_adapter
-from ligerzoo.convert.stored_tensors import StoredTensors
-from ligerzoo.convert.tensor_slices import TensorSlice
+from ligerzoo.convert.stored_tensors import ComputedTensors
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import AutoModel, save
 from ligerzoo.layers.lora import LoRALayer
@@ -83,20 +81,12 @@ def fuse(
     own = {f"{name}.{key}" for name, layer in layers.items() for key in layer.update_parameters()}
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
 
-    class MergedTensors(StoredTensors):
+    class MergedTensors(ComputedTensors):
         """Stored tensors that are merged at each access."""
 
-        def __init__(self, slices: Iterable[TensorSlice], tensors: Any) -> None:
-            super().__init__(slices, tensors)
-            self._last: tuple[str, Tensor] | None = None  # experts are many stored tensors of one parameter
-
-        def parameter(self, name: str) -> Tensor:
-            if name not in owners:
-                return super().parameter(name)
-            if self._last is None or self._last[0] != name:
-                self._last = None
-                self._last = name, owners[name].merged_weight(name.rpartition(".")[2])
-            return self._last[1]
+        def compute(self, name: str) -> Tensor:
+            layer = owners.get(name)
+            return self._tensors[name] if layer is None else layer.merged_weight(name.rpartition(".")[2])
 
     save(model, output, max_shard_size=max_shard_size, state_dict=state, tensors_class=MergedTensors)
     return list(owners)

@@ -68,13 +68,12 @@ class StoredTensors(Mapping[str, Tensor]):
         stored = sum(math.prod(parts[0].stored_shape) for parts in self._slices.values())
         elements = sum(tensor.numel() for tensor in tensors.values())
         if stored != elements:
-            raise ConfigError(
-                "the weight layout is not one to one", where="layout", got=f"{stored} stored elements",
-                expected=f"{elements}, those of the model", remedy="Two parameters may have the same stored name.",
-            )  # fmt: skip
+            what, remedy = "the weight layout is not one to one", "Two parameters may have the same stored name."
+            got, expected = f"{stored} stored elements", f"{elements}, those of the model"
+            raise ConfigError(what, where="layout", got=got, expected=expected, remedy=remedy)
 
     def parameter(self, name: str) -> Tensor:
-        """Returns a parameter. Subclasses may create it at each access."""
+        """Returns a parameter."""
         return self._tensors[name]
 
     def meta(self) -> dict[str, Tensor]:
@@ -107,3 +106,22 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._slices)
+
+
+class ComputedTensors(StoredTensors):
+    """Stored tensors of parameters that are computed when they are accessed; see `StoredTensors`.
+
+    Keeps the last parameter: experts are many stored tensors of one, which follow each other.
+    """
+
+    _last: tuple[str, Tensor] | None = None
+
+    def compute(self, name: str) -> Tensor:
+        """Returns a parameter."""
+        raise NotImplementedError
+
+    def parameter(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # frees the memory before the next one is computed
+            self._last = name, self.compute(name)
+        return self._last[1]

@@ -62,6 +62,10 @@ class TensorInfo:
         """Number of bytes in the file, equal to that in memory. Raises as `dtype` does."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def locate(self, directory: Path) -> str:
+        """Returns the file and name of the tensor, for error messages."""
+        return f"{directory / self.file}, tensor {quote(self.name)}"
+
 
 class Checkpoint:
     """The tensors of a directory. Opening it reads all headers, and no weights.
@@ -96,8 +100,8 @@ class Checkpoint:
                 weight_map = read_weight_map(index) if os.path.lexists(index) else None
                 files = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
                 _refuse_missing_files(self.directory, files)
-                self._files = {file: opened.enter_context(_open_safetensors(self.directory / file)) for file in files}
-                infos = [info for file in files for info in _read_header(self._files[file], file)]
+                self._files = {file: opened.enter_context(SafetensorsFile(self.directory / file)) for file in files}
+                infos = [info for file in self._files.values() for info in file.tensors.values()]
                 weight_map = weight_map or {info.name: info.file for info in infos}
             self.tensors = {info.name: info for info in infos if weight_map.get(info.name) == info.file}
             self.absent = {name: file for name, file in weight_map.items() if name not in self.tensors}
@@ -137,7 +141,7 @@ class Checkpoint:
 
     def locate(self, name: str) -> str:
         """Returns the file and name of a tensor for error messages."""
-        return self._locate_stored(self.tensors[name])
+        return self.tensors[name].locate(self.directory)
 
     def disagreement(self, name: str) -> CheckpointError:
         """Returns the error for an absent or unlisted tensor."""
@@ -151,11 +155,8 @@ class Checkpoint:
             remedy="The files may be damaged or of several checkpoints: download all of them again.",
         )
 
-    def _locate_stored(self, info: TensorInfo) -> str:
-        return f"{self.directory / info.file}, tensor {quote(info.name)}"
-
     def _read_stored(self, info: TensorInfo) -> Tensor:
-        return _read_tensor(self._files[info.file], self.directory / info.file, info)
+        return self._files[info.file].read(info.name)
 
     def close(self) -> None:
         """Closes the files. Tensors that were read stay valid."""
@@ -185,11 +186,21 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         _refuse_missing_files(path.parent, [path.name])
         self.path, self._file = path, _open_safetensors(path)
-        self.tensors = {info.name: info for info in _read_header(self._file, path.name)}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name in self._file.offset_keys():
+            header = self._file.get_slice(name)
+            self.tensors[name] = TensorInfo(name, path.name, tuple(header.get_shape()), header.get_dtype())
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Reads a tensor, as `Checkpoint.read`."""
-        return _read_tensor(self._file, self.path, self.tensors[name])
+        info = self.tensors[name]
+        dtype = info.dtype
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
+            raise CheckpointError("cannot be read", where=info.locate(self.path.parent), got=quote(error)) from error
+        assert (tensor.shape, tensor.dtype) == (info.shape, dtype)
+        return tensor
 
     def __enter__(self) -> Self:
         self._file.__enter__()
@@ -199,15 +210,10 @@ class SafetensorsFile:
         self._file.__exit__(*exception)
 
 
-def _read_tensor(file: Any, path: Path, info: TensorInfo) -> torch.Tensor:
-    dtype = info.dtype
-    try:
-        tensor: torch.Tensor = file.get_tensor(info.name)
-    except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
-        where = f"{path}, tensor {quote(info.name)}"
-        raise CheckpointError("cannot be read", where=where, got=quote(error)) from error
-    assert (tensor.shape, tensor.dtype) == (info.shape, dtype)
-    return tensor
+def weight_files(directory: Path) -> set[str]:
+    """Returns the names of a checkpoint's weight files, as its index says. Raises as `read_weight_map`."""
+    index = directory / INDEX_FILE
+    return set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
 
 
 def read_weight_map(index: str | Path) -> dict[str, str]:
@@ -236,14 +242,6 @@ def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no 
         raise malformed(path, "safetensors", error) from error
     except RuntimeError as error:  # from torch, which opens the file again
         raise CheckpointError("cannot be read", where=path, got=quote(error)) from error
-
-
-def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
-    infos = []
-    for name in file.offset_keys():
-        header = file.get_slice(name)
-        infos.append(TensorInfo(name, file_name, tuple(header.get_shape()), header.get_dtype()))
-    return infos
 
 
 def _refuse_missing_files(directory: Path, files: list[str]) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -101,10 +100,9 @@ def _refuse_unnamable(name: str, dtype: torch.dtype) -> None:
 def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
     where = f"tensor {quote(name)}"
     if tensor.layout != torch.strided or tensor.is_meta:
-        raise CheckpointError(
-            "not a dense tensor with data", where=where, got=f"{tensor.layout} on {tensor.device}",
-            remedy="Materialize meta tensors and convert sparse ones before saving.",
-        )  # fmt: skip
+        got = f"{tensor.layout} on {tensor.device}"
+        remedy = "Materialize meta tensors and convert sparse ones before saving."
+        raise CheckpointError("not a dense tensor with data", where=where, got=got, remedy=remedy)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         remedy = "Save the model before you quantize it, or save the quantized model's state_dict() with torch.save."
         if hasattr(tensor, "full_tensor"):
@@ -154,7 +152,7 @@ def _write_safetensors(
 
     `save_file` of safetensors rejects tied and strided tensors, and needs all tensors on the host at once.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in blueprints.items():
         begin, end = end, end + tensor.nbytes

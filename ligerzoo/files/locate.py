@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Unpack
 
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files.checkpoint import read_weight_map
-from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.checkpoint import weight_files
+from ligerzoo.files.layout import INDEX_FILE
 from ligerzoo.files.transformers_options import HUB_DEFAULTS, HubOptions
 from ligerzoo.files.untrusted import remedy_for
 
@@ -41,10 +41,8 @@ def find_checkpoint(name_or_path: str | Path, **hub_options: Unpack[HubOptions])
     directory = locate_files(name_or_path, [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE], **hub_options)
     if os.path.isdir(name_or_path):
         return directory
-    index = directory / INDEX_FILE
-    files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
     hub_options["revision"] = directory.name
-    return locate_files(name_or_path, sorted(map(glob.escape, files)), **hub_options)
+    return locate_files(name_or_path, sorted(map(glob.escape, weight_files(directory))), **hub_options)
 
 
 def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_options: Unpack[HubOptions]) -> Path:

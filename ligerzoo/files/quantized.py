@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.entries import NAME, OBJECT, Entries, check_one_of, is_one_of, list_of
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, quote
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo
 from ligerzoo.files.quantized_formats import FORMATS, Index, QuantizedFormat
@@ -19,6 +20,7 @@ from ligerzoo.files.quantized_formats import FORMATS, Index, QuantizedFormat
 ENTRY = "quantization_config"
 
 _REMEDY = "Load the repository's unquantized original."
+_MODULES = list_of(NAME, 'a list of names such as "lm_head"', "not a list of modules")
 _LIST_NAMES = ("modules_to_not_convert", "ignored_layers")
 _CACHED_BYTES = 2**18  # of values that are dequantized at once on a CPU: intermediate results stay in its cache
 _COPIED_BYTES = 2**25  # the same on other devices, which bounds the memory of intermediate results
@@ -70,46 +72,35 @@ def read_quantization(raw: Mapping[str, Any], accepted: Collection[str]) -> Quan
     entry = raw.get(ENTRY)
     if entry is None:
         return None
-    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
-    if not isinstance(method, str) or method not in accepted:
-        formats = " or ".join(["no entry", *(f"quant_method {name!r}" for name in sorted(accepted))])
-        got = repr(entry) if not isinstance(entry, Mapping) else f"quant_method {method!r}"
-        raise ConfigError("not supported", where=ENTRY, got=got, expected=formats, remedy=_REMEDY)
+    is_object = OBJECT.accepts(entry)
+    method = entry.get("quant_method") if is_object else ""
+    if not is_one_of(method, accepted):
+        expected = " or ".join(["no entry", *(f"quant_method {name!r}" for name in sorted(accepted))])
+        got = f"quant_method {method!r}" if is_object else repr(entry)
+        raise ConfigError("not supported", where=ENTRY, got=got, expected=expected, remedy=_REMEDY)
     _check_entries(entry, FORMATS[method])
     return Quantization(method, _excluded_modules(entry))
 
 
-def _check_entries(entry: Mapping[str, Any], stored_as: QuantizedFormat) -> None:
+def _check_entries(entry: Entries, stored_as: QuantizedFormat) -> None:
     """Raises ConfigError for an entry that is missing, unknown, or has an unsupported value."""
     names = ["quant_method", *_LIST_NAMES, *stored_as.entries]
     for name, value in entry.items():
         where = f"{ENTRY}, {name}"
         if name not in names:
-            raise ConfigError(
-                "unknown entry", where=where, got=repr(value), remedy=did_you_mean(name, names) or _REMEDY
-            )
-        accepted = stored_as.entries.get(name)
-        if accepted is not None and value is not None and not _is_one_of(value, accepted):
-            raise ConfigError(
-                "not supported", where=where, got=repr(value), expected=" or ".join(map(repr, accepted)), remedy=_REMEDY
-            )
+            remedy = did_you_mean(name, names) or _REMEDY
+            raise ConfigError("unknown entry", where=where, got=repr(value), remedy=remedy)
+        if name in stored_as.entries and value is not None:
+            check_one_of(value, stored_as.entries[name], where, _REMEDY)
     for name in stored_as.required:
         if entry.get(name) is None:
             expected = " or ".join(map(repr, stored_as.entries[name]))
             raise ConfigError("missing", where=f"{ENTRY}, {name}", expected=expected, remedy=_REMEDY)
 
 
-def _is_one_of(value: object, accepted: tuple[object, ...]) -> bool:
-    """Whether JSON writes a value like an accepted one: 1 is not true, and 128.0 is not 128."""
-    return repr(value) in map(repr, accepted)
-
-
-def _excluded_modules(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    lists = {name: entry[name] for name in _LIST_NAMES if entry.get(name) is not None}
-    for name, modules in lists.items():
-        if not isinstance(modules, list) or not all(isinstance(module, str) and module for module in modules):
-            expected = 'a list of names such as "lm_head"'
-            raise ConfigError("not a list of modules", where=f"{ENTRY}, {name}", got=repr(modules), expected=expected)
+def _excluded_modules(entry: Entries) -> tuple[str, ...]:
+    given = [name for name in _LIST_NAMES if entry.get(name) is not None]
+    lists = {name: _MODULES.read(entry[name], f"{ENTRY}, {name}") for name in given}
     if len(lists) == 2 and set(lists[_LIST_NAMES[0]]) != set(lists[_LIST_NAMES[1]]):
         raise ConfigError(f"contradicts {_LIST_NAMES[0]}", where=f"{ENTRY}, {_LIST_NAMES[1]}")
     return tuple(next(iter(lists.values()), ()))
@@ -138,35 +129,30 @@ def find_quantized(
             tensors without an entry in config.json, or in modules that the entry excludes, or none although there is
             an entry.
     """
-
-    def locate(info: TensorInfo) -> str:
-        return f"{directory / info.file}, tensor {quote(info.name)}"
-
     if quantization is None:
         for stored_as in FORMATS.values():
             for scales, values, _ in _scales(tensors, stored_as):
                 if values is not None and scales.stored_dtype in stored_as.scales_dtypes:
                     what = "quantized tensor, but config.json has no quantization_config"
-                    raise CheckpointError(what, where=locate(values), remedy="Download config.json again.")
+                    raise CheckpointError(what, where=values.locate(directory), remedy="Download config.json again.")
         return {}
     stored_as = quantization.format
     for scales, values, name in _scales(tensors, stored_as):
         if values is None:
             got = tensors[name].stored_dtype if name in tensors else "no such tensor"
-            expected = f"{stored_as.values_dtype} values in {name!r}"
-            raise CheckpointError("scales without quantized values", where=locate(scales), got=got, expected=expected)
+            where, expected = scales.locate(directory), f"{stored_as.values_dtype} values in {name!r}"
+            raise CheckpointError("scales without quantized values", where=where, got=got, expected=expected)
     found = {}
     for info in tensors.values():
         if info.stored_dtype == stored_as.values_dtype and not info.name.endswith(stored_as.scales_suffix):
-            pair = _pair(info, tensors, stored_as, locate)
-            _refuse_excluded(pair, quantization, locate)
+            pair = _pair(info, tensors, stored_as, directory)
+            _refuse_excluded(pair, quantization, directory)
             found[pair.info.name] = pair
     if not found:
-        raise CheckpointError(
-            "no quantized tensor, but config.json has a quantization_config", where=directory,
-            got=f"quant_method {quantization.method!r}", expected=f"tensors of dtype {stored_as.values_dtype}",
-            remedy="If the weights are not quantized, remove the entry from config.json.",
-        )  # fmt: skip
+        what = "no quantized tensor, but config.json has a quantization_config"
+        got, expected = f"quant_method {quantization.method!r}", f"tensors of dtype {stored_as.values_dtype}"
+        remedy = "If the weights are not quantized, remove the entry from config.json."
+        raise CheckpointError(what, where=directory, got=got, expected=expected, remedy=remedy)
     return found
 
 
@@ -185,42 +171,44 @@ def _pair(
     values: TensorInfo,
     tensors: Mapping[str, TensorInfo],
     stored_as: QuantizedFormat,
-    locate: Callable[[TensorInfo], str],
+    directory: Path,
 ) -> QuantizedTensor:
     """Returns the quantized tensor with these values. Raises CheckpointError unless its scales fit."""
+    where = values.locate(directory)
     if not values.name.endswith(stored_as.values_suffix):
         what = f"not a tensor of weights: {values.stored_dtype}"
-        raise CheckpointError(what, where=locate(values), expected=f"a name that ends with {stored_as.values_suffix!r}")
+        expected = f"a name that ends with {stored_as.values_suffix!r}"
+        raise CheckpointError(what, where=where, expected=expected)
     name = values.name.removesuffix(stored_as.values_suffix)
     shapes = stored_as.shapes(values.shape)
     if shapes is None or 0 in values.shape:
-        raise CheckpointError("wrong shape of quantized values", where=locate(values), got=values.shape)
+        raise CheckpointError("wrong shape of quantized values", where=where, got=values.shape)
     scales_shape, shape = shapes
     scales = tensors.get(name + stored_as.scales_suffix)
     if scales is None:
         expected = f"a tensor {name + stored_as.scales_suffix!r} of shape {scales_shape}"
-        raise CheckpointError("quantized values without scales", where=locate(values), expected=expected)
+        raise CheckpointError("quantized values without scales", where=where, expected=expected)
+    where = scales.locate(directory)
     if scales.stored_dtype not in stored_as.scales_dtypes:
         expected = " or ".join(stored_as.scales_dtypes)
-        raise CheckpointError("wrong dtype of scales", where=locate(scales), got=scales.stored_dtype, expected=expected)
+        raise CheckpointError("wrong dtype of scales", where=where, got=scales.stored_dtype, expected=expected)
     if scales.shape != scales_shape:
         expected = f"{scales_shape}, for values of shape {values.shape}"
-        raise CheckpointError("wrong shape of scales", where=locate(scales), got=scales.shape, expected=expected)
+        raise CheckpointError("wrong shape of scales", where=where, got=scales.shape, expected=expected)
     if name != values.name and name in tensors:
-        raise CheckpointError("stored twice", where=locate(tensors[name]), got=f"also {values.name!r}")
+        raise CheckpointError("stored twice", where=tensors[name].locate(directory), got=f"also {values.name!r}")
     return QuantizedTensor(TensorInfo(name, values.file, shape, "BF16"), values, scales)
 
 
-def _refuse_excluded(pair: QuantizedTensor, quantization: Quantization, locate: Callable[[TensorInfo], str]) -> None:
+def _refuse_excluded(pair: QuantizedTensor, quantization: Quantization, directory: Path) -> None:
     names = pair.info.name.split(".")
     for module in quantization.excluded:
         path = module.split(".")
         starts = range(len(names) - len(path) + 1)
         if any(all(a in ("*", b) for a, b in zip(path, names[start:], strict=False)) for start in starts):
-            raise CheckpointError(
-                "quantized tensor of a module that config.json excludes", where=locate(pair.values),
-                got=f"{module!r} in modules_to_not_convert", remedy="The files may be of several checkpoints.",
-            )  # fmt: skip
+            what, where = "quantized tensor of a module that config.json excludes", pair.values.locate(directory)
+            got, remedy = f"{module!r} in modules_to_not_convert", "The files may be of several checkpoints."
+            raise CheckpointError(what, where=where, got=got, remedy=remedy)
 
 
 class QuantizedCheckpoint(Checkpoint):
@@ -269,7 +257,7 @@ class QuantizedCheckpoint(Checkpoint):
         values_index, scales_index, chosen = self._format.cover(_complete(index, pair.info.shape))
         values, scales = self._read_stored(pair.values)[values_index], self._read_stored(pair.scales)[scales_index]
         if scales.numel() and not self._format.is_valid(scales):
-            where = self._locate_stored(pair.scales)
+            where = pair.scales.locate(self.directory)
             remedy = "The file may be damaged: download it again."
             raise CheckpointError("invalid scale", where=where, expected=self._format.valid_scales, remedy=remedy)
         matrices = _dequantize(self._format, values, copy(scales), copy)
@@ -295,10 +283,7 @@ def _dequantize(stored_as: QuantizedFormat, values: Tensor, scales: Tensor, copy
     blocks = max(1, piece_bytes // max(1, block_rows * columns))
     indices: Iterable[tuple[int, ...]] = product(*(range(size) for size in stack))
     for index in indices:
-        pieces = zip(
-            torch.split(values[index], blocks * block_rows), torch.split(scales[index], blocks),
-            torch.split(matrices[index], blocks * block_rows), strict=True,
-        )  # fmt: skip
-        for piece, its_scales, out in pieces:
+        pieces, outs = (torch.split(matrix[index], blocks * block_rows) for matrix in (values, matrices))
+        for piece, its_scales, out in zip(pieces, torch.split(scales[index], blocks), outs, strict=True):
             stored_as.dequantize(copy(piece), its_scales, out)
     return matrices

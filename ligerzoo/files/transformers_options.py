@@ -14,6 +14,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 
+from ligerzoo.entries import is_one_of
 from ligerzoo.errors import ConfigError, did_you_mean
 
 
@@ -159,11 +160,10 @@ def _others(options: Mapping[str, Any], accepted: Mapping[str, tuple[object, ...
         if name not in accepted or value is None:
             continue
         values = list(value.values()) if name == "attn_implementation" and isinstance(value, Mapping) else [value]
-        if not all(any(type(v) is type(other) and v == other for other in accepted[name]) for v in values):
-            raise ConfigError(
-                "not supported", where=f"argument {name}", got=repr(value)[:200],
-                expected=" or ".join(map(repr, (*accepted[name], None))), remedy=_REMEDIES.get(name),
-            )  # fmt: skip
+        if not all(is_one_of(v, accepted[name]) for v in values):
+            got, expected = repr(value)[:200], " or ".join(map(repr, (*accepted[name], None)))
+            where, remedy = f"argument {name}", _REMEDIES.get(name)
+            raise ConfigError("not supported", where=where, got=got, expected=expected, remedy=remedy)
         for key, note in _NOTES.items():
             if key in ((name, None), (name, values[0])):
                 _log(f"{name}={value!r}: {note}")

@@ -130,11 +130,9 @@ def reporting_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError(
-            "no such file", where=path, got=files_in(path.parent),
-            remedy=(path.name == "config.json" and remedy_for(_names_in(path.parent) or ()))
-            or "Pass the directory of a whole checkpoint in Hugging Face format.",
-        ) from error  # fmt: skip
+        of_others = remedy_for(_names_in(path.parent) or ()) if path.name == "config.json" else None
+        remedy = of_others or "Pass the directory of a whole checkpoint in Hugging Face format."
+        raise CheckpointError("no such file", where=path, got=files_in(path.parent), remedy=remedy) from error
     except OSError as error:
         raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
 

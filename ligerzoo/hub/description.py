@@ -92,10 +92,9 @@ def read_description(
         if label_options:
             architecture = read_classifier(architecture, raw, labels)
         elif is_classifier(raw):
-            raise ConfigError(
-                "the checkpoint is a sequence classifier", where="architectures", got=raw["architectures"],
-                expected="a causal language model", remedy="Load it with AutoModelForSequenceClassification.",
-            )  # fmt: skip
+            what, where, got = "the checkpoint is a sequence classifier", "architectures", raw["architectures"]
+            expected, remedy = "a causal language model", "Load it with AutoModelForSequenceClassification."
+            raise ConfigError(what, where=where, got=got, expected=expected, remedy=remedy)
         config_class = _config_class(architecture, model_class)
         _refuse_unknown_overrides(overrides, config_class, label_options)
         config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
@@ -127,9 +126,7 @@ def naming_source(source: object, arguments: Collection[str] = ()) -> Iterator[N
     except ConfigError as error:
         name = re.match(r"\w*", str(error.where))
         where = f"argument {error.where}" if name and name[0] in arguments else f"{source}, {error.where}"
-        raise ConfigError(
-            error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
-        ) from error
+        raise error.moved_to(where) from error
 
 
 def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:

@@ -148,12 +148,11 @@ def _match(
         changed = [name for name, value in overrides.items() if getattr(alone.config, name) != value]
         arguments = ", ".join(f"{name}={overrides[name]!r}" for name in changed)
         stored = ", ".join(f"{name}={getattr(alone.config, name)!r}" for name in changed)
-        is_shape = error.what == "wrong shape"
-        raise CheckpointError(
-            error.what, where=f"argument {arguments}, {error.where}", got=error.got, expected=error.expected,
-            remedy=f"The files have {stored}, as config.json says. Leave out the argument"
-            + ("." if is_shape else ", or load with strict=False to initialize or leave out the tensors."),
-        ) from error  # fmt: skip
+        remedy = f"The files have {stored}, as config.json says. Leave out the argument"
+        if error.what != "wrong shape":
+            remedy += ", or load with strict=False to initialize or leave out the tensors"
+        where, got, expected = f"argument {arguments}, {error.where}", error.got, error.expected
+        raise CheckpointError(error.what, where=where, got=got, expected=expected, remedy=f"{remedy}.") from error
 
 
 def _match_exactly(

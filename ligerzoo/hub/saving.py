@@ -76,9 +76,14 @@ def save(
     tensors = as_stored(model, origin, state, tensors_class)
     if isinstance(tensors, GatheredTensors):
         write_gathered(
-            directory, tensors, files, meta=tensors.meta(), mesh=tensors.mesh, max_shard_size=max_shard_size,
+            directory,
+            tensors,
+            files,
+            meta=tensors.meta(),
+            mesh=tensors.mesh,
+            max_shard_size=max_shard_size,
             is_main_process=is_main_process,
-        )  # fmt: skip
+        )
     else:
         meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)
@@ -108,11 +113,10 @@ def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> No
         {field.name for field in dataclasses.fields(cls)} for cls in (config_class, architecture.config_class)
     )
     if names != expected:
-        raise ConfigError(
-            f"the config has other fields than {architecture.config_class.__name__}", where=config_class.__name__,
-            got=first_names(sorted(names - expected)) or None, expected=first_names(sorted(expected - names)) or None,
-            remedy=f'Call AutoModel.register({config_class.__name__}, {type(model).__name__}, model_type="...").',
-        )  # fmt: skip
+        what, where = f"the config has other fields than {architecture.config_class.__name__}", config_class.__name__
+        got, missing = (first_names(sorted(ones)) or None for ones in (names - expected, expected - names))
+        remedy = f'Call AutoModel.register({where}, {type(model).__name__}, model_type="...").'
+        raise ConfigError(what, where=where, got=got, expected=missing, remedy=remedy)
 
 
 def config_entries(model: LanguageModel, origin: LoadedFrom | None, weight_dtype: torch.dtype) -> dict[str, Any]:

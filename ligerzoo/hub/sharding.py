@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ligerzoo.convert.stored_tensors import StoredTensors
-from ligerzoo.convert.tensor_slices import Box, TensorSlice
+from ligerzoo.convert.stored_tensors import ComputedTensors
+from ligerzoo.convert.tensor_slices import Box
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint_writer import write_checkpoint, writing_order
 
@@ -65,10 +65,8 @@ def as_shard_of(parameter: Tensor, local: Tensor) -> Tensor:
     """Returns a DTensor like the parameter with this rank's elements; `local` itself unless it is a DTensor."""
     if not is_dtensor(parameter):
         return local
-    return type(parameter).from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
+    placed, layout = (parameter.device_mesh, parameter.placements), (parameter.shape, parameter.stride())
+    return type(parameter).from_local(local, *placed, run_check=False, shape=layout[0], stride=layout[1])
 
 
 def largest_mesh(tensors: Iterable[Tensor]) -> DeviceMesh:
@@ -76,21 +74,11 @@ def largest_mesh(tensors: Iterable[Tensor]) -> DeviceMesh:
     return max((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), key=lambda mesh: mesh.size())
 
 
-class GatheredTensors(StoredTensors):
-    """Stored tensors of a model with DTensors. Gathers each parameter when it is accessed, and keeps the last one.
+class GatheredTensors(ComputedTensors):
+    """Stored tensors of a model with DTensors, each of which is gathered when it is accessed."""
 
-    Stored tensors that are slices of one parameter, such as experts, follow each other, so it is gathered once.
-    """
-
-    def __init__(self, slices: Iterable[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(slices, tensors)
-        self._last: tuple[str, Tensor] | None = None
-
-    def parameter(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None  # frees the memory before the next one is gathered
-            self._last = name, full(super().parameter(name))
-        return self._last[1]
+    def compute(self, name: str) -> Tensor:
+        return full(self._tensors[name])
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -85,11 +85,10 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
     match = match_tensors(source, architecture, model.config, shapes, strict=True)
     slices = match.slices
     if match.missing:
-        raise CheckpointError(
-            "tensors are missing", where="state", got=f"no {first_names(match.missing)}", remedy=source.if_missing
-        )
+        got = f"no {first_names(match.missing)}"
+        raise CheckpointError("tensors are missing", where="state", got=got, remedy=source.if_missing)
     _refuse_parameters_without_data(parameters)
-    if _shares_head(model):
+    if shares_head(model):
         _refuse_different_tied_weights(state, slices)
     state = _apart_from(parameters, state, slices)
     with torch.no_grad():
@@ -109,19 +108,15 @@ def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where:
     expected = shapes_of(architecture.build(model.config, type(model), "meta").state_dict())
     architecture.check_rules(model.config, expected)
     if state.keys() != expected.keys():
-        raise CheckpointError(
-            "tensors differ from those of the architecture",
-            where=where,
-            got=first_names(sorted(state.keys() - expected.keys())) or None,
-            expected=first_names(sorted(expected.keys() - state.keys())) or None,
-            remedy="Merge adapters into the weights and remove parametrizations first.",
-        )
+        others = (state.keys() - expected.keys(), expected.keys() - state.keys())
+        got, missing = (first_names(sorted(names)) or None for names in others)
+        what = "tensors differ from those of the architecture"
+        remedy = "Merge adapters into the weights and remove parametrizations first."
+        raise CheckpointError(what, where=where, got=got, expected=missing, remedy=remedy)
     for name, shape in shapes_of(state).items():
         if shape != expected[name]:
-            what = "wrong shape"
-            raise CheckpointError(
-                what, where=f"{where}, parameter {name!r}", got=shape, expected=f"{expected[name]}, as in the config"
-            )
+            where, in_config = f"{where}, parameter {name!r}", f"{expected[name]}, as in the config"
+            raise CheckpointError("wrong shape", where=where, got=shape, expected=in_config)
 
 
 def as_stored(
@@ -155,7 +150,7 @@ def as_stored(
     return kind(slices, {**tensors, **extra_tensors})
 
 
-def _shares_head(model: LanguageModel) -> bool:
+def shares_head(model: LanguageModel) -> bool:
     """Returns whether the head and the embedding are the same parameter."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
@@ -166,7 +161,7 @@ def _is_tied(model: LanguageModel, state: Mapping[str, Tensor]) -> bool:
     if not model.config.tie_word_embeddings or HEAD not in state:
         return False
     if is_sharded(state):  # a comparison of DTensors would communicate
-        return _shares_head(model)
+        return shares_head(model)
     head, embedding = state[HEAD].detach(), state[EMBEDDING].detach()
     if type(head) is not type(embedding):  # one of them is quantized
         return False

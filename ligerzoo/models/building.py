@@ -29,11 +29,9 @@ class ModelMeta(type):
         if args or "config" in options:
             require_config(cls, args[0] if args else options["config"])
         if isinstance(dtype, str):
-            raise LigerzooError(
-                "not a dtype", where=f"dtype of {cls.__name__}", got=repr(dtype), expected="a torch.dtype",
-                remedy="Pass a dtype such as torch.bfloat16, or call AutoModel.from_config(config, dtype=...), which "
-                "accepts names.",
-            )  # fmt: skip
+            where, got, expected = f"dtype of {cls.__name__}", repr(dtype), "a torch.dtype"
+            remedy = "Pass one such as torch.bfloat16, or call AutoModel.from_config(config, dtype=...) with a name."
+            raise LigerzooError("not a dtype", where=where, got=got, expected=expected, remedy=remedy)
         with building(device, dtype):
             return super().__call__(*args, **options)
 

@@ -93,10 +93,9 @@ class Pretrained:
             overrides: values of config fields, which take precedence over config.json. Options of transformers, such as
                 `torch_dtype`, `device_map` and `attn_implementation`, are accepted where they have one meaning here.
         """
-        model: Self = _package("hub").load(
-            name_or_path, cls, dtype=dtype, device=device, strict=strict, revision=revision, token=token,
-            cache_dir=cache_dir, local_files_only=local_files_only, **overrides,
-        )  # fmt: skip
+        source = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        options = {"dtype": dtype, "device": device, "strict": strict, **source, **overrides}
+        model: Self = _package("hub").load(name_or_path, cls, **options)
         return model
 
     def save_pretrained(
