@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.kernels.cuda_graph import capture
-from ligerzoo.kernels.dispatch import DEBUG, uses_triton
-from ligerzoo.layers import Attention, Experts, Linear, LMHead, RotaryEmbedding
+from ligerzoo.kernels.dispatch import DEBUG
+from ligerzoo.layers import Attention, Linear, LMHead, RotaryEmbedding
+from ligerzoo.layers.capture import capture_obstacle, never_reads_values
 from ligerzoo.layers.lora import LoRALinear
 from ligerzoo.layers.lora_head import LoRAHead
-from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
+from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.layers.quantized import is_quantized, stored_tensors
 
 
@@ -85,7 +86,6 @@ def independent_length(model: nn.Module) -> int | None:
 
 
 _MAX_GRAPHS = 16
-_PACKAGES = ("ligerzoo", "torch")  # of layers whose forward never depends on values
 _MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
 
 T = TypeVar("T")
@@ -235,16 +235,14 @@ def can_capture(model: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
-        return False  # plain torch needs a host sync to group the tokens by expert
     is_random = (module.training and getattr(module, "jitter_noise", None)) or getattr(module, "lora_dropout", 0.0)
     is_disabled = not getattr(module, "lora_enabled", True)  # for a while only, see `adapters_disabled`
     weights: Iterable[Tensor | None] = module._parameters.values()
     if type(module) in (nn.Linear, Linear, LMHead, LoRALinear, LoRAHead):
         weights = [weight for weight in weights if not is_quantized(weight)]
     return (
-        is_unmodified(module, type(module))
+        capture_obstacle(module) is None
         and is_plain_tensor(*weights)
-        and type(module).__module__.split(".")[0] in _PACKAGES
+        and never_reads_values(module)
         and not (is_random or is_disabled)
     )

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.dispatch import DEBUG, uses_triton
+from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.kernels.recompute import Recompute
-from ligerzoo.layers import Decoder, Experts
-from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
+from ligerzoo.layers import Decoder
+from ligerzoo.layers.capture import capture_obstacle, never_reads_values
+from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer
-
-_PACKAGES = ("ligerzoo", "torch")
-"""Packages of layers whose forward never depends on values. Layers of others are captured if the user asks for it."""
 
 _NUMBERS = (int, float, bool, str, NoneType)
 
@@ -63,11 +60,9 @@ def steps_in_backward(parameter: Tensor) -> bool:
 
 
 def _reason_against_module(module: nn.Module, trusts_layers: bool) -> str | None:
-    if not is_unmodified(module, type(module)):
-        return "has hooks or a replaced forward"
-    if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
-        return "groups tokens by expert on the host, without Triton"
-    if not trusts_layers and type(module).__module__.split(".")[0] not in _PACKAGES:
+    if (obstacle := capture_obstacle(module)) is not None:
+        return obstacle
+    if not trusts_layers and not never_reads_values(module):
         return 'is not a layer of ligerzoo or torch; capture="on" captures it nevertheless'
     return None
 
@@ -87,7 +82,7 @@ def _is_random(module: nn.Module) -> bool:
     )
 
 
-def reason_against_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+def reason_against_inputs(model: nn.Module, inputs: Mapping[str, object]) -> str | None:
     """Why a forward with these inputs cannot be captured."""
     for name, value in inputs.items():
         if name in getattr(model, "modalities", ()):
@@ -111,12 +106,12 @@ def reason_against_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     return f"{name} may read values on the host; one of make_optimizer, or of torch with fused=True, does not"
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
     """Returns what graphs contain as constants: addresses of tensors, and settings of layers and of the optimizer.
 
     If it changes, graphs must be captured again. It costs the host a few microseconds for each layer.
     """
-    state: list[Any] = [
+    state: list[object] = [
         (_address(parameter), parameter.requires_grad, parameter.dtype, parameter.shape)
         for parameter in model.parameters()
     ]
@@ -129,7 +124,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, .
     return tuple(state)
 
 
-def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[object]:
     for values in optimizer.state.values():
         yield from (_address(value) for value in values.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import CUDAGraph
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE, check, check_optional, one_of
 from ligerzoo.errors import LigerzooError
@@ -38,7 +40,10 @@ from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm
 
 Capture = Literal["auto", "on", "off"]
 
-ComputeLoss = Callable[[nn.Module, Mapping[str, Any], Tensor | None, int], Tensor]
+Inputs = Mapping[str, object]
+"""The inputs of a model by name."""
+
+ComputeLoss = Callable[[nn.Module, Inputs, Tensor | None, int], Tensor]
 """Called with the model, the inputs of a micro-batch on its device, the divisor of the summed loss (0-d, or None) and
 the number of micro-batches of the step. Returns the micro-batch's part of the loss, 0-d. It may not read values."""
 
@@ -50,15 +55,64 @@ _MAX_OPERATIONS = 2e13
 Larger ones gain nothing, and a graph keeps the memory of their activations."""
 
 
-def language_model_loss(
-    model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | None, micro_batches: int
-) -> Tensor:
+def language_model_loss(model: nn.Module, inputs: Inputs, num_items: Tensor | None, micro_batches: int) -> Tensor:
     """Returns a micro-batch's part of the loss of a step: the cross entropy, and the mean load-balancing loss."""
     out = model(**inputs, num_items_in_batch=num_items)
     if out.aux_loss is None or micro_batches == 1:
         return out.loss  # type: ignore[no-any-return]
-    weight: Any = model.aux_loss_weight  # the whole one is in the loss of each micro-batch
-    return out.loss - (1 - 1 / micro_batches) * weight * out.aux_loss  # type: ignore[no-any-return]
+    # the whole one is in the loss of each micro-batch
+    return out.loss - (1 - 1 / micro_batches) * model.aux_loss_weight * out.aux_loss  # type: ignore[operator, no-any-return]
+
+
+@dataclass(frozen=True)
+class _StepInputs:
+    """What a step reads.
+
+    Attributes:
+        batches: the inputs of each micro-batch.
+        num_items: the divisor of the loss.
+    """
+
+    batches: Sequence[Inputs]
+    num_items: int | Tensor | None
+
+    @cached_property
+    def properties(self) -> InputProperties:
+        """What selects the attention kernels: one answer for all micro-batches. Reads values."""
+        padding, segments = False, False
+        for inputs in map(_tensors, self.batches):
+            mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+            padding = padding or (mask is not None and mask.dim() == 2 and not bool(mask.all()))
+            if position_ids is not None and position_ids.dim() == 2 and mask is None:
+                segments = segments or has_segments(position_ids)
+        return InputProperties(padding, segments)
+
+    @cached_property
+    def layouts(self) -> tuple[Hashable, ...]:
+        """Shapes and dtypes of the tensors of each micro-batch, and its other values."""
+        return tuple(map(_layout, self.batches))
+
+    @property
+    def signature(self) -> Hashable:
+        """What steps that the same graphs run have in common."""
+        return self.layouts, self.properties, self.num_items is not None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the first micro-batch."""
+        tensors = _tensors(self.batches[0])
+        x = tensors.get("input_ids", tensors.get("inputs_embeds"))
+        return 0 if x is None else x.shape[0] * x.shape[1]
+
+
+def _layout(inputs: Inputs) -> Hashable:
+    tensors = _tensors(inputs)
+    shapes = tuple((name, value.shape, value.dtype) for name, value in sorted(tensors.items()))
+    return shapes, tuple((name, str(value)) for name, value in sorted(inputs.items()) if name not in tensors)
+
+
+def _tensors(inputs: Inputs) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
 @dataclass
@@ -68,17 +122,15 @@ class _Graphs:
     Attributes:
         inputs: the inputs of a micro-batch.
         num_items: the divisor of the loss, 0-d float64; None for none.
-        first: forward and backward of the first micro-batch.
-        more: forward and backward of a later one; None with one micro-batch.
+        micro_batches: forward and backward of the first micro-batch, and with several of a later one.
         update: the update; None if it runs eagerly.
         gradients: by parameter, for an eager update.
     """
 
-    inputs: dict[str, Any]
+    inputs: Inputs
     num_items: Tensor | None
-    first: Any = None
-    more: Any = None
-    update: Any = None
+    micro_batches: list[CUDAGraph] = field(default_factory=list)
+    update: CUDAGraph | None = None
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
@@ -141,16 +193,16 @@ class CapturedStep:
         self._device = next(model.parameters()).device
         self._loss, self._norm = (torch.zeros((), device=self._device) for _ in range(2))
         self._lrs: list[Tensor] = []
-        self._graphs: dict[tuple[Any, ...], _Graphs] = {}
-        self._eager_steps: dict[tuple[Any, ...], int] = {}
-        self._failures: dict[tuple[Any, ...], str] = {}
-        self._state: tuple[Any, ...] = ()
+        self._graphs: dict[Hashable, _Graphs] = {}
+        self._eager_steps: Counter[Hashable] = Counter()
+        self._failures: dict[Hashable, str] = {}
+        self._state: tuple[object, ...] = ()
         self._state_reason: str | None = None
         self._weights = 0
         self.reason: str | None = None
 
     def __call__(
-        self, micro_batches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_items: int | Tensor | None = None
+        self, micro_batches: Inputs | Sequence[Inputs], num_items: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a step. Gradients from before are dropped, and none remain.
 
@@ -177,17 +229,16 @@ class CapturedStep:
                 "or several and num_items, the number of trained tokens of all"
             )
         self._notice_changes()
-        properties = _properties(batches)
-        key = _signature(batches, properties, num_items is not None)
-        self.reason = self._reason_against(batches, key)
+        step = _StepInputs(batches, num_items)
+        self.reason = self._reason_against(step)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if self.reason is None and key not in self._graphs:
-                self._graphs_of(key, batches[0], num_items, properties, len(batches))
-            if (graphs := self._graphs.get(key)) is not None and self.reason is None:
-                self._replay(graphs, batches, num_items)
+            if self.reason is None and step.signature not in self._graphs:
+                self._capture_graphs(step)
+            if self.reason is None:
+                self._replay(self._graphs[step.signature], step)
             else:
-                self._run_eagerly(batches, num_items, properties)
-                self._eager_steps[key] = self._eager_steps.get(key, 0) + 1
+                self._run_eagerly(step)
+                self._eager_steps[step.signature] += 1
         return self._loss.clone(), self._norm.clone() if self._has_norm else None
 
     def release(self) -> None:
@@ -209,11 +260,12 @@ class CapturedStep:
         if self._state_reason is None and reason_against_optimizer(self._optimizer) is None:
             self._keep_lrs()
 
-    def _reason_against(self, batches: Sequence[Mapping[str, Any]], key: tuple[Any, ...]) -> str | None:
+    def _reason_against(self, step: _StepInputs) -> str | None:
         """Returns why this step runs eagerly; None if its graphs exist or can be captured now."""
         if self._capture == "off":
             return "capture is off"
-        reason = self._state_reason or self._reason_against_batches(batches) or self._failures.get(key)
+        key = step.signature
+        reason = self._state_reason or self._reason_against_inputs(step) or self._failures.get(key)
         if reason is not None:
             if self._capture == "on":
                 remedy = 'Use capture="auto", which runs such steps eagerly.'
@@ -223,48 +275,36 @@ class CapturedStep:
             return None
         if len(self._graphs) >= self._max_shapes:
             return f"steps of {self._max_shapes} other shapes are captured already (max_shapes)"
-        if (steps := self._eager_steps.get(key, 0)) < WARMUP_STEPS:
+        if (steps := self._eager_steps[key]) < WARMUP_STEPS:
             return f"eager step {steps + 1} of {WARMUP_STEPS} before steps of this shape are captured"
         return None
 
-    def _reason_against_batches(self, batches: Sequence[Mapping[str, Any]]) -> str | None:
-        for inputs in batches:
-            if (reason := reason_against_inputs(self._model, inputs)) is not None:
-                return reason
-        if len({_layout(inputs) for inputs in batches}) > 1:
+    def _reason_against_inputs(self, step: _StepInputs) -> str | None:
+        if reason := next(filter(None, (reason_against_inputs(self._model, inputs) for inputs in step.batches)), None):
+            return reason
+        if len(set(step.layouts)) > 1:
             return "the micro-batches of the step have different shapes"
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is enabled around the step; pass the dtype as `autocast`"
-        if self._capture == "auto" and 6 * self._weights * _tokens(batches[0]) > _MAX_OPERATIONS:
+        if self._capture == "auto" and 6 * self._weights * step.tokens > _MAX_OPERATIONS:
             return "the micro-batches are so large that launching takes little of their time"
         return None
 
     # The parts of a step, eager or captured
 
-    def _run_eagerly(
-        self, batches: Sequence[Mapping[str, Any]], num_items: int | Tensor | None, properties: InputProperties
-    ) -> None:
-        divisor = None if num_items is None else self._new_divisor(num_items)
-        for index, inputs in enumerate(batches):
-            on_device = {name: self._to_device(value) for name, value in inputs.items()}
-            self._forward_backward(on_device, divisor, properties, len(batches), is_first=index == 0)
+    def _run_eagerly(self, step: _StepInputs) -> None:
+        divisor = None if step.num_items is None else self._new_divisor(step.num_items)
+        for index, inputs in enumerate(step.batches):
+            self._forward_backward(self._on_device(inputs), divisor, step, is_first=index == 0)
         self._update()
         self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
 
-    def _forward_backward(
-        self,
-        inputs: Mapping[str, Any],
-        num_items: Tensor | None,
-        properties: InputProperties,
-        count: int,
-        *,
-        is_first: bool,
-    ) -> None:
+    def _forward_backward(self, inputs: Inputs, num_items: Tensor | None, step: _StepInputs, *, is_first: bool) -> None:
         """Adds a micro-batch's gradients and loss to those of the ones before."""
         if is_first:
             self._drop_gradients()
-        with assuming_inputs(properties), self._autocasting():
-            loss = self._compute_loss(self._model, inputs, num_items, count)
+        with assuming_inputs(step.properties), self._autocasting():
+            loss = self._compute_loss(self._model, inputs, num_items, len(step.batches))
         if not loss.requires_grad:
             remedy = (
                 "A vision tower alone trains only if each micro-batch has images: use larger ones, leave "
@@ -300,38 +340,32 @@ class CapturedStep:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def _autocasting(self) -> AbstractContextManager[Any]:
+    def _autocasting(self) -> AbstractContextManager[object]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, self._autocast)
 
     # Graphs
 
-    def _graphs_of(
-        self,
-        key: tuple[Any, ...],
-        inputs: Mapping[str, Any],
-        num_items: int | Tensor | None,
-        properties: InputProperties,
-        count: int,
-    ) -> None:
+    def _capture_graphs(self, step: _StepInputs) -> None:
         """Captures the graphs of a signature. If it fails, `reason` says why, and the step runs eagerly."""
+        key = step.signature
         if self._device.type == "cuda":  # memory that eager steps have left behind becomes that of the graphs
             torch.cuda.synchronize()
             gc.collect()
             torch.cuda.empty_cache()
-        static = {
-            name: torch.empty_like(value, device=self._device).copy_(value) if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
+        tensors = {
+            name: torch.empty_like(value, device=self._device).copy_(value)
+            for name, value in _tensors(step.batches[0]).items()
         }
-        graphs = _Graphs(static, None if num_items is None else self._new_divisor(num_items).clone())
-        pool = next((other.first.pool() for other in self._graphs.values()), None)
-        forward_backward = partial(self._forward_backward, static, graphs.num_items, properties, count)
+        divisor = None if step.num_items is None else self._new_divisor(step.num_items).clone()
+        graphs = _Graphs({**step.batches[0], **tensors}, divisor)
+        pool = next((other.micro_batches[0].pool() for other in self._graphs.values()), None)
         try:
-            graphs.first, _ = capture_graph(partial(forward_backward, is_first=True), pool)
-            pool = graphs.first.pool()
-            if count > 1:
-                graphs.more, _ = capture_graph(partial(forward_backward, is_first=False), pool)
+            for is_first in (True, False)[: len(step.batches)]:
+                run = partial(self._forward_backward, graphs.inputs, divisor, step, is_first=is_first)
+                graphs.micro_batches.append(capture_graph(run, pool)[0])
+                pool = graphs.micro_batches[0].pool()
             if reason_against_optimizer(self._optimizer) is None:
                 with _capturable(self._optimizer):
                     graphs.update, _ = capture_graph(self._update, pool)
@@ -349,14 +383,14 @@ class CapturedStep:
             self._drop_gradients()
         self._graphs[key] = graphs
 
-    def _replay(self, graphs: _Graphs, batches: Sequence[Mapping[str, Any]], num_items: int | Tensor | None) -> None:
-        if graphs.num_items is not None and num_items is not None:
-            graphs.num_items.copy_(num_items) if isinstance(num_items, Tensor) else graphs.num_items.fill_(num_items)
-        for index, inputs in enumerate(batches):
-            for name, value in inputs.items():
-                if isinstance(value, Tensor):
-                    graphs.inputs[name].copy_(self._pinned(value), non_blocking=True)
-            (graphs.first if index == 0 else graphs.more).replay()
+    def _replay(self, graphs: _Graphs, step: _StepInputs) -> None:
+        if graphs.num_items is not None and step.num_items is not None:
+            _set(graphs.num_items, step.num_items)
+        targets = _tensors(graphs.inputs)
+        for index, inputs in enumerate(step.batches):
+            for name, value in _tensors(inputs).items():
+                targets[name].copy_(self._pinned(value), non_blocking=True)
+            graphs.micro_batches[min(index, 1)].replay()
         if graphs.update is not None:
             graphs.update.replay()
             return
@@ -372,8 +406,9 @@ class CapturedStep:
             return num_items.to(self._device, torch.float64)
         return torch.full((), num_items, dtype=torch.float64, device=self._device)
 
-    def _to_device(self, value: Any) -> Any:
-        return self._pinned(value).to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+    def _on_device(self, inputs: Inputs) -> Inputs:
+        tensors = _tensors(inputs).items()
+        return {**inputs, **{name: self._pinned(x).to(self._device, non_blocking=True) for name, x in tensors}}
 
     def _pinned(self, value: Tensor) -> Tensor:
         """Returns a tensor whose copy to the device does not make the host wait."""
@@ -385,47 +420,23 @@ class CapturedStep:
             self._lrs = [torch.zeros((), device=self._device) for _ in self._optimizer.param_groups]
         for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
             if group["lr"] is not lr:
-                lr.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else lr.fill_(group["lr"])
+                _set(lr, group["lr"])
                 group["lr"] = lr
+
+
+def _set(x: Tensor, value: float | Tensor) -> None:
+    x.copy_(value) if isinstance(value, Tensor) else x.fill_(value)
 
 
 @contextmanager
 def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Sets the flag that torch's optimizers check in a capture. Outside of one they would warn of it."""
-    flags = [group.get("capturable") for group in optimizer.param_groups]
+    groups = [group for group in optimizer.param_groups if "capturable" in group]
+    flags = [group["capturable"] for group in groups]
     try:
-        for group in optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
+        for group in groups:
+            group["capturable"] = True
         yield
     finally:
-        for group, flag in zip(optimizer.param_groups, flags, strict=True):
-            if "capturable" in group:
-                group["capturable"] = flag
-
-
-def _properties(batches: Sequence[Mapping[str, Any]]) -> InputProperties:
-    """Reads what selects the attention kernels: one answer for all micro-batches of a step."""
-    padding, segments = False, False
-    for inputs in batches:
-        mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-        padding = padding or (isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()))
-        if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and mask is None:
-            segments = segments or has_segments(position_ids)
-    return InputProperties(padding, segments)
-
-
-def _layout(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(
-        (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, str(value))
-        for name, value in sorted(inputs.items())
-    )
-
-
-def _signature(batches: Sequence[Mapping[str, Any]], properties: InputProperties, has_divisor: bool) -> tuple[Any, ...]:
-    return tuple(map(_layout, batches)), properties, has_divisor
-
-
-def _tokens(inputs: Mapping[str, Any]) -> int:
-    x = next((value for name in ("input_ids", "inputs_embeds") if isinstance(value := inputs.get(name), Tensor)), None)
-    return 0 if x is None else x.shape[0] * x.shape[1]
+        for group, flag in zip(groups, flags, strict=True):
+            group["capturable"] = flag
