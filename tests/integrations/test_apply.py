@@ -40,7 +40,8 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ligerzoo.integrations import AutoKernelModelForCausalLM, MissingKernelWarning, apply
 from ligerzoo.integrations.kernels import apply_kernels, loss
-from ligerzoo.integrations.kernels.attend import AttentionFunctions
+from ligerzoo.integrations.kernels.attention import AttentionFunctions
+from ligerzoo.integrations.kernels.compare import ModelResults
 from ligerzoo.integrations.kernels.loss import DeferredLogits, KernelHead
 from ligerzoo.integrations.kernels.promised import PROMISED, parts_of, used_kinds
 from ligerzoo.integrations.kernels.replace import KernelModule
@@ -715,7 +716,7 @@ def test_a_model_whose_results_change_is_restored(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         apply_kernels,
         "run_model",
-        lambda model: [x * (1 + isinstance(model, KernelModule)) for x in run(model)],
+        lambda model: ModelResults(tuple(x * (1 + isinstance(model, KernelModule)) for x in run(model).tensors)),
     )
     with pytest.raises(RuntimeError, match=r"its logits on random tokens have changed by 1.0e\+00"):
         apply(model)

@@ -1,34 +1,27 @@
-"""`apply`: ligerzoo's kernels in one instance of a transformers model."""
+"""ligerzoo's kernels in one instance of a transformers model: `apply`, and a class that loads a model and calls it."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from ligerzoo import checks
 from ligerzoo.integrations.kernels.attention import recognize_attention
+from ligerzoo.integrations.kernels.compare import ModelResults, difference, hf_models, run_model, signature
 from ligerzoo.integrations.kernels.experts import recognize_experts
 from ligerzoo.integrations.kernels.layers import recognize_layer
 from ligerzoo.integrations.kernels.loss import HEAD, recognize_causal_lm
 from ligerzoo.integrations.kernels.mlps import recognize_mlp
 from ligerzoo.integrations.kernels.norms import recognize_norm
 from ligerzoo.integrations.kernels.promised import MissingKernelWarning, missing_kernels
-from ligerzoo.integrations.kernels.replace import (
-    KernelModule,
-    Replacement,
-    difference,
-    reason_to_keep,
-    signature,
-)
+from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement, reason_to_keep
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
-from ligerzoo.integrations.kernels.whole_model import change, run_model
-
-Recognize = Callable[[nn.Module], Replacement | str | None]
 
 NO_KERNEL = "no kernel replaces this class"
 
@@ -77,18 +70,9 @@ def apply(
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
     _check_model(hf_model)
-    checks.check(
-        "apply",
-        checks.FLAG,
-        norm=norm,
-        rope=rope,
-        mlp=mlp,
-        loss=loss,
-        experts=experts,
-        attention=attention,
-        check=check,
-    )
-    before = run_model(hf_model) if check else "Not compared with the model before: check=False."
+    enabled = {"norm": norm, "rope": rope, "mlp": mlp, "experts": experts, "loss": loss}
+    checks.check("apply", checks.FLAG, **enabled, attention=attention, check=check)
+    before = run_model(hf_model) if check else ModelResults((), "Not compared with the model before: check=False.")
     application = _Application(hf_model, check)
     try:
         application.replace_each(recognize_norm, "norm", norm)
@@ -100,18 +84,14 @@ def apply(
     except BaseException:
         application.report("", ()).undo()
         raise
-    enabled = {"norm": norm, "add + norm": norm, "rope": rope, "mlp": mlp, "experts": experts, "loss": loss}
-    expected = [kind for kind, is_enabled in enabled.items() if is_enabled]
-    same = "The results of the model are the same."
-    report = application.report(before if isinstance(before, str) else same, expected)
-    if not isinstance(before, str):
-        changed = change(before, run_model(hf_model))
-        if changed:
-            report.undo()
-            raise RuntimeError(
-                f"apply: {type(hf_model).__name__}: {changed}; expected the same results. All modules have been "
-                "restored. Switch parts off one by one (norm=False, rope=False, ...) to find the cause, and report it"
-            )
+    expected = [kind for kind, is_enabled in {**enabled, "add + norm": norm}.items() if is_enabled]
+    report = application.report(before.problem or "The results of the model are the same.", expected)
+    if before.problem is None and (change := before.change(run_model(hf_model))):
+        report.undo()
+        raise RuntimeError(
+            f"apply: {type(hf_model).__name__}: {change}; expected the same results. All modules have been restored. "
+            "Switch parts off one by one (norm=False, rope=False, ...) to find the cause, and report it"
+        )
     if report.missing:
         message = (
             f"apply: {report.describe_missing()}: not used, although docs/kernels-in-transformers.md promises it for "
@@ -123,13 +103,13 @@ def apply(
 
 
 def _check_model(model: nn.Module) -> None:
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(type(module).__module__.startswith("ligerzoo.layers.") for module in modules):
+    is_module = isinstance(model, nn.Module)
+    if is_module and any(type(module).__module__.startswith("ligerzoo.layers.") for module in model.modules()):
         raise TypeError(
             f"apply: hf_model is a {type(model).__name__} of ligerzoo; expected a model that transformers loaded. "
             "The layers of ligerzoo use the kernels already"
         )
-    models = [module for module in modules if isinstance(module, PreTrainedModel)]
+    models = hf_models(model) if is_module else []
     if not models:
         raise TypeError(f"apply: hf_model is a {type(model).__name__}; expected a transformers model, or one around it")
     sizes = {getattr(module, "_tp_size", None) for module in models} - {None, 1}
@@ -153,11 +133,11 @@ class _Application:
         self.instances: list[KernelModule] = []
         self.kernels: dict[nn.Module, str] = {}
         self.reasons: dict[nn.Module, str] = {}
-        self.differences: dict[Any, str | None] = {}
+        self.differences: dict[object, str | None] = {}
 
-    def replace_each(self, recognize: Recognize, option: str, enabled: bool) -> None:
+    def replace_each(self, recognize: Callable[[nn.Module], Recognized], option: str, enabled: bool) -> None:
         """Replaces the modules that a function recognizes; `option` is the argument of `apply` that enables it."""
-        outcomes: dict[Any, Replacement | str | None] = {}
+        outcomes: dict[object, Recognized] = {}
         for _name, module in self.modules:
             key = signature(module) if next(module.children(), None) is None else module
             if key not in outcomes:
@@ -172,18 +152,16 @@ class _Application:
 
     def replace_losses(self, enabled: bool) -> None:
         """Replaces the causal language models, and their heads."""
-        for _name, module in self.modules:
-            found = recognize_causal_lm(module)
-            self.replace(module, found, "loss", enabled)
-            if module in self.kernels and isinstance(module, PreTrainedModel):
-                head = module.get_output_embeddings()
-                self.replace(head, HEAD, "loss", enabled)
+        for model in hf_models(self.model):
+            self.replace(model, recognize_causal_lm(model), "loss", enabled)
+            if model in self.kernels:
+                self.replace(model.get_output_embeddings(), HEAD, "loss", enabled)
 
-    def replace(self, module: nn.Module, found: Replacement | str | None, option: str, enabled: bool) -> None:
+    def replace(self, module: nn.Module, found: Recognized, option: str, enabled: bool) -> None:
         """Replaces a module, or records the reason to keep it."""
         if found is None or module in self.kernels:
             return
-        reason = f"{option}=False" if not enabled else reason_to_keep(module)
+        reason = reason_to_keep(module) if enabled else f"{option}=False"
         if reason is None:
             reason = found if isinstance(found, str) else self.difference(module, found)
         if reason is not None:
@@ -206,13 +184,53 @@ class _Application:
 
     def report(self, check: str, expected: Collection[str]) -> Report:
         """Returns the report of all modules; `expected` are the kinds of kernels that the caller wants."""
-        entries = [
-            ModuleReport(
-                name,
-                type(module).__name__,
-                self.kernels.get(module),
-                None if module in self.kernels else self.reasons.get(module, NO_KERNEL),
-            )
-            for name, module in self.modules
-        ]
+        entries = []
+        for name, module in self.modules:
+            kernel = self.kernels.get(module)
+            reason = self.reasons.get(module, NO_KERNEL) if kernel is None else None
+            entries.append(ModuleReport(name, type(module).__name__, kernel, reason))
         return Report(entries, check, missing_kernels(self.model, expected), self.instances)
+
+
+class AutoKernelModelForCausalLM:
+    """`transformers.AutoModelForCausalLM` whose models compute with ligerzoo's kernels."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: object,
+        *args: object,
+        kernels: Mapping[str, bool] | None = None,
+        **options: object,
+    ) -> Any:
+        """Loads a model with transformers, and calls `apply`.
+
+        Args:
+            pretrained_model_name_or_path: the name on the hub, or a directory.
+            args: other positional arguments of `transformers.AutoModelForCausalLM.from_pretrained`.
+            kernels: keyword arguments of `ligerzoo.integrations.apply`, such as `{"attention": True}`.
+            options: keyword arguments of `transformers.AutoModelForCausalLM.from_pretrained`.
+
+        Returns:
+            The transformers model. Its `kernel_report` is the report of `apply`. With `output_loading_info=True`, a
+            tuple of the model and a dict, as transformers returns.
+
+        Raises:
+            TypeError: `kernels` is not a mapping of arguments of `apply`, or an option is an argument of `apply`.
+        """
+        kernels = {} if kernels is None else kernels
+        switches = [*inspect.signature(apply).parameters][1:]
+        if not isinstance(kernels, Mapping) or not set(switches).issuperset(kernels):
+            raise TypeError(
+                f"AutoKernelModelForCausalLM.from_pretrained: kernels is {kernels!r}; "
+                f"expected a mapping from names of arguments of apply ({', '.join(switches)}) to True or False"
+            )
+        for name in options.keys() & switches:
+            raise TypeError(
+                f"from_pretrained: {name}={options[name]!r} is an argument of apply; expected options of "
+                f"transformers. Pass kernels={{{name!r}: {options[name]!r}}}"
+            )
+        loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.kernel_report = apply(model, **kernels)
+        return loaded

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.integrations.kernels.compare import random_like
 from ligerzoo.integrations.kernels.mlps import activation_of
-from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, random_like
+from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement
 from ligerzoo.kernels import experts_mlp
 from ligerzoo.kernels.activation import Activation
 
@@ -24,18 +25,12 @@ class KernelExperts(KernelModule):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: (T, H), top_k_index: (T, k), top_k_weights: (T, k) -> (T, H)."""
-        return experts_mlp(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            self.gate_up_proj,
-            self.down_proj,
-            activation=self.kernel_activation,
-        )
+        weights = self.gate_up_proj, self.down_proj
+        return experts_mlp(hidden_states, top_k_index, top_k_weights, *weights, activation=self.kernel_activation)
 
 
-def recognize_experts(module: nn.Module) -> Replacement | str | None:
-    """Returns the replacement of stacked experts, or why they have none; None for other modules."""
+def recognize_experts(module: nn.Module) -> Recognized:
+    """Recognizes stacked experts."""
     if not type(module).__name__.endswith("Experts"):
         return None
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}

@@ -9,13 +9,12 @@ that it finds.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 DECORATED = "its forward has a decorator that cannot be copied"
 
 
-def undecorated(forward: Any) -> types.FunctionType | None:
+def undecorated(forward: Callable[..., object]) -> types.FunctionType | None:
     """Returns the function within all decorators; None if `decorated_like` cannot copy one of them."""
     while hasattr(forward, "__wrapped__"):
         cells = getattr(forward, "__closure__", None) or ()
@@ -25,27 +24,27 @@ def undecorated(forward: Any) -> types.FunctionType | None:
     return forward if isinstance(forward, types.FunctionType) else None
 
 
-def decorated_like(forward: Any, function: types.FunctionType) -> types.FunctionType:
+def decorated_like(forward: Callable[..., object], function: types.FunctionType) -> types.FunctionType:
     """Returns `function` with the decorators of `forward`, for which `undecorated` returns a function."""
     if not hasattr(forward, "__wrapped__"):
         return function
-    inner = decorated_like(forward.__wrapped__, function)
-    closure = tuple(
-        types.CellType(inner) if _holds(cell, forward.__wrapped__) else cell for cell in forward.__closure__
-    )
+    wrapped = forward.__wrapped__
+    assert isinstance(forward, types.FunctionType)
+    inner, cells = decorated_like(wrapped, function), forward.__closure__ or ()
+    closure = tuple(types.CellType(inner) if _holds(cell, wrapped) else cell for cell in cells)
     copied = _copy(forward, forward.__globals__, closure)
     copied.__wrapped__ = inner  # type: ignore[attr-defined]
     return copied
 
 
-def with_globals(function: types.FunctionType, names: Mapping[str, Any]) -> types.FunctionType:
+def with_globals(function: types.FunctionType, names: Mapping[str, object]) -> types.FunctionType:
     """Returns a function without decorators, with other values of some global names."""
     scope = {**function.__globals__, **names}
     del scope["__name__"]  # torch.compile would look names up in the module of this name
     return _copy(function, scope, function.__closure__)
 
 
-def _holds(cell: types.CellType, value: Any) -> bool:
+def _holds(cell: types.CellType, value: object) -> bool:
     try:
         return cell.cell_contents is value
     except ValueError:  # an empty cell
@@ -53,7 +52,7 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 
 
 def _copy(
-    function: types.FunctionType, scope: dict[str, Any], closure: tuple[types.CellType, ...] | None
+    function: types.FunctionType, scope: dict[str, object], closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
     copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__

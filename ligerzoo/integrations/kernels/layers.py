@@ -1,6 +1,6 @@
 """Decoder layers of transformers' models: norms in one kernel with the residual addition before, or with its gradient.
 
-Each class is one residual pattern, recognized by the names of the submodules. The check replaces attention and MLP by
+A layer is a residual pattern, recognized by the names of the submodules. The check replaces attention and MLP by
 stand-ins, which also record the arguments they receive.
 """
 
@@ -8,36 +8,69 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ligerzoo.integrations.kernels.compare import difference_for, no_effects, random_like
 from ligerzoo.integrations.kernels.forwards import DECORATED, decorated_like, undecorated
 from ligerzoo.integrations.kernels.norms import KernelRMSNorm, kernel_add_and_normalize, kernel_normalize
-from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, difference_for, no_effects, random_like
+from ligerzoo.integrations.kernels.replace import KernelModule, Options, Recognized, Replacement
 
 
-def _parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """Returns the parameters of the forward of a class, after `self`."""
-    return list(inspect.signature(cls.forward).parameters.values())[1:]
+class Pattern(NamedTuple):
+    """A residual pattern: `x += f(attention(input_layernorm(x))); x += g(mlp(norm(x)))`.
+
+    Attributes:
+        norm: the name of the norm before the MLP.
+        after_attention: the name of the submodule f, a norm or a dropout, or of a number that multiplies; "" for none.
+        after_mlp: likewise of g.
+    """
+
+    norm: str = "post_attention_layernorm"
+    after_attention: str = ""
+    after_mlp: str = ""
+
+    @property
+    def children(self) -> frozenset[str]:
+        """The names of the submodules of a layer with this pattern."""
+        return frozenset({"input_layernorm", "self_attn", "mlp", *self} - {""})
+
+
+SCALED = Pattern(after_attention="residual_multiplier", after_mlp="residual_multiplier")
+"""Granite: both are multiplied by a number, which is no submodule."""
+
+PATTERNS = {
+    pattern.children: pattern
+    for pattern in (
+        Pattern(),
+        Pattern(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout"),  # Phi-3
+        Pattern("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"),  # Gemma 2, 3
+        Pattern("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),  # GLM-4-0414
+    )
+}
+"""The residual pattern of each set of submodules."""
 
 
 class KernelDecoderLayer(KernelModule):
-    """Base class of the residual patterns.
+    """A decoder layer of any residual pattern.
 
     Attributes:
+        kernel_pattern: the pattern.
         kernel_parameters: names of the positional parameters of the original forward, after the hidden states.
         kernel_unused: those that it does not pass to attention.
     """
 
     kernel_kind = "add + norm"
+    kernel_pattern: Pattern
     kernel_parameters: tuple[str, ...]
     kernel_unused: tuple[str, ...]
+    input_layernorm: nn.Module
     self_attn: nn.Module
     mlp: nn.Module
 
     @classmethod
-    def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
+    def kernel_members(cls, original: type[nn.Module], options: Options) -> dict[str, object]:
         """Returns the names of the parameters of the original forward, and the forward with its decorators."""
         assert isinstance(cls.forward, types.FunctionType)
         return {
@@ -45,116 +78,45 @@ class KernelDecoderLayer(KernelModule):
             "forward": decorated_like(original.forward, cls.forward),
         }
 
-    def _attend(self, hidden_states: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    def forward(self, hidden_states: Tensor, *arguments: object, **named: object) -> Tensor:
+        """hidden_states: (B, T, H) -> (B, T, H)."""
+        norm, after_attention, after_mlp = self.kernel_pattern
         named = {**dict(zip(self.kernel_parameters, arguments, strict=False)), **named}
         for name in self.kernel_unused:
             named.pop(name, None)
-        return self.self_attn(hidden_states=hidden_states, **named)[0]  # type: ignore[no-any-return]
-
-    def _feed_forward(self, hidden_states: Tensor) -> Tensor:
-        output = self.mlp(hidden_states)
-        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]  # or scores too
-
-
-class KernelPreNormLayer(KernelDecoderLayer):
-    """`x += attention(norm(x)); x += mlp(norm(x))`."""
-
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
-
-    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """hidden_states: (B, T, H) -> (B, T, H)."""
         normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
-        attended = self._attend(normalized, arguments, named)
-        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
-        return hidden_states + self._feed_forward(normalized)
+        attended = self._followed(self.self_attn(hidden_states=normalized, **named)[0], after_attention)
+        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, getattr(self, norm))
+        output = self.mlp(normalized)
+        output = output[0] if isinstance(output, tuple) else output  # a mixture returns router scores too
+        return hidden_states + self._followed(output, after_mlp)
+
+    def _followed(self, x: Tensor, by: str) -> Tensor:
+        if by == "":
+            return x
+        after: nn.Module | float = getattr(self, by)
+        return after(x) if isinstance(after, nn.Module) else x * after
 
 
-class KernelScaledPreNormLayer(KernelPreNormLayer):
-    """`x += s * attention(norm(x)); x += s * mlp(norm(x))` (Granite)."""
-
-    residual_multiplier: float
-
-    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """hidden_states: (B, T, H) -> (B, T, H)."""
-        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
-        attended = self._attend(normalized, arguments, named) * self.residual_multiplier
-        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
-        return hidden_states + self._feed_forward(normalized) * self.residual_multiplier
+def _parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """Returns the parameters of the forward of a class, after `self`."""
+    return list(inspect.signature(cls.forward).parameters.values())[1:]
 
 
-class KernelDropoutPreNormLayer(KernelPreNormLayer):
-    """`x += dropout(attention(norm(x))); x += dropout(mlp(norm(x)))` (Phi-3)."""
-
-    resid_attn_dropout: nn.Module
-    resid_mlp_dropout: nn.Module
-
-    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """hidden_states: (B, T, H) -> (B, T, H)."""
-        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
-        attended = self.resid_attn_dropout(self._attend(normalized, arguments, named))
-        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
-        return hidden_states + self.resid_mlp_dropout(self._feed_forward(normalized))  # type: ignore[no-any-return]
-
-
-class KernelSandwichLayer(KernelDecoderLayer):
-    """`x += norm(attention(norm(x))); x += norm(mlp(norm(x)))` (Gemma 2 and 3, GLM-4-0414).
-
-    Attributes:
-        kernel_norms: names of the norms after attention, before the MLP and after the MLP.
-    """
-
-    kernel_norms: tuple[str, str, str]
-    input_layernorm: nn.Module
-
-    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """hidden_states: (B, T, H) -> (B, T, H)."""
-        after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.kernel_norms)
-        normalized, hidden_states = kernel_normalize(hidden_states, self.input_layernorm)
-        attended = after_attention(self._attend(normalized, arguments, named))
-        normalized, hidden_states = kernel_add_and_normalize(attended, hidden_states, before_mlp)
-        return hidden_states + after_mlp(self._feed_forward(normalized))  # type: ignore[no-any-return]
-
-
-GEMMA_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-GLM_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-
-PRE_NORM = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
-PATTERNS: dict[frozenset[str], tuple[type[KernelDecoderLayer], dict[str, Any], str]] = {
-    PRE_NORM: (KernelPreNormLayer, {}, "post_attention_layernorm"),
-    PRE_NORM | {"resid_attn_dropout", "resid_mlp_dropout"}: (KernelDropoutPreNormLayer, {}, "post_attention_layernorm"),
-    frozenset({"input_layernorm", "self_attn", "mlp", *GEMMA_NORMS}): (
-        KernelSandwichLayer,
-        {"kernel_norms": GEMMA_NORMS},
-        GEMMA_NORMS[1],
-    ),
-    frozenset({"input_layernorm", "self_attn", "mlp", *GLM_NORMS}): (
-        KernelSandwichLayer,
-        {"kernel_norms": GLM_NORMS},
-        GLM_NORMS[1],
-    ),
-}
-"""The residual pattern of each set of submodules, its constants, and the norm that the addition is fused with."""
-
-
-def recognize_layer(module: nn.Module) -> Replacement | str | None:
-    """Returns the replacement of a decoder layer, or why it has none; None for other modules.
-
-    The norms of the layer must have been replaced before.
-    """
+def recognize_layer(module: nn.Module) -> Recognized:
+    """Recognizes a decoder layer. Its norms must have been replaced before."""
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
-    children = frozenset(name for name, _child in module.named_children())
-    if children not in PATTERNS:
+    pattern = PATTERNS.get(frozenset(name for name, _ in module.named_children()))
+    if pattern is None:
         return "no kernel for its residual pattern"
-    mixin, options, norm = PATTERNS[children]
     if hasattr(module, "residual_multiplier"):
-        mixin = KernelScaledPreNormLayer
-    if not isinstance(getattr(module, norm), KernelRMSNorm):
-        return f"{norm} is not a replaced RMS norm"
+        pattern = SCALED
+    if not isinstance(getattr(module, pattern.norm), KernelRMSNorm):
+        return f"{pattern.norm} is not a replaced RMS norm"
     if undecorated(type(module).forward) is None:
         return DECORATED
-    found = [_recognize_with(module, mixin, options, _MLP(scores)) for scores in (False, True)]
+    found = [_recognize_with(module, pattern, _MLP(scores)) for scores in (False, True)]
     return next((each for each in found if isinstance(each, Replacement)), found[0])
 
 
@@ -163,9 +125,9 @@ class _Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.received: list[dict[str, Any]] = []
+        self.received: list[dict[str, object]] = []
 
-    def forward(self, *arguments: Any, hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
+    def forward(self, *arguments: object, hidden_states: Tensor, **named: object) -> tuple[Tensor, None]:
         self.received.append({"positional": arguments, **named})
         return hidden_states.roll(1, dims=1) * 1.5, None
 
@@ -177,14 +139,12 @@ class _MLP(nn.Module):
         super().__init__()
         self.returns_scores = returns_scores
 
-    def forward(self, hidden_states: Tensor) -> Any:
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         output = hidden_states.roll(1, dims=-1) * 0.5
         return (output, None) if self.returns_scores else output
 
 
-def _recognize_with(
-    module: nn.Module, mixin: type[KernelDecoderLayer], options: dict[str, Any], mlp: _MLP
-) -> Replacement | str:
+def _recognize_with(module: nn.Module, pattern: Pattern, mlp: _MLP) -> Replacement | str:
     """Returns the replacement, or how it differs in its results or in what it passes to attention."""
     x = _hidden_states(module)
     parameters = _parameters(type(module))[1:]
@@ -197,7 +157,8 @@ def _recognize_with(
         with no_effects(module):
             type(module).forward(module, x, **declared, **others)
         unused = tuple(name for name in declared if name not in attention.received[0])
-        replacement = Replacement(mixin, "add_rms_norm", {**options, "kernel_unused": unused})
+        options = {"kernel_pattern": pattern, "kernel_unused": unused}
+        replacement = Replacement(KernelDecoderLayer, "add_rms_norm", options)
         found = difference_for(module, replacement, x, **declared, **others)
     except Exception as error:  # the forward of any layer
         return f"its forward fails on random input: {error}"

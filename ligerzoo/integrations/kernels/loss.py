@@ -9,10 +9,10 @@ of the model runs unchanged in between, so that its auxiliary losses and its out
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,15 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from ligerzoo.integrations.kernels.replace import KernelModule, Replacement
+from ligerzoo.integrations.kernels.replace import KernelModule, Options, Recognized, Replacement
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
 from ligerzoo.layers.plain import is_plain, is_plain_tensor
 
 Number = float
 """`DeferredLogits.float` hides the builtin."""
+
+Operation: TypeAlias = Callable[[Tensor], Tensor]
+LossFunction: TypeAlias = Callable[..., Tensor]
 
 
 class DeferredLogits:
@@ -46,7 +49,7 @@ class DeferredLogits:
         self,
         head: KernelHead,
         hidden_states: Tensor,
-        operations: tuple[Callable[[Tensor], Tensor], ...] = (),
+        operations: tuple[Operation, ...] = (),
         logit_scale: Number = 1.0,
         softcap: Number | None = None,
     ) -> None:
@@ -75,26 +78,18 @@ class DeferredLogits:
             ignore_index: the target of ignored tokens.
         """
 
-        def objective(hidden_states: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        def objective(hidden_states: Tensor, project: Operation) -> Tensor:
             weight, bias = self.head.weight, self.head.bias
             targets = target.to(hidden_states.device)
             if not is_plain_tensor(weight, bias) or weight.shape[0] != vocab_size:
-                return _cross_entropy(
-                    self._operated(project(hidden_states)), targets, vocab_size, num_items, ignore_index
-                )
+                logits = self._operated(project(hidden_states))
+                return _cross_entropy(logits, targets, vocab_size, num_items, ignore_index)
+            terms: Options = {"softcap": self.softcap, "logit_scale": self.logit_scale}
             return linear_cross_entropy(
-                hidden_states,
-                weight,
-                targets,
-                bias,
-                ignore_index=ignore_index,
-                softcap=self.softcap,
-                logit_scale=self.logit_scale,
-                num_items=num_items,
+                hidden_states, weight, targets, bias, ignore_index=ignore_index, num_items=num_items, **terms
             )
 
-        loss: Tensor = self.head.compute(self.hidden_states, objective)
-        return loss
+        return self.head.compute(self.hidden_states, objective)
 
     def _operated(self, logits: Tensor) -> Tensor:
         for operation in self.operations:
@@ -105,24 +100,19 @@ class DeferredLogits:
         """The loss is computed in fp32 in any case."""
         return self._then(lambda logits: logits.float(), self.logit_scale, self.softcap)
 
-    def __mul__(self, factor: Any) -> Any:
-        if not isinstance(factor, float | int):
-            return self.materialize() * factor
-        if self.softcap is None:
-            return self._then(lambda logits: logits * factor, self.logit_scale * factor, None)
-        if factor <= 0:
-            return self.materialize() * factor
-        # c tanh(s l) is a soft cap of c with a scale of s c.
-        return self._then(lambda logits: logits * factor, self.logit_scale * factor, self.softcap * factor)
+    def __mul__(self, factor: Number | Tensor) -> DeferredLogits | Tensor:
+        if isinstance(factor, float | int) and (self.softcap is None or factor > 0):
+            # c tanh(s l) is a soft cap of c with a scale of s c.
+            softcap = None if self.softcap is None else self.softcap * factor
+            return self._then(lambda logits: logits * factor, self.logit_scale * factor, softcap)
+        return self.materialize() * factor
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> Any:
-        if not isinstance(divisor, float | int):
-            return self.materialize() / divisor
-        if self.softcap is not None:
-            return self.materialize() / divisor
-        return self._then(lambda logits: logits / divisor, self.logit_scale / divisor, None)
+    def __truediv__(self, divisor: Number | Tensor) -> DeferredLogits | Tensor:
+        if isinstance(divisor, float | int) and self.softcap is None:
+            return self._then(lambda logits: logits / divisor, self.logit_scale / divisor, None)
+        return self.materialize() / divisor
 
     def tanh(self) -> DeferredLogits | Tensor:
         """A soft cap of 1."""
@@ -130,14 +120,12 @@ class DeferredLogits:
             return self.materialize().tanh()
         return self._then(torch.tanh, self.logit_scale, 1.0)
 
-    def _then(
-        self, operation: Callable[[Tensor], Tensor], logit_scale: Number, softcap: Number | None
-    ) -> DeferredLogits:
+    def _then(self, operation: Operation, logit_scale: Number, softcap: Number | None) -> DeferredLogits:
         return DeferredLogits(self.head, self.hidden_states, (*self.operations, operation), logit_scale, softcap)
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         if function is torch.tanh and isinstance(args[0], DeferredLogits):
             return args[0].tanh()
@@ -150,8 +138,8 @@ class DeferredLogits:
         return getattr(self.materialize(), name)
 
 
-def _materialized(name: str) -> Callable[..., Any]:
-    def operation(self: DeferredLogits, *arguments: Any) -> Any:
+def _materialized(name: str) -> Callable[..., object]:
+    def operation(self: DeferredLogits, *arguments: object) -> object:
         return getattr(self.materialize(), name)(*arguments)
 
     return operation
@@ -173,11 +161,9 @@ class KernelHead(KernelModule):
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, input: Tensor) -> Tensor | DeferredLogits:
         """Returns logits, or `DeferredLogits` without running hooks."""
-        if self.kernel_defers:
-            return DeferredLogits(self, *arguments, **named)
-        return super().__call__(*arguments, **named)
+        return DeferredLogits(self, input) if self.kernel_defers else self.compute(input)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -188,18 +174,18 @@ class KernelHead(KernelModule):
         finally:
             self.kernel_defers = False
 
-    def compute(self, *arguments: Any) -> Any:
+    def compute(self, *arguments: object) -> Tensor:
         """Calls the module, with its hooks. Arguments are those of `forward`."""
-        return super().__call__(*arguments)
+        return super().__call__(*arguments)  # type: ignore[no-any-return]
 
-    def forward(self, input: Tensor, objective: Callable[..., Tensor] | None = None) -> Tensor:
+    def forward(self, input: Tensor, objective: Callable[[Tensor, Operation], Tensor] | None = None) -> Tensor:
         """Returns logits, or the loss if an objective is given.
 
         Args:
             input: hidden states, (..., H).
             objective: called with hidden states and the function that computes their logits.
         """
-        project: Callable[[Tensor], Tensor] = super().forward
+        project: Operation = super().forward
         return project(input) if objective is None else objective(input, project)
 
 
@@ -210,25 +196,22 @@ class KernelCausalLM(KernelModule):
     get_output_embeddings: Callable[[], nn.Module]
 
     @classmethod
-    def kernel_members(cls, original: Any, **options: Any) -> dict[str, Any]:
+    def kernel_members(cls, original: type[PreTrainedModel], options: Options) -> dict[str, object]:
         """Returns the forward, with the signature of the original, and the loss function."""
         forward = original.forward
-        positions = {name: i for i, name in enumerate(inspect.signature(forward).parameters, start=-1)}
-
-        def argument(name: str, default: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            position = positions.get(name, len(arguments))
-            return arguments[position] if position < len(arguments) else named.get(name, default)
+        names = [*inspect.signature(forward).parameters][1:]
 
         @wraps(forward)
-        def deferring_forward(self: Any, *arguments: Any, **named: Any) -> Any:
-            labels = argument("labels", None, arguments, named)
-            logits_to_keep = argument("logits_to_keep", 0, arguments, named)
-            keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        def deferring_forward(
+            self: PreTrainedModel, *arguments: object, **named: object
+        ) -> ModelOutput | tuple[object, ...]:
+            given = {**dict(zip(names, arguments, strict=False)), **named}
+            logits_to_keep = given.get("logits_to_keep", 0)
             head = self.get_output_embeddings()
             if (
-                labels is None
+                given.get("labels") is None
                 or not self.training
-                or not keeps_all
+                or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
                 or self.loss_function is not causal_lm_loss  # set by the user
                 or not isinstance(head, KernelHead)  # resized or wrapped since
             ):
@@ -236,19 +219,18 @@ class KernelCausalLM(KernelModule):
             return_dict = named.pop("return_dict", None)
             with head.deferring():
                 output = forward(self, *arguments, return_dict=True, **named)
-            output = _without_logits(output)
+            output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
             if return_dict is None:
                 return_dict = getattr(self.config, "return_dict", True)
             return output if return_dict else output.to_tuple()
 
-        own_loss_function: property = original.loss_function
-        get_loss_function: Any = own_loss_function.fget  # torch.compile cannot trace the property's fget
+        get_loss_function = original.loss_function.fget  # torch.compile cannot trace the property's fget
 
-        def loss_function(self: Any) -> Callable[..., Any]:
-            theirs: Callable[..., Any] = get_loss_function(self)
+        def loss_function(self: PreTrainedModel) -> LossFunction:
+            theirs: LossFunction = get_loss_function(self)
             return causal_lm_loss if theirs is ForCausalLMLoss else theirs
 
-        return {"forward": deferring_forward, "loss_function": property(loss_function, own_loss_function.fset)}
+        return {"forward": deferring_forward, "loss_function": property(loss_function, original.loss_function.fset)}
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replaces the head. A new `nn.Linear`, such as that of `resize_token_embeddings`, computes the loss too."""
@@ -262,11 +244,6 @@ class KernelCausalLM(KernelModule):
         return [head] if isinstance(head, KernelHead) else []
 
 
-def _without_logits(output: ModelOutput) -> ModelOutput:
-    fields = {name: value for name, value in output.items() if name != "logits"}
-    return type(output)(**fields)
-
-
 def causal_lm_loss(
     logits: Tensor | DeferredLogits,
     labels: Tensor,
@@ -274,7 +251,7 @@ def causal_lm_loss(
     num_items_in_batch: int | Tensor | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **unused: Any,
+    **unused: object,
 ) -> Tensor:
     """`transformers.loss.loss_utils.ForCausalLMLoss`, whose arguments it takes, from deferred or given logits."""
     if shift_labels is None:
@@ -295,27 +272,23 @@ def _cross_entropy(
     )
 
 
-def recognize_causal_lm(module: nn.Module) -> Replacement | str | None:
-    """Returns the replacement of a causal language model, or why it has none; None for other modules.
-
-    The caller replaces its head by `HEAD`.
-    """
+def recognize_causal_lm(module: nn.Module) -> Recognized:
+    """Recognizes a causal language model. The caller replaces its head by `HEAD`."""
     if not isinstance(module, PreTrainedModel):
         return None
     forward = type(module).forward
-    head: Any = module.get_output_embeddings()
+    head: nn.Module | None = module.get_output_embeddings()
     if head is None or "labels" not in inspect.signature(forward).parameters:
         return None
     if "loss_function" not in inspect.unwrap(forward).__code__.co_names:
         return "its forward does not call self.loss_function"
     if module.loss_function is not ForCausalLMLoss:
         return f"its loss is {getattr(module.loss_function, '__name__', module.loss_function)}, not ForCausalLMLoss"
-    if isinstance(head, KernelHead):  # of a model within this one, or around it
-        return Replacement(KernelCausalLM, HEAD.kernel)
-    if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear"
-    if not is_plain(head, nn.Linear):
-        return "its head has hooks or another forward"
+    if not isinstance(head, KernelHead):  # of a model within this one, or around it
+        if type(head) is not nn.Linear:
+            return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear"
+        if not is_plain(head, nn.Linear):
+            return "its head has hooks or another forward"
     return Replacement(KernelCausalLM, HEAD.kernel)
 
 

@@ -7,12 +7,12 @@ The projections are called as modules, so that adapters on them keep working.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, random_like
+from ligerzoo.integrations.kernels.compare import random_like
+from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.layers.plain import is_plain
@@ -23,7 +23,7 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 
 
 class KernelMLP(KernelModule):
-    """Base class: `down(a(gate) * up)`."""
+    """Base class: an activation, and the names of the projections in the order in which they are applied."""
 
     kernel_kind = "mlp"
     kernel_activation: Activation
@@ -38,7 +38,7 @@ class KernelMLP(KernelModule):
 
 
 class KernelGatedMLP(KernelMLP):
-    """`ligerzoo.kernels.glu_linear` after `linears`, the gate and up projections."""
+    """`ligerzoo.kernels.glu_linear` after the gate and up projections."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -58,12 +58,8 @@ class KernelFusedGateMLP(KernelMLP):
         return self._down(*self.gate_up_proj(hidden_states).chunk(2, dim=-1))
 
 
-class KernelUngatedMLP(KernelModule):
+class KernelUngatedMLP(KernelMLP):
     """`ligerzoo.kernels.activation_linear` after the first projection."""
-
-    kernel_kind = "mlp"
-    kernel_activation: Activation
-    kernel_projections: tuple[str, ...]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: (..., H) -> (..., O)."""
@@ -74,33 +70,27 @@ class KernelUngatedMLP(KernelModule):
         return second(ACTIVATIONS[self.kernel_activation](x))  # type: ignore[no-any-return]
 
 
-class Structure(NamedTuple):
-    """The names of an MLP's projections, in the order in which they are applied, and what computes them."""
-
-    projections: tuple[str, ...]
-    mixin: type[KernelModule]
-    kernel: str
-
-
-STRUCTURES = (
-    Structure(("gate_proj", "up_proj", "down_proj"), KernelGatedMLP, "glu_linear"),
-    Structure(("gate_up_proj", "down_proj"), KernelFusedGateMLP, "glu_linear"),
-    Structure(("fc1", "fc2"), KernelUngatedMLP, "activation_linear"),
-    Structure(("linear_fc1", "linear_fc2"), KernelUngatedMLP, "activation_linear"),
-)
+STRUCTURES: dict[tuple[str, ...], tuple[type[KernelMLP], str]] = {
+    ("gate_proj", "up_proj", "down_proj"): (KernelGatedMLP, "glu_linear"),
+    ("gate_up_proj", "down_proj"): (KernelFusedGateMLP, "glu_linear"),
+    ("fc1", "fc2"): (KernelUngatedMLP, "activation_linear"),
+    ("linear_fc1", "linear_fc2"): (KernelUngatedMLP, "activation_linear"),
+}
+"""What computes an MLP, by the names of its projections in the order in which they are applied."""
 
 
-def recognize_mlp(module: nn.Module) -> Replacement | str | None:
-    """Returns the replacement of an MLP, or why it has none; None for other modules."""
+def recognize_mlp(module: nn.Module) -> Recognized:
+    """Recognizes an MLP."""
     children = {name for name, _child in module.named_children()} - set(ACTIVATION_NAMES)
-    structure = next((candidate for candidate in STRUCTURES if children == set(candidate.projections)), None)
-    if structure is None:
+    projections = next((names for names in STRUCTURES if children == set(names)), None)
+    if projections is None:
         return "its projections have no known names" if type(module).__name__.endswith("MLP") else None
     name = activation_of(module)
     if name is None:
         return f"no kernel for its activation, {_activation_name(module)}"
-    options = {"kernel_activation": name, "kernel_projections": structure.projections}
-    return Replacement(structure.mixin, f"{structure.kernel} ({name})", options, partial(_inputs, structure))
+    mixin, kernel = STRUCTURES[projections]
+    options = {"kernel_activation": name, "kernel_projections": projections}
+    return Replacement(mixin, f"{kernel} ({name})", options, partial(_inputs, projections[0]))
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -129,9 +119,9 @@ def _activation_name(module: nn.Module) -> str:
     return type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__name__", repr(function))
 
 
-def _inputs(structure: Structure, module: nn.Module) -> tuple[Tensor]:
+def _inputs(first: str, module: nn.Module) -> tuple[Tensor]:
     """Rows whose activations have standard deviations of 1 and 30, where a clamped activation differs."""
-    projection = module.get_submodule(structure.projections[0])
+    projection = module.get_submodule(first)
     weight = next(p for p in projection.parameters() if p.ndim == 2)
     features = getattr(projection, "in_features", weight.shape[-1])
     x = random_like(weight, 8, features)

@@ -7,19 +7,30 @@ recognized by its results for random inputs and weights, in fp32 and in bf16.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, class_of, difference_of
+from ligerzoo.integrations.kernels.compare import class_of, difference_of
+from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement
 from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.layers.plain import is_plain
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 """Attributes under which norms store epsilon."""
+
+
+class NormOptions(TypedDict):
+    """Arguments of `ligerzoo.kernels.rms_norm`."""
+
+    weight: Tensor | None
+    eps: float
+    weight_offset: float
+    round_before_scale: bool
 
 
 class KernelRMSNorm(KernelModule):
@@ -30,7 +41,7 @@ class KernelRMSNorm(KernelModule):
     kernel_weight_offset: float
     kernel_round_before_scale: bool
 
-    def _norm_options(self) -> dict[str, Any]:
+    def _norm_options(self) -> NormOptions:
         return {
             "weight": getattr(self, "weight", None),
             "eps": self.kernel_eps,
@@ -41,14 +52,6 @@ class KernelRMSNorm(KernelModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: (..., H) -> (..., H)."""
         return rms_norm(hidden_states, **self._norm_options())
-
-    def kernel_residual(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm, and the hidden states."""
-        return residual_rms_norm(hidden_states, **self._norm_options())
-
-    def kernel_add(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of the sum, and the sum."""
-        return add_rms_norm(hidden_states, residual, **self._norm_options())
 
 
 class KernelLayerNorm(KernelModule):
@@ -68,20 +71,20 @@ class KernelLayerNorm(KernelModule):
 def kernel_normalize(hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(hidden_states), hidden_states)`; one kernel adds their gradients if nothing wraps the norm."""
     if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
-        return norm.kernel_residual(hidden_states)
+        return residual_rms_norm(hidden_states, **norm._norm_options())
     return norm(hidden_states), hidden_states
 
 
 def kernel_add_and_normalize(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(hidden_states + residual), hidden_states + residual)`; in one kernel if nothing wraps the norm."""
     if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
-        return norm.kernel_add(hidden_states, residual)
+        return add_rms_norm(hidden_states, residual, **norm._norm_options())
     summed = residual + hidden_states
     return norm(summed), summed
 
 
-def recognize_norm(module: nn.Module) -> Replacement | str | None:
-    """Returns the replacement of a norm, or why it has none; None for other modules."""
+def recognize_norm(module: nn.Module) -> Recognized:
+    """Recognizes an RMSNorm or a LayerNorm."""
     if "Norm" not in type(module).__name__:
         return None
     if next(module.children(), None) is not None:
@@ -99,29 +102,20 @@ def recognize_norm(module: nn.Module) -> Replacement | str | None:
     eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
     if eps is None:
         return "it has no epsilon under a known name"
-    matches = [candidate for candidate in _candidates(parameters, float(eps)) if _computes(module, candidate)]
-    return matches[0] if matches else "its results on random input are not those of an RMS or layer norm"
+    matches = (candidate for candidate in _candidates(parameters, float(eps)) if _computes(module, candidate))
+    return next(matches, "its results on random input are not those of an RMS or layer norm")
 
 
-def _candidates(parameters: dict[str, nn.Parameter], eps: float) -> list[Replacement]:
-    if not parameters:
-        options = {"kernel_eps": eps, "kernel_weight_offset": 0.0, "kernel_round_before_scale": True}
-        return [Replacement(KernelRMSNorm, "rms_norm", options)]
-    layer_norms = [
-        Replacement(KernelLayerNorm, "layer_norm", {"kernel_eps": eps, "kernel_weight_offset": offset})
-        for offset in (0.0, 1.0)
-    ]
-    if "bias" in parameters:
-        return layer_norms
-    rms_norms = [
-        Replacement(
-            KernelRMSNorm,
-            "rms_norm",
-            {"kernel_eps": eps, "kernel_weight_offset": offset, "kernel_round_before_scale": rounds},
-        )
-        for offset, rounds in product((0.0, 1.0), (True, False))
-    ]
-    return rms_norms + layer_norms
+def _candidates(parameters: dict[str, nn.Parameter], eps: float) -> Iterator[Replacement]:
+    offsets = (0.0, 1.0) if parameters else (0.0,)
+    if "bias" not in parameters:
+        for offset, rounds in product(offsets, (True, False) if parameters else (True,)):
+            constants = {"kernel_eps": eps, "kernel_weight_offset": offset, "kernel_round_before_scale": rounds}
+            yield Replacement(KernelRMSNorm, "rms_norm", constants)
+    if parameters:
+        for offset in offsets:
+            constants = {"kernel_eps": eps, "kernel_weight_offset": offset}
+            yield Replacement(KernelLayerNorm, "layer_norm", constants)
 
 
 def _computes(module: nn.Module, candidate: Replacement) -> bool:

@@ -6,8 +6,7 @@ family of the nearest `PreTrainedModel` around it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -24,80 +23,39 @@ KINDS = {
 }
 """The kernels of each kind, of which a model uses one or more."""
 
-PROMISED: dict[str, tuple[str, ...]] = {
-    "clip_vision_model": ("norm", "mlp"),
-    "deepseek_v2": ("norm", "add + norm", "rope", "mlp", "experts", "loss"),
-    "deepseek_v3": ("norm", "add + norm", "rope", "mlp", "experts", "loss"),
-    "deepseek_v4": ("norm", "rope", "loss"),
-    "exaone4": ("norm", "rope", "mlp", "loss"),
-    "falcon_h1": ("norm", "rope", "mlp", "loss"),
-    "gemma": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "gemma2": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "gemma3": ("norm", "loss"),
-    "gemma3_text": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "gemma4": ("loss",),
-    "gemma4_text": ("norm", "rope", "mlp", "experts", "loss"),
-    "glm4": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "glm4v": ("loss",),
-    "glm4v_moe": ("loss",),
-    "glm4v_moe_text": ("norm", "add + norm", "rope", "mlp", "experts"),
-    "glm4v_moe_vision": ("norm", "rope", "mlp"),
-    "glm4v_text": ("norm", "add + norm", "rope", "mlp"),
-    "glm4v_vision": ("norm", "rope", "mlp"),
-    "gpt_oss": ("norm", "add + norm", "rope", "loss"),
-    "granite": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "hunyuan_v1_dense": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "hunyuan_v1_moe": ("norm", "add + norm", "rope", "mlp", "experts", "loss"),
-    "internvl": ("norm", "loss"),
-    "internvl_vision": ("norm", "mlp"),
-    "llama": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "llama4": ("loss",),
-    "llama4_text": ("norm", "rope", "mlp", "loss"),
-    "llama4_vision_model": ("norm", "mlp"),
-    "llava": ("loss",),
-    "ministral": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "mistral": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "mixtral": ("norm", "add + norm", "rope", "experts", "loss"),
-    "mllama": ("loss",),
-    "mllama_text_model": ("norm", "add + norm", "rope", "mlp"),
-    "mllama_vision_model": ("norm", "mlp"),
-    "muse_glimmer": ("norm", "loss"),
-    "muse_glimmer_text": ("norm", "add + norm", "rope", "mlp"),
-    "muse_glimmer_vision": ("norm", "rope", "mlp"),
-    "nemotron": ("norm", "rope", "loss"),
-    "olmo2": ("norm", "rope", "mlp", "loss"),
-    "olmo3": ("norm", "rope", "mlp", "loss"),
-    "paligemma": ("loss",),
-    "phi3": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "pixtral": ("norm", "rope", "mlp"),
-    "qwen2": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "qwen2_5_vl": ("loss",),
-    "qwen2_5_vl_text": ("norm", "add + norm", "rope", "mlp"),
-    "qwen2_5_vl_vision": ("norm", "rope", "mlp"),
-    "qwen2_vl": ("loss",),
-    "qwen2_vl_text": ("norm", "add + norm", "rope", "mlp"),
-    "qwen2_vl_vision": ("norm", "rope", "mlp"),
-    "qwen3": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "qwen3_5": ("loss",),
-    "qwen3_5_moe": ("loss",),
-    "qwen3_5_moe_text": ("norm", "add + norm", "rope", "mlp", "experts", "loss"),
-    "qwen3_5_moe_vision": ("norm", "rope", "mlp"),
-    "qwen3_5_text": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "qwen3_5_vision": ("norm", "rope", "mlp"),
-    "qwen3_moe": ("norm", "add + norm", "rope", "experts", "loss"),
-    "qwen3_next": ("norm", "add + norm", "rope", "mlp", "experts", "loss"),
-    "qwen3_vl": ("loss",),
-    "qwen3_vl_moe": ("loss",),
-    "qwen3_vl_moe_text": ("norm", "add + norm", "rope", "experts"),
-    "qwen3_vl_moe_vision": ("norm", "rope", "mlp"),
-    "qwen3_vl_text": ("norm", "add + norm", "rope", "mlp"),
-    "qwen3_vl_vision": ("norm", "rope", "mlp"),
-    "siglip_vision_model": ("norm", "mlp"),
-    "smollm3": ("norm", "add + norm", "rope", "mlp", "loss"),
-    "smolvlm": ("loss",),
-    "smolvlm_vision": ("norm", "mlp"),
+_FAMILIES = {
+    "norm, add + norm, rope, mlp, loss": (
+        "gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 qwen3 qwen3_5_text "
+        "smollm3"
+    ),
+    "loss": (
+        "gemma4 glm4v glm4v_moe llama4 llava mllama paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl "
+        "qwen3_vl_moe smolvlm"
+    ),
+    "norm, rope, mlp": (
+        "glm4v_moe_vision glm4v_vision muse_glimmer_vision pixtral qwen2_5_vl_vision qwen2_vl_vision "
+        "qwen3_5_moe_vision qwen3_5_vision qwen3_vl_moe_vision qwen3_vl_vision"
+    ),
+    "norm, mlp": (
+        "clip_vision_model internvl_vision llama4_vision_model mllama_vision_model siglip_vision_model smolvlm_vision"
+    ),
+    "norm, add + norm, rope, mlp": (
+        "glm4v_text mllama_text_model muse_glimmer_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_text"
+    ),
+    "norm, add + norm, rope, mlp, experts, loss": "deepseek_v2 deepseek_v3 hunyuan_v1_moe qwen3_5_moe_text qwen3_next",
+    "norm, rope, mlp, loss": "exaone4 falcon_h1 llama4_text olmo2 olmo3",
+    "norm, loss": "gemma3 internvl muse_glimmer",
+    "norm, rope, loss": "deepseek_v4 nemotron",
+    "norm, add + norm, rope, experts, loss": "mixtral qwen3_moe",
+    "norm, rope, mlp, experts, loss": "gemma4_text",
+    "norm, add + norm, rope, mlp, experts": "glm4v_moe_text",
+    "norm, add + norm, rope, loss": "gpt_oss",
+    "norm, add + norm, rope, experts": "qwen3_vl_moe_text",
 }
-"""The kinds of kernels of each family, by the `model_type` of its config. Tests compare them with reports."""
+"""The families with the same kinds of kernels, by the `model_type` of their configs."""
+
+PROMISED = {family: tuple(kinds.split(", ")) for kinds, families in _FAMILIES.items() for family in families.split()}
+"""The kinds of kernels of each family. Tests compare them with reports."""
 
 
 class MissingKernelWarning(UserWarning):
@@ -113,19 +71,26 @@ def missing_kernels(model: nn.Module, expected: Collection[str]) -> dict[str, tu
     """
     missing = {}
     for family, modules in parts_of(model).items():
-        kinds = [kind for kind in PROMISED.get(family, ()) if kind in expected and _applies(kind, modules)]
-        unused = [kind for kind in kinds if kind not in used_kinds(modules)]
-        if unused:
-            missing[family] = tuple(" or ".join(KINDS[kind]) for kind in unused)
+        used = used_kinds(modules)
+        kinds = [kind for kind in PROMISED.get(family, ()) if kind in expected and kind not in used]
+        if unused := [" or ".join(KINDS[kind]) for kind in kinds if _applies(kind, modules)]:
+            missing[family] = tuple(unused)
     return missing
 
 
 def parts_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the modules of each family within a model, by the `model_type` of its config."""
     parts: dict[str, list[nn.Module]] = {}
-    for family, module in _with_families(model, None):
+
+    def add(module: nn.Module, family: str | None) -> None:
+        if isinstance(module, PreTrainedModel):
+            family = module.config.model_type
         if family is not None:
             parts.setdefault(family, []).append(module)
+        for child in module.children():
+            add(child, family)
+
+    add(model, None)
     return parts
 
 
@@ -134,15 +99,7 @@ def used_kinds(modules: Collection[nn.Module]) -> set[str]:
     return {module.kernel_kind for module in modules if isinstance(module, KernelModule)}
 
 
-def _with_families(module: nn.Module, family: str | None) -> Iterator[tuple[str | None, nn.Module]]:
-    if isinstance(module, PreTrainedModel):
-        family = module.config.model_type
-    yield family, module
-    for child in module.children():
-        yield from _with_families(child, family)
-
-
-def _applies(kind: str, modules: Collection[Any]) -> bool:
+def _applies(kind: str, modules: Collection[nn.Module]) -> bool:
     """Whether the modules compute something of this kind: not each model has a head, or is a mixture."""
     match kind:
         case "loss":

@@ -1,4 +1,4 @@
-"""Replaces the forward of one module instance by changing its class, and checks the replacement on random input.
+"""Replaces the forward of one module instance by changing its class.
 
 A replaced module has a subclass of its class, of the same name, whose forward comes from a `KernelModule`. Parameters,
 buffers, hooks and attributes are those of the instance. Other instances keep their class.
@@ -6,17 +6,15 @@ buffers, hooks and attributes are those of the instance. Other instances keep th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-ULPS = 16
-"""Largest difference of a replacement from the module's own result, in ulps of the largest element."""
+Options: TypeAlias = Mapping[str, Any]
+"""The constants of a forward, by name."""
 
 
 class KernelModule(nn.Module):
@@ -32,10 +30,10 @@ class KernelModule(nn.Module):
     kernel_kind: ClassVar[str]
     kernel_original: ClassVar[type[nn.Module]]
     kernel_mixin: ClassVar[type[KernelModule]]
-    kernel_options: ClassVar[tuple[tuple[str, Any], ...]]
+    kernel_options: ClassVar[Options]
 
     @classmethod
-    def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
+    def kernel_members(cls, original: type[nn.Module], options: Options) -> dict[str, object]:
         """Returns members of the new class of modules of class `original`, other than the constants."""
         return {}
 
@@ -43,45 +41,38 @@ class KernelModule(nn.Module):
         """Returns modules that this one has replaced since `apply`, for `Report.undo`."""
         return []
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # pickle and copy cannot import the class by name. They call a function that makes it again.
         cls = type(self)
-        return _new_module, (cls.kernel_original, cls.kernel_mixin, cls.kernel_options), self.__dict__
+        return _new_module, (cls.kernel_original, cls.kernel_mixin, dict(cls.kernel_options)), self.__dict__
 
 
-def kernel_class(original: Any, mixin: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+def kernel_class(original: type[nn.Module], mixin: type[KernelModule], options: Options) -> type[KernelModule]:
     """Returns the subclass of `original` that computes with the forward of `mixin`; the same one at each call.
 
     It has the name of `original`: transformers, accelerate and PEFT look classes up by name.
     """
-    key = (original, original.forward, mixin, options)  # other libraries assign forwards to classes
+    key = (original, original.forward, mixin, tuple(options.items()))  # other libraries assign forwards to classes
     if key not in _CLASSES:
-        _CLASSES[key] = _new_class(original, mixin, options)
+        members = {
+            **{name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")},
+            "kernel_original": original,
+            "kernel_mixin": mixin,
+            "kernel_options": options,
+            **options,
+            **mixin.kernel_members(original, options),
+        }
+        metaclass: Any = type(original)
+        _CLASSES[key] = metaclass(original.__name__, (mixin, original), members)
     return _CLASSES[key]
 
 
-_CLASSES: dict[tuple[Any, ...], Any] = {}
+_CLASSES: dict[tuple[object, ...], type[KernelModule]] = {}
 
 
-def _new_class(original: Any, mixin: Any, options: tuple[tuple[str, Any], ...]) -> Any:
-    members = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "kernel_original": original,
-        "kernel_mixin": mixin,
-        "kernel_options": options,
-        **dict(options),
-        **mixin.kernel_members(original, **dict(options)),
-    }
-    return type(original)(original.__name__, (mixin, original), members)
-
-
-def _new_module(
-    original: type[nn.Module], mixin: type[KernelModule], options: tuple[tuple[str, Any], ...]
-) -> KernelModule:
+def _new_module(original: type[nn.Module], mixin: type[KernelModule], options: Options) -> KernelModule:
     cls = kernel_class(original, mixin, options)
-    return cls.__new__(cls)  # type: ignore[no-any-return]
+    return cls.__new__(cls)
 
 
 @dataclass(frozen=True)
@@ -98,12 +89,16 @@ class Replacement:
 
     mixin: type[KernelModule]
     kernel: str
-    options: dict[str, Any] = field(default_factory=dict)
-    inputs: Callable[[Any], tuple[Any, ...]] | None = None
+    options: Options = field(default_factory=dict)
+    inputs: Callable[[Any], tuple[Tensor, ...]] | None = None
 
     def class_for(self, module: nn.Module) -> type[KernelModule]:
         """Returns the new class of `module`."""
-        return kernel_class(type(module), self.mixin, tuple(self.options.items()))  # type: ignore[no-any-return]
+        return kernel_class(type(module), self.mixin, self.options)
+
+
+Recognized: TypeAlias = Replacement | str | None
+"""The replacement of a module, or why it has none; None for modules of another kind."""
 
 
 def reason_to_keep(module: nn.Module) -> str | None:
@@ -118,112 +113,3 @@ def reason_to_keep(module: nn.Module) -> str | None:
         if not parameter.is_floating_point():
             return f"its parameters are {parameter.dtype}".replace("torch.", "")
     return None
-
-
-@contextmanager
-def class_of(module: nn.Module, cls: type[nn.Module]) -> Iterator[None]:
-    """Gives `module` the class `cls` within the block."""
-    own = module.__class__
-    module.__class__ = cls
-    try:
-        yield
-    finally:
-        module.__class__ = own
-
-
-def difference(module: nn.Module, replacement: Replacement) -> str | None:
-    """Compares the replacement with the module's forward on random input; returns what differs, None for nothing."""
-    if replacement.inputs is None:
-        return None
-    try:
-        inputs = replacement.inputs(module)
-    except Exception as error:  # the first layers of any module
-        return f"its forward fails on random input: {error}"
-    return difference_for(module, replacement, *inputs)
-
-
-def difference_for(module: nn.Module, replacement: Replacement, *arguments: Any, **named: Any) -> str | None:
-    """Compares the replacement with the module's forward; returns what differs, None if nothing does.
-
-    Compares in training mode, where a module may apply dropout, and in evaluation mode. Runs without gradients and
-    hooks, and restores the mode of each module and the state of torch's random number generators.
-
-    Args:
-        module: the module.
-        replacement: what may replace it.
-        arguments: positional arguments of the forward.
-        named: keyword arguments of the forward.
-    """
-    try:
-        with no_effects(module):
-            for training in (True, False):
-                with training_mode(module, training):
-                    torch.manual_seed(0)  # the same dropout in both
-                    expected = type(module).forward(module, *arguments, **named)
-                    torch.manual_seed(0)
-                    with class_of(module, replacement.class_for(module)):
-                        actual = type(module).forward(module, *arguments, **named)
-                found = difference_of(actual, expected)
-                if found is not None:
-                    return found
-    except Exception as error:  # the forward of any module
-        return f"its forward fails on random input: {error}"
-    return None
-
-
-@contextmanager
-def no_effects(module: nn.Module) -> Iterator[None]:
-    """Runs the block without gradients, and restores the state of torch's random number generators."""
-    devices = list({p.device for p in module.parameters() if p.device.type == "cuda"})
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        yield
-
-
-@contextmanager
-def training_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets training or evaluation mode within the block, and then the mode that each submodule had."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
-def difference_of(actual: Any, expected: Any, ulps: float = ULPS) -> str | None:
-    """Returns how `actual` differs from `expected`, a tensor or a sequence of tensors; None if they are equal."""
-    if isinstance(expected, tuple | list):
-        if len(actual) != len(expected):
-            return f"{len(actual)} results instead of {len(expected)}"
-        found = (difference_of(a, e, ulps) for a, e in zip(actual, expected, strict=True))
-        return next(filter(None, found), None)
-    if not isinstance(expected, Tensor):
-        return None if actual is expected or actual == expected else f"{actual!r} instead of {expected!r}"
-    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        return f"{tuple(actual.shape)} {actual.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
-    scale = expected.abs().max().item()
-    error = (actual - expected).abs().max().item()
-    if error <= ulps * torch.finfo(expected.dtype).eps * scale:  # False for NaN
-        return None
-    return f"its results on random input differ from the kernel's by {error / scale if scale else error:.1e}"
-
-
-def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Returns what the equality of a module with its replacement depends on, except the values of the parameters."""
-    found: list[Any] = []
-    for name, part in module.named_modules():
-        constants = {
-            key: value
-            for key, value in vars(part).items()
-            if isinstance(value, bool | int | float | str | None) and key not in ("layer_idx", "training")
-        }
-        found.append((name, type(part), tuple(sorted(constants.items()))))
-    found += [(name, p.shape, p.dtype, p.device) for name, p in module.named_parameters()]
-    return tuple(found)
-
-
-def random_like(parameter: Tensor, *shape: int) -> Tensor:
-    """Returns standard normal samples in the dtype and on the device of `parameter`, the same at each call."""
-    generator = torch.Generator(parameter.device).manual_seed(0)
-    return torch.randn(*shape, generator=generator, device=parameter.device).to(parameter.dtype)

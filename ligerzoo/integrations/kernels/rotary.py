@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.integrations.kernels.replace import difference_of
+from ligerzoo.integrations.kernels.compare import difference_of
 from ligerzoo.kernels import rope
 
 Angles = Literal["complex", "once", "halves", "pairs"]
+RotaryFunction: TypeAlias = Callable[..., Tensor | tuple[Tensor, ...]]
 Layout = Literal["unsqueeze_dim", "heads first", "tokens first"]
 
 
@@ -42,7 +43,7 @@ class Rotation:
     trailing: bool = False
     single: bool = False
 
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> RotaryFunction:
         """Returns the function with the kernel. It takes the arguments of the function of transformers."""
         if self.angles == "complex":
             return partial(_rotate_by_complex_angles, self)
@@ -119,7 +120,7 @@ def _rotate_heads(
 
 
 @cache
-def recognize_rotation(function: Callable[..., Any]) -> Rotation | None:
+def recognize_rotation(function: RotaryFunction) -> Rotation | None:
     """Returns what a function of transformers computes; None if the kernel does not compute it."""
     parameters = list(inspect.signature(function).parameters)
     return next((candidate for candidate in _candidates(parameters) if _computes(function, candidate)), None)
@@ -139,7 +140,7 @@ def _candidates(parameters: list[str]) -> Iterator[Rotation]:
             yield Rotation(repeats, layout, interleaved, deinterleaves, trailing, single)
 
 
-def _computes(function: Callable[..., Any], rotation: Rotation) -> bool:
+def _computes(function: RotaryFunction, rotation: Rotation) -> bool:
     """Whether `function` computes `rotation`, for whole heads and, if it can, for parts of heads."""
     unsqueeze_dims = (1, 2) if rotation.layout == "unsqueeze_dim" else (None,)
     results = [_agrees(function, rotation, dim, features) for dim in unsqueeze_dims for features in (8, 4)]
@@ -147,7 +148,7 @@ def _computes(function: Callable[..., Any], rotation: Rotation) -> bool:
     return whole and part
 
 
-def _agrees(function: Callable[..., Any], rotation: Rotation, unsqueeze_dim: int | None, features: int) -> bool | None:
+def _agrees(function: RotaryFunction, rotation: Rotation, unsqueeze_dim: int | None, features: int) -> bool | None:
     """Whether both give the same results; None if `function` does not rotate `features` of 8."""
     generator = torch.Generator().manual_seed(0)
     batch, tokens, head_dim = 2, 5, 8
