@@ -41,10 +41,8 @@ def run_tasks(
         LigerzooError: a task is unknown, or nothing was evaluated.
     """
     manager = _find_tasks(tasks, task_directory)
-    evaluated = HFLM(
-        wrap(model.eval()), tokenizer=AutoTokenizer.from_pretrained(tokenizer), batch_size=batch_size,
-        device=str(model.device), max_length=max_length,
-    )  # fmt: skip
+    options = {"batch_size": batch_size, "device": str(model.device), "max_length": max_length}
+    evaluated = HFLM(wrap(model.eval()), tokenizer=AutoTokenizer.from_pretrained(tokenizer), **options)
     results = simple_evaluate(evaluated, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
     if results is None:
         raise LigerzooError("lm-eval returned no results", where="--tasks", got=", ".join(tasks))

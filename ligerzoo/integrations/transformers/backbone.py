@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ligerzoo.convert import architecture_of_model
@@ -39,6 +40,10 @@ class BackboneOutput(MoeModelOutputWithPast):
     aux_loss: Tensor | None = None
     segment_start: Tensor | None = None
 
+    def layer_fields(self) -> dict[str, object]:
+        """Returns the cache and what layers returned, by the names of the fields of other outputs."""
+        return {name: getattr(self, name) for name in (CACHE, "hidden_states", "attentions")}
+
 
 class Backbone(nn.Module, Generic[Model]):
     """All of a ligerzoo model but its head, under the names that modules have in transformers.
@@ -60,7 +65,7 @@ class Backbone(nn.Module, Generic[Model]):
     names: Layout
     is_text_only: bool
 
-    def __init__(self, model: Model, config: Any) -> None:
+    def __init__(self, model: Model, config: PreTrainedConfig) -> None:
         super().__init__()
         self.__dict__["zoo_model"] = headless = _sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
@@ -114,47 +119,32 @@ class Backbone(nn.Module, Generic[Model]):
         output_router_logits: bool | None = None,
         return_dict: bool | None = None,
         **inputs: Any,
-    ) -> BackboneOutput | tuple[Any, ...]:
+    ) -> BackboneOutput | tuple[object, ...]:
         """Computes the final hidden states.
 
-        Args:
-            input_ids: see `ligerzoo.models.CausalLM.forward`, as for the other inputs.
-            attention_mask: padding mask or attention mask.
-            position_ids: position of each token.
-            past_key_values: cache of earlier tokens.
-            inputs_embeds: embeddings instead of `input_ids`.
-            use_cache: create a cache if none was passed.
-            output_hidden_states: return the input of the first block and the output of each block.
-            output_attentions: return the attention probabilities of each layer.
-            output_router_logits: return the router logits of MoE layers and the load-balancing loss.
-            return_dict: False returns a tuple.
-            inputs: further inputs of the architecture, such as `pixel_values`; or `cu_seq_lens_q` from transformers'
-                padding-free collator.
+        The arguments are those of `ligerzoo.models.CausalLM.forward`. False for `return_dict` returns a tuple, and
+        `inputs` may have `cu_seq_lens_q` from transformers' padding-free collator.
 
         Raises:
             LigerzooError: `past_key_values` is a cache of transformers, or an input is unknown.
         """
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        if not (past_key_values is None or isinstance(past_key_values, GenerationCache)):
-            raise LigerzooError(
-                "not a cache of this model", where="past_key_values", got=type(past_key_values).__name__,
-                expected="None, or what this model returned",
-            )  # fmt: skip
+        if past_key_values is not None:
+            if not isinstance(past_key_values, GenerationCache):
+                what, got = "not a cache of this model", type(past_key_values).__name__
+                expected = "None, or what this model returned"
+                raise LigerzooError(what, where="past_key_values", got=got, expected=expected)
+            inputs["past_key_values"] = past_key_values.caches
         if (boundaries := inputs.pop("cu_seq_lens_q", None)) is not None:
             inputs["cu_seqlens"] = boundaries
-        model = self.zoo_model
-        hidden, context = model.run_decoder(
-            tokens_or_embeddings(input_ids, inputs_embeds), attention_mask, position_ids,
-            past_key_values=None if past_key_values is None else past_key_values.caches,
-            output_hidden_states=output_hidden_states, output_attentions=output_attentions,
-            output_router_logits=bool(output_router_logits),
-            **{name: value for name, value in inputs.items() if name not in _UNUSED and value is not None},
-        )  # fmt: skip
-        output = BackboneOutput(
-            last_hidden_state=hidden, aux_loss=model.aux_loss(context), segment_start=context.segment_start,
-            **{CACHE: past_key_values}, **layer_outputs(context),
-        )  # fmt: skip
+        inputs |= {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        given = {name: value for name, value in inputs.items() if name not in _UNUSED and value is not None}
+        given["output_router_logits"] = bool(output_router_logits)  # False: not the config's
+        x, model = tokens_or_embeddings(input_ids, inputs_embeds), self.zoo_model
+        hidden, context = model.run_decoder(x, attention_mask, position_ids, **given)
+        fields = {**layer_outputs(context), CACHE: past_key_values, "aux_loss": model.aux_loss(context)}
+        output = BackboneOutput(last_hidden_state=hidden, segment_start=context.segment_start, **fields)
         return output.to_tuple() if return_dict is False else output
 
 
@@ -172,7 +162,6 @@ def _order_as_transformers(decoder: nn.Module) -> None:
     """
     for module in decoder.modules():
         parts = {} if isinstance(module, LatentAttention) else module._modules
-        for name in [
-            name for name, part in parts.items() if isinstance(part, RMSNorm | LayerNorm) or name == "down_proj"
-        ]:
-            parts[name] = parts.pop(name)
+        for name, part in list(parts.items()):
+            if isinstance(part, RMSNorm | LayerNorm) or name == "down_proj":
+                parts[name] = parts.pop(name)

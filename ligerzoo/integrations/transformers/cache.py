@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class GenerationCache(Cache):
         from the inputs unless all do."""
         return [False] * len(self)
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises TypeError: only layers of ligerzoo fill this cache."""
         raise TypeError("GenerationCache: a module of transformers cannot append to it; expected a ligerzoo model")
 

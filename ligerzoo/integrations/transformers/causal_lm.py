@@ -12,11 +12,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ligerzoo.integrations.transformers.backbone import Backbone, BackboneOutput
+from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.config import generation_entries, hf_generation_config
 from ligerzoo.integrations.transformers.generation import Generation
 from ligerzoo.integrations.transformers.head import Head, LogitOptions
 from ligerzoo.integrations.transformers.model import WrappedModel
-from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
+from ligerzoo.integrations.transformers.versions import takes_cache
 from ligerzoo.layers import shifted_labels
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.inputs import tokens_or_embeddings
@@ -64,7 +65,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -72,7 +73,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         output_router_logits: bool | None = None,
         return_dict: bool | None = None,
         **inputs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Computes the logits, the loss if labels are given, or both.
 
         Args:
@@ -102,10 +103,10 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
             use_cache = bool(getattr(text_config, "use_cache", True)) and not torch.is_grad_enabled()
         if output_router_logits is None:
             output_router_logits = getattr(text_config, "output_router_logits", False)
+        inputs["output_router_logits"] = output_router_logits
         body: BackboneOutput = self.model(
-            input_ids, attention_mask, position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
-            use_cache=use_cache, output_router_logits=output_router_logits, **inputs,
-        )  # fmt: skip
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **inputs
+        )
         hidden = body.last_hidden_state
         if labels is not None and shift_labels is None:
             shift_labels = shifted_labels(labels, body.segment_start)
@@ -116,15 +117,12 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         if loss is None or not self.training or logits_to_keep is not None:
             kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
             logits = self.head_options.logits(self.lm_head(hidden[:, kept]))
-        fields = {
-            "loss": loss, "logits": logits, CACHE: getattr(body, CACHE), "hidden_states": body.hidden_states,
-            "attentions": body.attentions,
-        }  # fmt: skip
         output: CausalLMOutputWithPast | MoeCausalLMOutputWithPast
         if body.router_logits is None:
-            output = CausalLMOutputWithPast(**fields)
+            output = CausalLMOutputWithPast(loss=loss, logits=logits, **body.layer_fields())
         else:
-            output = MoeCausalLMOutputWithPast(**fields, aux_loss=body.aux_loss, router_logits=body.router_logits)
+            routing = {"aux_loss": body.aux_loss, "router_logits": body.router_logits}
+            output = MoeCausalLMOutputWithPast(loss=loss, logits=logits, **routing, **body.layer_fields())
         return output.to_tuple() if return_dict is False else output
 
     def _loss(self, hidden: Tensor, target: Tensor, num_items: int | Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ def hf_config(model: LanguageModel) -> PreTrainedConfig:
     return config
 
 
-def with_changes(config: Any, hf: PreTrainedConfig, before: Mapping[str, Any]) -> Any:
+def with_changes(config: Any, hf: PreTrainedConfig, before: Mapping[str, object]) -> Any:
     """Returns our config with the changes that were made to transformers' config.
 
     Args:
@@ -47,16 +47,14 @@ def with_changes(config: Any, hf: PreTrainedConfig, before: Mapping[str, Any]) -
     names = {field.name for field in dataclasses.fields(config)}
     now = values(hf)
     changed = {name: now[name] for name in names & now.keys() if now[name] != before.get(name)}
-    if fixed := sorted(changed.keys() - CHANGEABLE):
-        raise ConfigError(
-            "changed after the model was built, which has no effect", where=f"config.{fixed[0]}",
-            got=repr(changed[fixed[0]]), expected=repr(before.get(fixed[0])),
-            remedy="Set it before loading: ligerzoo's from_pretrained takes values of config fields.",
-        )  # fmt: skip
+    for name in sorted(changed.keys() - CHANGEABLE):
+        what, got, expected = "changed after the model was built, which has no effect", changed[name], before.get(name)
+        remedy = "Set it before loading: ligerzoo's from_pretrained takes values of config fields."
+        raise ConfigError(what, where=f"config.{name}", got=repr(got), expected=repr(expected), remedy=remedy)
     return dataclasses.replace(config, **changed) if changed else config
 
 
-def values(hf: PreTrainedConfig) -> dict[str, Any]:
+def values(hf: PreTrainedConfig) -> dict[str, object]:
     """Returns the entries of transformers' config, those of the text model first."""
     return {**hf.to_dict(), **hf.get_text_config().to_dict()}
 
@@ -68,7 +66,9 @@ def hf_generation_config(model: CausalLM, config: PreTrainedConfig) -> Generatio
     return GenerationConfig.from_model_config(config)
 
 
-def generation_entries(entries: Mapping[str, Any], now: GenerationConfig, before: GenerationConfig) -> dict[str, Any]:
+def generation_entries(
+    entries: Mapping[str, object], now: GenerationConfig, before: GenerationConfig
+) -> dict[str, object]:
     """Returns the entries of generation_config.json.
 
     Args:

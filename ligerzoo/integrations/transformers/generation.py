@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.backbone import Backbone
+from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.versions import CACHE, GENERATE_OPTIONS, takes_cache, with_cache_as
 from ligerzoo.models.causal_lm import CausalLM
 
@@ -30,46 +31,50 @@ class Generation(GenerationMixin):
         """True: transformers looks for its mixin among direct bases only."""
         return True
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: object,
+        generator: torch.Generator | None = None,
+        **options: object,
+    ) -> Any:
         """Continues the prompts as `generate` of transformers, with all its options.
 
         Args:
             inputs: (B, T) token ids; also as `input_ids`.
             args: further positional arguments of transformers' method.
-            options: its keyword arguments; and `generator`, a random number generator on the model's device.
-                `eos_token_id=[]` generates up to the maximum length.
+            generator: a random number generator on the model's device.
+            options: its keyword arguments. `eos_token_id=[]` generates up to the maximum length.
 
         Placeholder tokens of images and videos are never generated.
         """
-        with _drawing_from(options.pop("generator", None)):
+        with _drawing_from(generator):
             return super().generate(inputs, *args, **with_cache_as(CACHE, options))
 
-    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+    def init_continuous_batching(self, *args: object, **options: object) -> NoReturn:
         """Called by transformers' methods that generate in batches of changing size, such as `generate_batch`.
 
         Raises:
             LigerzooError: always.
         """
-        raise LigerzooError(
-            "continuous batching needs a paged cache of transformers",
-            where="generate_batch or cache_implementation='paged'", expected="generate",
-            remedy="model.to_zoo_model().generate_many also replaces finished rows.",
-        )  # fmt: skip
+        what = "continuous batching needs a paged cache of transformers"
+        where = "generate_batch or cache_implementation='paged'"
+        remedy = "model.to_zoo_model().generate_many also replaces finished rows."
+        raise LigerzooError(what, where=where, expected="generate", remedy=remedy)
 
-    def _prepare_special_tokens(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
-        if isinstance(generation_config.eos_token_id, list) and not generation_config.eos_token_id:
+    def _prepare_special_tokens(self, generation_config: GenerationConfig, *args: object, **kwargs: object) -> None:
+        if generation_config.eos_token_id == []:
             generation_config.eos_token_id = None  # in the copy that `generate` made
         if placeholders := self.model.zoo_model.placeholders:  # a sampled one would need an image
             generation_config.suppress_tokens = [*(generation_config.suppress_tokens or ()), *placeholders]
         super()._prepare_special_tokens(generation_config, *args, **kwargs)
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *args: object, **kwargs: object
     ) -> None:
         if (name := generation_config.cache_implementation) not in (None, "dynamic", "hybrid"):
-            raise LigerzooError(
-                "ligerzoo models have their own cache", where="cache_implementation", got=repr(name), expected="None"
-            )
+            what = "ligerzoo models have their own cache"
+            raise LigerzooError(what, where="cache_implementation", got=repr(name), expected="None")
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = cache = self.model.new_cache()
             if generation_config.is_assistant:
@@ -77,7 +82,7 @@ class Generation(GenerationMixin):
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **inputs: Any
-    ) -> tuple[Tensor | None, dict[str, Any]]:
+    ) -> tuple[Tensor | None, dict[str, object]]:
         model = self.model.zoo_model
         modalities = {name: inputs.pop(name) for name in model.modalities if inputs.get(name) is not None}
         if expand_size > 1 and modalities:
@@ -92,12 +97,12 @@ class Generation(GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Any = None,
+        past_key_values: GenerationCache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        **kwargs: object,
+    ) -> dict[str, object]:
         """Prepares the inputs of a step, see transformers' method."""
         kwargs = {name: value for name, value in kwargs.items() if name not in GENERATE_OPTIONS}
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
@@ -106,11 +111,10 @@ class Generation(GenerationMixin):
                 next_sequence_length = None
             elif not is_first_iteration:  # images are in the cache
                 kwargs = {name: value for name, value in kwargs.items() if name not in self.model.zoo_model.modalities}
-        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **{CACHE: past_key_values}, **kwargs,
-        )  # fmt: skip
-        return prepared
+        kwargs |= {CACHE: past_key_values, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        return super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs
+        )
 
 
 @contextmanager

@@ -53,11 +53,7 @@ class LogitOptions:
 
     def __init__(self, head: LMHead) -> None:
         self.softcap, self.logit_scale, self.logits_budget = head.softcap, head.logit_scale, head.logits_budget
-        self.of_loss: dict[str, Any] = {
-            "softcap": head.softcap,
-            "logit_scale": head.logit_scale,
-            "backend": head.backend,
-        }
+        self.of_loss: dict[str, Any] = {name: getattr(head, name) for name in ("softcap", "logit_scale", "backend")}
 
     def logits(self, product: Tensor) -> Tensor:
         """Returns the logits: the product of hidden states and weight (..., V), scaled and soft-capped."""

@@ -63,11 +63,10 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
             LigerzooError: the embedding has rows for more tokens than the head.
         """
         model = self.model.zoo_model
-        if model.input_vocab_size != model.config.vocab_size:
-            raise LigerzooError(
-                "the embedding has more rows than the head", where="resize_token_embeddings",
-                got=f"{model.input_vocab_size} and {model.config.vocab_size}", expected="a model without extra tokens",
-            )  # fmt: skip
+        if (rows := model.input_vocab_size) != (head_rows := model.config.vocab_size):
+            what, got = "the embedding has more rows than the head", f"{rows} and {head_rows}"
+            expected = "a model without extra tokens"
+            raise LigerzooError(what, where="resize_token_embeddings", got=got, expected=expected)
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         model.config = dataclasses.replace(model.config, vocab_size=self.config.get_text_config().vocab_size)  # type: ignore[type-var]
         return embedding
@@ -83,10 +82,8 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         """
         for module in self.modules():
             if getattr(vars(module).get("forward"), "__module__", "").startswith("liger_kernel"):
-                raise LigerzooError(
-                    "the model has fused kernels, which liger-kernel cannot replace", where="use_liger_kernel",
-                    got=True, expected="False",
-                )  # fmt: skip
+                what = "the model has fused kernels, which liger-kernel cannot replace"
+                raise LigerzooError(what, where="use_liger_kernel", got=True, expected="False")
         return super().train(mode)
 
     # Activation checkpointing
@@ -94,7 +91,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
     def _set_gradient_checkpointing(
         self,
         enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        gradient_checkpointing_func: Callable[..., object] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
         """Called by transformers' methods that enable or disable activation checkpointing."""
@@ -103,9 +100,8 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
             model.gradient_checkpointing_disable()
             return
         is_offloading = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func) is not checkpoint
-        for where, got, expected in (("every_n_layers", every_n_layers, 1), ("offload", is_offloading, False)):
-            if got != expected:
-                raise LigerzooError("activation checkpointing without it", where=where, got=got, expected=expected)
+        _check_supported("activation checkpointing without it", every_n_layers=(every_n_layers, 1))
+        _check_supported("activation checkpointing without it", offload=(is_offloading, False))
         model.gradient_checkpointing_enable(getattr(gradient_checkpointing_func, "keywords", None))
 
     # Weights
@@ -131,12 +127,9 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         slices = list(self.model.names.slices(shapes_of(model.state_dict())))
         names, expected = given.keys(), {part.stored_name for part in slices}
         if names != expected:
-            raise CheckpointError(
-                "tensors differ from those of the architecture", where=type(self).__name__,
-                got=first_names(sorted(names - expected)) or None,
-                expected=first_names(sorted(expected - names)) or None,
-                remedy="Merge adapters into the weights first.",
-            )  # fmt: skip
+            unknown, missing = (first_names(sorted(some)) or None for some in (names - expected, expected - names))
+            what, remedy = "tensors differ from those of the architecture", "Merge adapters into the weights first."
+            raise CheckpointError(what, where=type(self).__name__, got=unknown, expected=missing, remedy=remedy)
         weights = {part.name: part.select(given[part.stored_name]) for part in slices}
         model.load_state_dict(weights, assign=True)
         model.tie_weights()
@@ -220,13 +213,13 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         if getattr(self, "_hf_peft_config_loaded", False):  # adapters that `add_adapter` added: they alone are saved
             super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict)
             return
-        for where, got, expected in (
-            ("safe_serialization", safe_serialization, True), ("variant", variant, None),
-            ("save_original_format", options.pop("save_original_format", True), True),
-            ("distributed_checkpoint", options.pop("distributed_checkpoint", False), False),
-        ):  # fmt: skip
-            if got != expected:
-                raise LigerzooError("not supported", where=where, got=got, expected=expected)
+        _check_supported(
+            "not supported",
+            safe_serialization=(safe_serialization, True),
+            variant=(variant, None),
+            save_original_format=(options.pop("save_original_format", True), True),
+            distributed_checkpoint=(options.pop("distributed_checkpoint", False), False),
+        )
         options.pop("save_peft_format", None)
         if not is_main_process and state_dict is not None:
             return
@@ -234,3 +227,10 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         model.save_pretrained(save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
         if push_to_hub and is_main_process:
             model.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+
+
+def _check_supported(what: str, **values: tuple[object, object]) -> None:
+    """Raises LigerzooError unless each argument, given with the only supported value, has it."""
+    for where, (got, expected) in values.items():
+        if got != expected:
+            raise LigerzooError(what, where=where, got=got, expected=expected)

@@ -14,8 +14,9 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.backbone import BackboneOutput
+from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.model import WrappedModel
-from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
+from ligerzoo.integrations.transformers.versions import takes_cache
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.sequence_classifier import (
     Labels,
@@ -58,13 +59,13 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         **inputs: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+    ) -> SequenceClassifierOutputWithPast | tuple[object, ...]:
         """Computes one row of logits per sequence, and the loss if labels are given.
 
         Reads `pad_token_id` and `problem_type` of the config. As in transformers, the first labels set `problem_type`
@@ -90,24 +91,20 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
         boundaries = inputs.get("cu_seqlens", inputs.get("cu_seq_lens_q"))
         last = last_tokens(x, attention_mask, self.config.get_text_config().pad_token_id, boundaries)
         body: BackboneOutput = self.model(
-            input_ids, attention_mask, position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
-            use_cache=use_cache, **inputs,
-        )  # fmt: skip
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **inputs
+        )
         logits = self.score(body.last_hidden_state[last])
         loss = None
         if labels is not None:
             if self.config.problem_type is None:
                 self.config.problem_type = default_problem_type(logits.shape[1], labels)
             loss = classification_loss(logits, labels, self.config.problem_type)
-        output = SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions,
-            **{CACHE: getattr(body, CACHE)},
-        )  # fmt: skip
+        output = SequenceClassifierOutputWithPast(loss=loss, logits=logits, **body.layer_fields())
         return output.to_tuple() if return_dict is False else output
 
     @property
     def labels(self) -> Labels:
-        """What the model predicts, by the config. Of `id2label` and `label2id`, one that was changed decides.
+        """Names and problem type, by the config. Of `id2label` and `label2id`, one that was changed decides.
 
         Raises:
             ConfigError: the names are not those of the head's rows, or contradict each other.
@@ -117,10 +114,9 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
         changed = {name: value for name, value in now.items() if value != getattr(before, name)}
         names = read_labels({}, changed).names if changed else before.names
         if len(names) != self.num_labels:
-            raise ConfigError(
-                "differs from the number of rows of the head", where="config.id2label", got=len(names),
-                expected=self.num_labels, remedy="Load with from_pretrained(..., num_labels=...).",
-            )  # fmt: skip
+            what, where = "differs from the number of rows of the head", "config.id2label"
+            remedy = "Load with from_pretrained(..., num_labels=...)."
+            raise ConfigError(what, where=where, got=len(names), expected=self.num_labels, remedy=remedy)
         return Labels(names, self.config.problem_type)
 
     @property

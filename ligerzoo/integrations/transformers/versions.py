@@ -9,12 +9,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ligerzoo.errors import LigerzooError
+
+T = TypeVar("T")
 
 OUR_CACHE = "past_key_values"
 """Name of the KV cache in ligerzoo, and up to transformers 5.23."""
@@ -25,13 +27,11 @@ NEW_CACHE = "cache"
 CACHE = NEW_CACHE if NEW_CACHE in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)} else OUR_CACHE
 """Name of the KV cache in arguments and outputs of the installed version."""
 
-GENERATE_OPTIONS = frozenset(inspect.signature(GenerationMixin.generate).parameters) | {
-    "tokenizer", "assistant_tokenizer"
-}  # fmt: skip
+GENERATE_OPTIONS = {"tokenizer", "assistant_tokenizer", *inspect.signature(GenerationMixin.generate).parameters}
 """Options of `generate` that are not entries of its config. It passes some of them on with the inputs of the model."""
 
 
-def with_cache_as(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def with_cache_as(name: str, inputs: Mapping[str, object]) -> dict[str, Any]:
     """Returns keyword arguments in which the KV cache has one name; without it, if it is None.
 
     Args:
@@ -44,21 +44,20 @@ def with_cache_as(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
     renamed = dict(inputs)
     caches = [cache for key in (OUR_CACHE, NEW_CACHE) if (cache := renamed.pop(key, None)) is not None]
     if len(caches) == 2 and caches[0] is not caches[1]:
-        raise LigerzooError(
-            "two names of the KV cache with different caches", where=f"{OUR_CACHE} and {NEW_CACHE}",
-            got=" and ".join(type(cache).__name__ for cache in caches), expected="one cache", remedy=f"Pass {CACHE}.",
-        )  # fmt: skip
+        what, where = "two names of the KV cache with different caches", f"{OUR_CACHE} and {NEW_CACHE}"
+        got = " and ".join(type(cache).__name__ for cache in caches)
+        raise LigerzooError(what, where=where, got=got, expected="one cache", remedy=f"Pass {CACHE}.")
     return {**renamed, name: caches[0]} if caches else renamed
 
 
-def takes_cache(method: Callable[..., Any]) -> Callable[..., Any]:
+def takes_cache(method: Callable[..., T]) -> Callable[..., T]:
     """Lets a method with the parameter `past_key_values` take the KV cache under the name of any version.
 
     Its signature has the name of the installed version, which `generate` and clients look up.
     """
 
     @functools.wraps(method)
-    def call(*args: Any, **inputs: Any) -> Any:
+    def call(*args: object, **inputs: object) -> T:
         return method(*args, **with_cache_as(OUR_CACHE, inputs))
 
     signature = inspect.signature(method)

@@ -1,4 +1,4 @@
-"""`wrap` and the classes that it makes, with the names of transformers' classes."""
+"""`wrap`, the classes that it makes, and auto classes that load and wrap: with the names of transformers' classes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import ligerzoo
 from ligerzoo.convert import MODEL_TYPES, architecture_of, architecture_of_model
 from ligerzoo.convert.sequence_classifier import classifier_architecture
+from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
@@ -31,12 +32,12 @@ def wrapper_class(base: type[Wrapper], name: str, modalities: tuple[str, ...]) -
     """
 
     @functools.wraps(base.forward)
-    def forward(self: Wrapper, *args: Any, **inputs: Any) -> Any:
+    def forward(self: Wrapper, *args: object, **inputs: object) -> object:
         return base.forward(self, *args, **inputs)
 
     @classmethod  # type: ignore[misc]
-    def from_pretrained(cls: type[Wrapper], pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
-        """Loads a wrapped model, as the classes of `ligerzoo.integrations.transformers.auto` do."""
+    def from_pretrained(cls: type[Wrapper], pretrained_model_name_or_path: str | Path, **options: Any) -> Wrapper:
+        """Loads a wrapped model, as the auto classes do."""
         return load_wrapped(base, pretrained_model_name_or_path, **options)
 
     # Trainers drop data columns that are not parameters of `forward`, and `generate` refuses other inputs.
@@ -56,8 +57,7 @@ def load_wrapped(base: type[Wrapper], name_or_path: str | Path, **options: Any) 
         name_or_path: directory, or id of a repository on the hub ("org/name").
         options: see `ligerzoo.AutoModel.from_pretrained`.
     """
-    is_classifier = issubclass(base, WrappedSequenceClassifier)
-    auto: Any = ligerzoo.AutoModelForSequenceClassification if is_classifier else ligerzoo.AutoModel
+    auto = ligerzoo.AutoModel if base is WrappedCausalLM else ligerzoo.AutoModelForSequenceClassification
     model: Any = wrap(auto.from_pretrained(name_or_path, **options))
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     return model
@@ -112,3 +112,54 @@ def wrap(model: CausalLM | SequenceClassifier) -> WrappedCausalLM | WrappedSeque
     if isinstance(model, SequenceClassifier):
         return wrapper_class(WrappedSequenceClassifier, name, ())(model)
     return wrapper_class(WrappedCausalLM, name, type(model).modalities)(model)
+
+
+class AutoModelForCausalLM:
+    """Loads the model of any checkpoint of the zoo, wrapped as transformers' models are."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedCausalLM:
+        """Returns `wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options))`.
+
+        Its config names the checkpoint: trainers load the tokenizer and the reference model from there.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name").
+            options: see `ligerzoo.AutoModel.from_pretrained`.
+        """
+        return load_wrapped(WrappedCausalLM, name_or_path, **options)
+
+
+class AutoModelForImageTextToText(AutoModelForCausalLM):
+    """`AutoModelForCausalLM` for vision-language models."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedCausalLM:
+        """See `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            ConfigError: the checkpoint is of a text model.
+        """
+        model = super().from_pretrained(name_or_path, **options)
+        if not model.model.zoo_model.modalities:
+            what, remedy = "the checkpoint is of a text model", "Load it with AutoModelForCausalLM."
+            got, expected = model.config.model_type, "a vision-language model"
+            raise ConfigError(what, where=name_or_path, got=got, expected=expected, remedy=remedy)
+        return model
+
+
+class AutoModelForSequenceClassification:
+    """Loads sequence classifiers and reward models with the decoder of any text architecture, wrapped."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedSequenceClassifier:
+        """Returns `wrap(ligerzoo.AutoModelForSequenceClassification.from_pretrained(name_or_path, **options))`.
+
+        Its config names the checkpoint: trainers load the tokenizer from there.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name"), of a classifier or of a causal
+                language model.
+            options: see `ligerzoo.AutoModelForSequenceClassification.from_pretrained`; such as `num_labels`.
+        """
+        return load_wrapped(WrappedSequenceClassifier, name_or_path, **options)
