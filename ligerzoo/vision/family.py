@@ -36,14 +36,14 @@ class ProcessorFamily(ABC):
         tokenizer: the checkpoint's tokenizer.
 
     Attributes:
-        model_type: `model_type` in config.json.
+        model_types: values of `model_type` in config.json.
         hf_class: name of the processor class in transformers.
         image_processor: name of the image processor class in transformers.
         placeholders: the token that marks an image (`"image"`) or, if supported, a video (`"video"`) in a prompt.
         soft_tokens: for the same keys, the token whose embeddings the model replaces by image features.
     """
 
-    model_type: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
     hf_class: ClassVar[str]
     image_processor: ClassVar[str]
     placeholders: dict[str, str]
@@ -78,7 +78,8 @@ class ProcessorFamily(ABC):
         Raises:
             ImageError: the family does not support videos.
         """
-        raise ImageError(f"{self.model_type} models read images only", where="videos", remedy="Pass images instead.")
+        what = f"{self.model_types[0]} models read images only"
+        raise ImageError(what, where="videos", remedy="Pass images instead.")
 
     def prompt_edits(self, prompt: Rendered) -> list[Edit]:
         """Returns what changes the prompt to what the tokenizer expects; nothing by default."""
@@ -100,7 +101,6 @@ def media_token_id(token: str, tokenizer: Tokenizer) -> int:
     """
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
-        raise TokenizerError(
-            "the vocabulary has no token that marks images or videos", where="tokenizer.json", expected=repr(token)
-        )
+        what = "the vocabulary has no token that marks images or videos"
+        raise TokenizerError(what, where="tokenizer.json", expected=repr(token))
     return token_id

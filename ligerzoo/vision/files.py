@@ -70,8 +70,5 @@ class ProcessorFiles:
         for name in names:
             if (settings := self.read(name)) is not None:
                 return settings
-        raise ConfigError(
-            "there is no preprocessor_config.json",
-            where=self.directory,
-            remedy="Download it from the hub; it defines how images are resized and normalized.",
-        )
+        remedy = "Download it from the hub; it defines how images are resized and normalized."
+        raise ConfigError("there is no preprocessor_config.json", where=self.directory, remedy=remedy)

@@ -25,8 +25,9 @@ from ligerzoo.errors import ImageError
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
-ImageInput: TypeAlias = "str | Path | bytes | PILImage | Tensor | np.ndarray[Any, Any]"
-VideoInput: TypeAlias = "Sequence[ImageInput] | Tensor | np.ndarray[Any, Any]"
+Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+ImageInput: TypeAlias = "str | Path | bytes | PILImage | Array"
+VideoInput: TypeAlias = "Sequence[ImageInput] | Array"
 
 MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB; Pillow warns above it
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")  # Pillow's pixel modes
@@ -57,22 +58,19 @@ def read_image(image: ImageInput, where: str = "image") -> Tensor:
         ImageError: the argument is none of these; the file does not exist or cannot be decoded; or the image has no
             pixels or more than `MAX_PIXELS`.
     """
-    if isinstance(image, (str, Path, bytes)):
-        with _opened(image, where) as opened:
-            opened.load()
-            from PIL import ImageOps
+    match image:
+        case str() | Path() | bytes():
+            with _opened(image, where) as opened:
+                opened.load()
+                from PIL import ImageOps
 
-            return _from_pillow(ImageOps.exif_transpose(opened), where)
-    if isinstance(image, (Tensor, np.ndarray)):
-        return _from_array(image, where)
+                return _from_pillow(ImageOps.exif_transpose(opened), where)
+        case Tensor() | np.ndarray():
+            return _from_array(image, where)
     if isinstance(image, pillow().Image):
         return _from_pillow(image, where)
-    raise ImageError(
-        "not an image",
-        where=where,
-        got=type(image).__name__,
-        expected="a file name, the bytes of a file, a Pillow image, a tensor or an array",
-    )
+    expected = "a file name, the bytes of a file, a Pillow image, a tensor or an array"
+    raise ImageError("not an image", where=where, got=type(image).__name__, expected=expected)
 
 
 def image_size(image: ImageInput, where: str = "image") -> tuple[int, int]:
@@ -85,14 +83,17 @@ def image_size(image: ImageInput, where: str = "image") -> tuple[int, int]:
     Raises:
         ImageError: as `read_image`, apart from errors of the pixels' data.
     """
-    if isinstance(image, (str, Path, bytes)):
-        with _opened(image, where) as opened:
-            # Pillow exchanges the sides of TIFF files itself.
-            is_rotated = opened.format != "TIFF" and opened.getexif().get(_ORIENTATION, 1) in _ROTATED
-            return (opened.width, opened.height) if is_rotated else (opened.height, opened.width)
-    if not isinstance(image, (Tensor, np.ndarray)) and isinstance(image, pillow().Image):
-        check_size(image.height, image.width, where)
-        return image.height, image.width
+    match image:
+        case str() | Path() | bytes():
+            with _opened(image, where) as opened:
+                # Pillow exchanges the sides of TIFF files itself.
+                is_rotated = opened.format != "TIFF" and opened.getexif().get(_ORIENTATION, 1) in _ROTATED
+                return (opened.width, opened.height) if is_rotated else (opened.height, opened.width)
+        case Tensor() | np.ndarray():
+            pass
+        case _ if isinstance(image, pillow().Image):
+            check_size(image.height, image.width, where)
+            return image.height, image.width
     height, width = read_image(image, where).shape[1:]
     return height, width
 
@@ -113,23 +114,23 @@ def read_video(video: VideoInput, where: str = "video") -> Tensor:
     """
     remedy = "Decode a video file first, and pass its frames."
     expected = "a sequence of frames, or a tensor or an array of four dimensions"
-    if isinstance(video, (str, Path)) or not isinstance(video, (Sequence, Tensor, np.ndarray)):
-        raise ImageError("not a video", where=where, got=type(video).__name__, expected=expected, remedy=remedy)
-    if isinstance(video, Tensor):
-        _refuse_without_data(video, where)
-    if not isinstance(video, Sequence) and video.ndim != 4:
-        raise ImageError("not a video", where=where, got=f"shape {tuple(video.shape)}", expected=expected)
+    match video:
+        case Tensor() | np.ndarray():
+            _refuse_without_data(video, where)
+            if video.ndim != 4:
+                raise ImageError("not a video", where=where, got=f"shape {tuple(video.shape)}", expected=expected)
+        case [*_]:
+            pass
+        case _:
+            raise ImageError("not a video", where=where, got=type(video).__name__, expected=expected, remedy=remedy)
     frames = [read_image(frame, f"{where}[{i}]") for i, frame in enumerate(video)]
     if not frames:
         raise ImageError("the video has no frames", where=where)
     for i, frame in enumerate(frames):
         if frame.shape != frames[0].shape:
-            raise ImageError(
-                "the size differs from the first frame's",
-                where=f"{where}[{i}]",
-                got=f"{frame.shape[2]} x {frame.shape[1]}",
-                expected=f"{frames[0].shape[2]} x {frames[0].shape[1]}",
-            )
+            got, expected = (f"{one.shape[2]} x {one.shape[1]}" for one in (frame, frames[0]))
+            what = "the size differs from the first frame's"
+            raise ImageError(what, where=f"{where}[{i}]", got=got, expected=expected)
     return torch.stack(frames)
 
 
@@ -142,24 +143,19 @@ def pillow() -> ModuleType:
     try:
         from PIL import Image, ImageOps  # noqa: F401  (importing it makes PIL.ImageOps available)
     except ImportError as error:
-        raise ImageError(
-            "images need Pillow, which is not installed", remedy="Run `pip install ligerzoo[vision]`."
-        ) from error
+        remedy = "Run `pip install ligerzoo[vision]`."
+        raise ImageError("images need Pillow, which is not installed", remedy=remedy) from error
     return Image
 
 
 def check_size(height: int, width: int, where: str) -> None:
     """Raises ImageError if an image of this size has no pixels or more than `MAX_PIXELS`."""
+    got = f"{width} x {height}"
     if height < 1 or width < 1:
-        raise ImageError("the image has no pixels", where=where, got=f"{width} x {height}")
+        raise ImageError("the image has no pixels", where=where, got=got)
     if height * width > MAX_PIXELS:
-        raise ImageError(
-            "the image has too many pixels",
-            where=where,
-            got=f"{width} x {height}",
-            expected=f"at most {MAX_PIXELS}",
-            remedy="Scale the image down first.",
-        )
+        what, expected, remedy = "the image has too many pixels", f"at most {MAX_PIXELS}", "Scale the image down first."
+        raise ImageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 @contextmanager
@@ -168,7 +164,7 @@ def _opened(image: str | Path | bytes, where: str) -> Iterator[PILImage]:
 
     Every exception in the block becomes an ImageError.
     """
-    source: Any
+    source: Path | io.BytesIO
     if isinstance(image, bytes):
         source = io.BytesIO(image)
     else:
@@ -214,13 +210,10 @@ def _from_pillow(image: PILImage, where: str) -> Tensor:
         if image.mode.startswith("I;16"):
             return _from_16_bit_grey(np.array(image), image.info.get("transparency")).expand(3, -1, -1)
         if image.mode not in _MODES:
-            raise ImageError(
-                "unsupported pixel mode: it does not define which value is white",
-                where=where,
-                got=f"mode {image.mode!r}",
-                expected=f"8 bits per channel ({', '.join(_MODES)}) or 16 bits of grey",
-                remedy="Scale the values to 0..255, and pass them as a uint8 array.",
-            )
+            what, got = "unsupported pixel mode: it does not define which value is white", f"mode {image.mode!r}"
+            expected = f"8 bits per channel ({', '.join(_MODES)}) or 16 bits of grey"
+            remedy = "Scale the values to 0..255, and pass them as a uint8 array."
+            raise ImageError(what, where=where, got=got, expected=expected, remedy=remedy)
         if image.mode.upper() in ("LA", "PA", "RGBA") or image.info.get("transparency") is not None:
             background = pillow().new("RGBA", image.size, "white")
             image = pillow().alpha_composite(background, image.convert("RGBA"))
@@ -238,19 +231,16 @@ def _from_16_bit_grey(levels: np.ndarray[Any, Any], transparent: int | None) -> 
     return torch.from_numpy(grey.astype(np.uint8))[None]
 
 
-def _refuse_without_data(tensor: Tensor, where: str) -> None:
+def _refuse_without_data(array: Array, where: str) -> None:
     """Raises ImageError for tensors whose elements cannot be read, such as sparse ones."""
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else tensor.layout
-        raise ImageError(
-            "not a dense tensor with data", where=where, got=f"{kind} on {tensor.device}",
-            expected="a dense tensor on a CPU or GPU",
-        )  # fmt: skip
+    if isinstance(array, Tensor) and (array.is_meta or array.layout != torch.strided or array.is_nested):
+        got = f"{'nested' if array.is_nested else array.layout} on {array.device}"
+        expected = "a dense tensor on a CPU or GPU"
+        raise ImageError("not a dense tensor with data", where=where, got=got, expected=expected)
 
 
-def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
-    if isinstance(array, Tensor):
-        _refuse_without_data(array, where)
+def _from_array(array: Array, where: str) -> Tensor:
+    _refuse_without_data(array, where)
     # The copy removes negative strides and read-only memory, which torch.from_numpy does not support.
     image = array.detach().cpu() if isinstance(array, Tensor) else _tensor(np.array(array, order="C"), where)
     if image.dtype != torch.uint8:
@@ -260,12 +250,8 @@ def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
     elif image.ndim == 3 and image.shape[0] not in (1, 3, 4):
         image = image.permute(2, 0, 1)
     if image.ndim != 3 or image.shape[0] not in (1, 3, 4):
-        raise ImageError(
-            "unsupported shape for an image",
-            where=where,
-            got=tuple(array.shape),
-            expected="(C, H, W), (H, W, C) or (H, W), with C = 1, 3 or 4",
-        )
+        expected = "(C, H, W), (H, W, C) or (H, W), with C = 1, 3 or 4"
+        raise ImageError("unsupported shape for an image", where=where, got=tuple(array.shape), expected=expected)
     check_size(image.shape[1], image.shape[2], where)
     if len(image) == 4:
         opacity = image[3:].double() / 255

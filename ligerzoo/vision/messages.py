@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
-import numpy as np
-from torch import Tensor
-
+from ligerzoo.checks import POSITIVE
 from ligerzoo.errors import ImageError, TokenizerError, did_you_mean
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -16,37 +13,44 @@ Messages: TypeAlias = list[dict[str, Any]]
 _MEDIA_KEYS = {"image": ("image", "path", "url"), "video": ("video", "path", "url")}
 
 
-def conversations_in(text: Any) -> list[Messages] | None:
+def is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Returns whether a value is a list or a tuple."""
+    return isinstance(value, list | tuple)
+
+
+def conversations_in(text: object) -> list[Messages] | None:
     """Returns the conversations, with each image and video under the key "image" or "video"; None for plain texts.
 
     Raises:
         TokenizerError: the argument is neither texts nor conversations.
         ImageError: a part of a message has more than one image or video, or another type.
     """
-    if isinstance(text, str):
-        return None
-    if not isinstance(text, Sequence) or not text:
-        expected = "a text, a list of messages, or a list of these"
-        raise TokenizerError("neither text nor messages", where="text", got=repr(text), expected=expected)
-    if all(isinstance(one, str) for one in text):
-        return None
-    batch = [text] if isinstance(text[0], Mapping) else text
-    return [[_normalize_message(message) for message in _messages(conversation)] for conversation in batch]
+    match text:
+        case str():
+            return None
+        case [first, *rest]:
+            if all(isinstance(one, str) for one in (first, *rest)):
+                return None
+            batch = [(first, *rest)] if isinstance(first, Mapping) else (first, *rest)
+            return [[_normalize_message(message) for message in _messages(conversation)] for conversation in batch]
+    expected = "a text, a list of messages, or a list of these"
+    raise TokenizerError("neither text nor messages", where="text", got=repr(text), expected=expected)
 
 
-def _messages(conversation: Any) -> Sequence[Any]:
-    if isinstance(conversation, Sequence) and not isinstance(conversation, str):
-        return conversation
+def _messages(conversation: object) -> Sequence[object]:
+    match conversation:
+        case [*messages]:
+            return messages
     raise TokenizerError("not a conversation", where="text", got=repr(conversation), expected="a list of messages")
 
 
 def _normalize_message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TokenizerError("not a message", where="messages", got=type(message).__name__, expected="a dictionary")
-    content = message.get("content")
-    if isinstance(content, (list, tuple)):
-        return {**message, "content": [normalize_part(part) for part in content]}
-    return dict(message)
+    match message:
+        case {"content": [*parts]}:
+            return {**message, "content": [normalize_part(part) for part in parts]}
+        case {}:
+            return dict(message)
+    raise TokenizerError("not a message", where="messages", got=type(message).__name__, expected="a dictionary")
 
 
 def normalize_part(part: Any) -> Any:
@@ -61,17 +65,14 @@ def normalize_part(part: Any) -> Any:
         case {"type": "image" | "video" as kind}:
             media = [part[name] for name in _MEDIA_KEYS[kind] if part.get(name) is not None]
             if len(media) > 1:
-                expected = "one of " + ", ".join(_MEDIA_KEYS[kind])
-                raise ImageError(
-                    f"more than one {kind} in a part", where="messages", got=sorted(part), expected=expected
-                )
+                what, expected = f"more than one {kind} in a part", f"one of {', '.join(_MEDIA_KEYS[kind])}"
+                raise ImageError(what, where="messages", got=sorted(part), expected=expected)
             rest = {name: value for name, value in part.items() if name not in _MEDIA_KEYS[kind]}
             return {**rest, kind: media[0]} if media else rest
         case {"type": other} if part.keys() & {"image", "video", "path", "url"}:
-            raise ImageError(
-                "neither an image nor a video", where="messages", got=f"a part of type {other!r}",
-                expected='type "image" or "video"', remedy=did_you_mean(str(other), _MEDIA_KEYS),
-            )  # fmt: skip
+            what, got, expected = "neither an image nor a video", f"a part of type {other!r}", 'type "image" or "video"'
+            remedy = did_you_mean(str(other), _MEDIA_KEYS)
+            raise ImageError(what, where="messages", got=got, expected=expected, remedy=remedy)
     return part
 
 
@@ -82,15 +83,18 @@ def media_in(conversations: Sequence[Messages], kind: str) -> list[list[Any]]:
         conversations: the conversations, as `conversations_in` returns them.
         kind: "image" or "video".
     """
-    contents = [[message.get("content") for message in conversation] for conversation in conversations]
-    parts = [[part for content in group if isinstance(content, list) for part in content] for group in contents]
-    return [
-        [part[kind] for part in group if isinstance(part, Mapping) and part.get("type") == kind and kind in part]
-        for group in parts
-    ]
+
+    def media(conversation: Messages) -> Iterator[Any]:
+        for message in conversation:
+            for part in message["content"] if is_list(message.get("content")) else ():
+                match part:
+                    case {"type": str(found)} if found == kind and kind in part:
+                        yield part[kind]
+
+    return [list(media(conversation)) for conversation in conversations]
 
 
-def group_images(images: Any, counts: list[int], token: str) -> list[list[Any]]:
+def group_images(images: object, counts: list[int], token: str) -> list[list[Any]]:
     """Groups images by text.
 
     Args:
@@ -101,15 +105,11 @@ def group_images(images: Any, counts: list[int], token: str) -> list[list[Any]]:
     Raises:
         ImageError: the number of images differs from the number of placeholders.
     """
-    listed = list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
-    if listed and all(isinstance(group, (list, tuple)) for group in listed):
+    listed: list[Any] = list(images) if is_list(images) else [] if images is None else [images]
+    if listed and all(map(is_list, listed)):
         if len(listed) != len(counts):
-            raise ImageError(
-                "the number of lists differs from the number of texts",
-                where="images",
-                got=len(listed),
-                expected=len(counts),
-            )
+            what = "the number of lists differs from the number of texts"
+            raise ImageError(what, where="images", got=len(listed), expected=len(counts))
         for i, (group, count) in enumerate(zip(listed, counts, strict=True)):
             check_count(len(group), count, f"images[{i}]", token)
         return [list(group) for group in listed]
@@ -121,27 +121,19 @@ def group_images(images: Any, counts: list[int], token: str) -> list[list[Any]]:
 def check_count(got: int, expected: int, where: str, token: str) -> None:
     """Raises ImageError if the number of images or videos differs from the number of placeholders."""
     if got != expected:
-        marked = f"Mark each one by a {token} in the text, or by a part of a message."
-        given = f"Pass one for each {token} in the text. A part of a message names its file as path."
-        raise ImageError(
-            "the number given differs from the number of placeholders in the text",
-            where=where,
-            got=got,
-            expected=expected,
-            remedy=marked if got > expected else given,
-        )
+        what = "the number given differs from the number of placeholders in the text"
+        remedy = f"Pass one for each {token} in the text. A part of a message names its file as path."
+        if got > expected:
+            remedy = f"Mark each one by a {token} in the text, or by a part of a message."
+        raise ImageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 def list_videos(videos: Any) -> list[Any]:
     """Returns the videos as a list. One video is a 4-dimensional array or a list of frames."""
     if videos is None:
         return []
-    if isinstance(videos, (list, tuple)) and all(
-        isinstance(video, (list, tuple)) or (isinstance(video, (Tensor, np.ndarray)) and video.ndim == 4)
-        for video in videos
-    ):
-        return list(videos)
-    return [videos]
+    are_videos = is_list(videos) and all(is_list(video) or getattr(video, "ndim", None) == 4 for video in videos)
+    return list(videos) if are_videos else [videos]
 
 
 def list_fps(fps: float | Sequence[float], number: int) -> list[float]:
@@ -151,7 +143,7 @@ def list_fps(fps: float | Sequence[float], number: int) -> list[float]:
         ImageError: a value is not a positive finite number, or there are not `number` of them.
     """
     values = list(fps) if isinstance(fps, Sequence) else [fps] * number
-    if len(values) != number or not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
+    if len(values) != number or not all(map(POSITIVE.accepts, values)):
         expected = f"a positive number, or a list of {number}"
         raise ImageError("invalid frames per second", where="fps", got=fps, expected=expected)
     return values

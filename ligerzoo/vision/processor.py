@@ -7,6 +7,7 @@ family does this in its own way; see `ligerzoo.vision.family`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack
@@ -24,9 +25,9 @@ from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import PaddingSide
 from ligerzoo.vision import read_image, read_video
+from ligerzoo.vision.families import FAMILIES
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.files import FILE_NAMES, ProcessorFiles
-from ligerzoo.vision.gemma3 import Gemma3ProcessorFamily
 from ligerzoo.vision.io import ImageInput
 from ligerzoo.vision.messages import (
     check_count,
@@ -36,28 +37,12 @@ from ligerzoo.vision.messages import (
     list_videos,
     media_in,
 )
-from ligerzoo.vision.mllama import MllamaProcessorFamily
-from ligerzoo.vision.qwen2_vl import Qwen2_5VLProcessorFamily, Qwen2VLProcessorFamily
-from ligerzoo.vision.qwen3_vl import (
-    Qwen3_5MoeProcessorFamily,
-    Qwen3_5ProcessorFamily,
-    Qwen3VLMoeProcessorFamily,
-    Qwen3VLProcessorFamily,
-)
 
 FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
 """The files that a processor reads, as glob patterns inside a checkpoint directory."""
 
-FAMILIES: tuple[type[ProcessorFamily], ...] = (
-    Qwen2VLProcessorFamily,
-    Qwen2_5VLProcessorFamily,
-    Qwen3VLProcessorFamily,
-    Qwen3VLMoeProcessorFamily,
-    Qwen3_5ProcessorFamily,
-    Qwen3_5MoeProcessorFamily,
-    Gemma3ProcessorFamily,
-    MllamaProcessorFamily,
-)
+VISION_MODEL_TYPES = tuple(model_type for family in FAMILIES for model_type in family.model_types)
+"""Values of `model_type` in the config.json of models that read images."""
 
 DEFAULT_FPS = 24.0  # as in transformers 5
 
@@ -183,10 +168,9 @@ class Processor:
         if conversations is None:
             texts: list[Any] = [text] if isinstance(text, str) else list(text)
             if special_tokens != "control":
-                raise TokenizerError(
-                    "given with texts, whose placeholders are special tokens", where="special_tokens",
-                    got=repr(special_tokens), expected='"control"', remedy="Pass messages instead of texts.",
-                )  # fmt: skip
+                what, got = "given with texts, whose placeholders are special tokens", repr(special_tokens)
+                remedy = "Pass messages instead of texts."
+                raise TokenizerError(what, where="special_tokens", got=got, expected='"control"', remedy=remedy)
             prompts = [Rendered(one, None, None) for one in texts]
         else:
             if any(groups := media_in(conversations, "image")):
@@ -195,12 +179,8 @@ class Processor:
             if any(groups := media_in(conversations, "video")):
                 _refuse_duplicates(bool(videos), "videos")
                 videos = [video for group in groups for video in group]
-            prompts = [
-                self.tokenizer.render_chat(
-                    one, add_generation_prompt=add_generation_prompt, special_tokens=special_tokens
-                )
-                for one in conversations
-            ]
+            render = partial(self.tokenizer.render_chat, add_generation_prompt=add_generation_prompt)
+            prompts = [render(one, special_tokens=special_tokens) for one in conversations]
             bos = self.tokenizer.bos_token
             add_special_tokens = bos is None or (0, len(bos)) not in prompts[0].find(bos)[:1]
         prompts = [one.edited(self.family.prompt_edits(one)) for one in prompts]
@@ -251,13 +231,9 @@ class Processor:
             expected = sum(one.count(token) for one in media[kind].replacements) if kind in media else 0
             got = int(torch.eq(input_ids, self._soft_ids[kind]).sum())
             if got != expected:
-                raise ImageError(
-                    f"the number of {token!r} tokens in the prompt does not match its {kind}s",
-                    where="text",
-                    got=got,
-                    expected=expected,
-                    remedy=f'Remove {token!r} from the text, or pass special_tokens="text" with messages.',
-                )
+                what = f"the number of {token!r} tokens in the prompt does not match its {kind}s"
+                remedy = f'Remove {token!r} from the text, or pass special_tokens="text" with messages.'
+                raise ImageError(what, where="text", got=got, expected=expected, remedy=remedy)
 
 
 def load_processor_or_tokenizer(name_or_path: str | Path, *, revision: str | None = None) -> Processor | Tokenizer:
@@ -288,35 +264,27 @@ def family_of(files: ProcessorFiles) -> type[ProcessorFamily]:
     where: object
     if (config := files.read("config.json")) is not None:
         where, name = f"{config.where}: model_type", config.string("model_type")
-        family = next((family for family in FAMILIES if family.model_type == name), None)
+        family = next((family for family in FAMILIES if name in family.model_types), None)
     else:
         where = f"{files.directory}: processor_class"
         name = files.processor_config.string("processor_class") or files.image_settings().string("processor_class")
         family = next((family for family in FAMILIES if family.hf_class == name), None)
     if family is None:
-        raise ConfigError(
-            "not a supported vision-language model",
-            where=where,
-            got=repr(name),
-            expected=f"one of {', '.join(family.model_type for family in FAMILIES)}",
-            remedy="Pass no images, and load a model that reads text only with ligerzoo.Tokenizer.",
-        )
+        what, expected = "not a supported vision-language model", f"one of {', '.join(VISION_MODEL_TYPES)}"
+        remedy = "Pass no images, and load a model that reads text only with ligerzoo.Tokenizer."
+        raise ConfigError(what, where=where, got=repr(name), expected=expected, remedy=remedy)
     settings = files.image_settings()
     image_processor = settings.string("image_processor_type")
     if image_processor not in (None, *(family.image_processor + suffix for suffix in ("", "Fast", "Pil"))):
-        raise ConfigError(
-            f"not the image processor of {family.model_type}",
-            where=f"{settings.where}: image_processor_type",
-            got=repr(image_processor),
-            expected=family.image_processor,
-        )
+        what, where = f"not the image processor of {family.hf_class}", f"{settings.where}: image_processor_type"
+        raise ConfigError(what, where=where, got=repr(image_processor), expected=family.image_processor)
     return family
 
 
 def has_image_preprocessing(files: ProcessorFiles) -> bool:
     """Returns whether the model reads images and its files say how to preprocess them."""
     config = files.read("config.json")
-    reads_images = config is None or config.string("model_type") in [family.model_type for family in FAMILIES]
+    reads_images = config is None or config.string("model_type") in VISION_MODEL_TYPES
     return reads_images and not files.contents.keys().isdisjoint(["preprocessor_config.json", "processor_config.json"])
 
 

@@ -3,76 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from ligerzoo.checks import Values, instances, integer, is_number, number
 from ligerzoo.errors import ConfigError
 
+T = TypeVar("T")
+
 MAX_SIDE = 2**13  # pixels of a tile
+
+
+def _are_channels(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_moderate, value))
+
+
+def _is_moderate(value: Any) -> bool:
+    return is_number(value) and abs(value) < 2**31
+
+
+YES_OR_NO = instances("true or false", lambda value: isinstance(value, bool))
+POSITIVE = number("a positive number", lambda x: 0 < x < 2**31)
+_STRING = instances("a string", lambda value: value is None or isinstance(value, str))
+_OBJECT = instances("an object", lambda value: isinstance(value, Mapping))
+_CHANNELS = instances("three numbers", _are_channels)
+_POSITIVE_CHANNELS = instances("three positive numbers", lambda value: _are_channels(value) and min(value) > 0)
 
 
 class Settings:
     """A JSON object of settings. Entries that are null count as absent.
 
-    The methods return an entry, or `default` if it is absent, and raise ConfigError if it is malformed.
+    The methods raise ConfigError if an entry is malformed.
 
     Args:
         entries: the parsed JSON object.
         where: the file, for error messages.
     """
 
-    def __init__(self, entries: Mapping[str, Any], where: object) -> None:
+    def __init__(self, entries: Mapping[str, object], where: object) -> None:
         self.where = where
         self._entries = {name: value for name, value in entries.items() if value is not None}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def integer(self, name: str, default: int, *, at_most: int, at_least: int = 1) -> int:
-        """Returns an integer between `at_least` and `at_most`."""
-        value = self._entries.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= at_most:
-            raise self._error(name, f"an integer between {at_least} and {at_most}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """Returns a positive number."""
-        value = self._entries.get(name, default)
-        if not _is_number(value) or not 0 < value < 2**31:
-            raise self._error(name, "a positive number")
-        return float(value)
+    def read(self, name: str, values: Values, default: T) -> T:
+        """Returns an entry, which is one of the values; `default` if it is absent."""
+        value: Any = self._entries.get(name, default)
+        if not values.accepts(value):
+            raise self._error(name, values.expected)
+        return value  # type: ignore[no-any-return]
 
     def channels(
         self, name: str, default: tuple[float, float, float], *, positive: bool = False
     ) -> tuple[float, float, float]:
         """Returns one number each for red, green and blue. The file may give a single number for all three."""
-        value = self._entries.get(name, default)
-        numbers = [value] * 3 if _is_number(value) else value
-        if not isinstance(numbers, (list, tuple)) or len(numbers) != 3 or not all(map(_is_number, numbers)):
-            raise self._error(name, "three numbers")
-        if positive and min(numbers) <= 0:
-            raise self._error(name, "three positive numbers")
-        return float(numbers[0]), float(numbers[1]), float(numbers[2])
-
-    def boolean(self, name: str, default: bool) -> bool:
-        """Returns true or false."""
-        value = self._entries.get(name, default)
-        if not isinstance(value, bool):
-            raise self._error(name, "true or false")
-        return value
+        if _is_moderate(value := self._entries.get(name)):
+            return Settings({name: [value] * 3}, self.where).channels(name, default, positive=positive)
+        red, green, blue = self.read(name, _POSITIVE_CHANNELS if positive else _CHANNELS, default)
+        return float(red), float(green), float(blue)
 
     def string(self, name: str) -> str | None:
         """Returns a string, or None if the entry is absent."""
-        value = self._entries.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self._error(name, "a string")
-        return value
+        value: str | None = None
+        return self.read(name, _STRING, value)
 
     def section(self, name: str) -> Settings:
         """Returns a nested object; an empty one if the entry is absent."""
-        value = self._entries.get(name, {})
-        if not isinstance(value, Mapping):
-            raise self._error(name, "an object")
-        return Settings(value, f"{self.where}: {name}")
+        empty: Mapping[str, object] = {}
+        return Settings(self.read(name, _OBJECT, empty), f"{self.where}: {name}")
 
     def require(self, name: str, value: object) -> None:
         """Raises ConfigError if the entry has another value than `value`, the only one that is supported."""
@@ -82,17 +80,11 @@ class Settings:
     def side(self, default: int) -> int:
         """Returns the side in pixels of the square that the entry `size` defines."""
         size = self.section("size")
-        height = size.integer("height", default, at_most=MAX_SIDE)
-        size.require("width", height)
-        for name in ("shortest_edge", "longest_edge"):
-            size.require(name, None)
+        height = size.read("height", integer(1, MAX_SIDE), default)
+        for name, value in (("width", height), ("shortest_edge", None), ("longest_edge", None)):
+            size.require(name, value)
         return height
 
     def _error(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(
-            "unsupported value", where=f"{self.where}: {name}", got=repr(self._entries[name]), expected=expected
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**31
+        where, got = f"{self.where}: {name}", repr(self._entries[name])
+        return ConfigError("unsupported value", where=where, got=got, expected=expected)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import integer
 from ligerzoo.vision.io import check_size, pillow
-from ligerzoo.vision.settings import Settings
+from ligerzoo.vision.settings import POSITIVE, Settings
 
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its resampling filters; preprocessor_config.json uses them
 
@@ -64,7 +65,7 @@ class Normalization:
         return cls(
             mean=settings.channels("image_mean", mean),
             std=settings.channels("image_std", std, positive=True),
-            rescale_factor=settings.number("rescale_factor", 1 / 255),
+            rescale_factor=settings.read("rescale_factor", POSITIVE, 1 / 255),
         )
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -83,4 +84,4 @@ class Normalization:
 def resample_of(settings: Settings, default: int) -> int:
     """Returns Pillow's number of the resampling filter."""
     settings.require("do_resize", True)
-    return settings.integer("resample", default, at_least=0, at_most=5)
+    return settings.read("resample", integer(0, 5), default)

@@ -427,7 +427,7 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "build, entries, message",
     [
-        (qwen, {"patch_size": 0}, "patch_size: .* got 0; expected an integer between 1 and 256"),
+        (qwen, {"patch_size": 0}, "patch_size: .* got 0; expected an integer from 1 to 256"),
         (qwen, {"patch_size": True}, "patch_size"),
         (qwen, {"merge_size": "2"}, "merge_size"),
         (qwen, {"max_pixels": 10**12}, "max_pixels"),

@@ -139,7 +139,7 @@ class ModelResults(NamedTuple):
 
     Attributes:
         tensors: its logits or hidden states, and its loss if it has one.
-        problem: why there are none; None if there are.
+        problem: the reason if the model has not run; None otherwise.
     """
 
     tensors: tuple[Tensor, ...] = ()

@@ -38,7 +38,7 @@ class Pattern(NamedTuple):
 
 
 SCALED = Pattern(after_attention="residual_multiplier", after_mlp="residual_multiplier")
-"""Granite: both are multiplied by a number, which is no submodule."""
+"""The pattern of Granite, whose layers multiply both by a number."""
 
 PATTERNS = {
     pattern.children: pattern

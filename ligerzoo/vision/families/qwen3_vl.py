@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import integer
 from ligerzoo.errors import ImageError
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.vision.families.qwen2_vl import Qwen2VLPreprocessor, Qwen2VLProcessorFamily
 from ligerzoo.vision.family import PreprocessedMedia
 from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
-from ligerzoo.vision.qwen2_vl import Qwen2VLPreprocessor, Qwen2VLProcessorFamily
-from ligerzoo.vision.settings import Settings
-from ligerzoo.vision.transforms import BICUBIC, HALF, Normalization, resample_of
+from ligerzoo.vision.settings import POSITIVE, YES_OR_NO, Settings
+from ligerzoo.vision.transforms import HALF
 
 _MAX_FRAMES = 2**16
 
@@ -48,18 +49,18 @@ class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
         """
         settings.require("cap_pixels_per_frame", False)
         settings.require("num_frames", None)
-        size = settings.section("size")
-        return cls(
-            min_pixels=size.integer("shortest_edge", 128 * 32**2, at_most=MAX_PIXELS),
-            max_pixels=size.integer("longest_edge", 768 * 32**2, at_most=MAX_PIXELS),
-            patch_size=settings.integer("patch_size", 16, at_most=256),
-            merge_size=settings.integer("merge_size", 2, at_most=16),
-            temporal_patch_size=settings.integer("temporal_patch_size", 2, at_most=8),
-            resample=resample_of(settings, BICUBIC),
-            normalization=Normalization.from_settings(settings, mean=HALF, std=HALF),
-            fps=settings.number("fps", 2.0) if settings.boolean("do_sample_frames", True) else None,
-            min_frames=settings.integer("min_frames", 4, at_most=_MAX_FRAMES),
-            max_frames=settings.integer("max_frames", 768, at_most=_MAX_FRAMES),
+        size, pixels, frames = settings.section("size"), integer(1, MAX_PIXELS), integer(1, _MAX_FRAMES)
+        is_sampled = settings.read("do_sample_frames", YES_OR_NO, True)
+        return cls._from_settings(
+            settings,
+            patch_size=16,
+            mean=HALF,
+            std=HALF,
+            min_pixels=size.read("shortest_edge", pixels, 128 * 32**2),
+            max_pixels=size.read("longest_edge", pixels, 768 * 32**2),
+            fps=settings.read("fps", POSITIVE, 2.0) if is_sampled else None,
+            min_frames=settings.read("min_frames", frames, 4),
+            max_frames=settings.read("max_frames", frames, 768),
         )
 
     def sampled(self, frames: int, fps: float) -> list[int]:
@@ -90,10 +91,8 @@ class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
         """
         temporal, unit = self.temporal_patch_size, self.patch_size * self.merge_size
         if frames < temporal:
-            raise ImageError(
-                "the video has too few frames", where=where, got=frames, expected=f"at least {temporal}",
-                remedy="Repeat the frame, or pass it as an image.",
-            )  # fmt: skip
+            what, remedy = "the video has too few frames", "Repeat the frame, or pass it as an image."
+            raise ImageError(what, where=where, got=frames, expected=f"at least {temporal}", remedy=remedy)
         if min(height, width) < unit:
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
@@ -103,11 +102,13 @@ class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
 class Qwen3VLProcessorFamily(Qwen2VLProcessorFamily):
     """Replaces each image by its tokens, and each video by a timestamp and the tokens of each temporal patch.
 
+    It is the family of Qwen3-VL, of Qwen3.5 and of their MoE models.
+
     As in Qwen's reference, the vision start and end tokens that the chat template puts around a video are replaced,
     too, since each temporal patch has its own. transformers 5 keeps them around the whole.
     """
 
-    model_type = "qwen3_vl"
+    model_types = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     hf_class = "Qwen3VLProcessor"
     videos: Qwen3VLVideoPreprocessor
 
@@ -136,21 +137,3 @@ class Qwen3VLProcessorFamily(Qwen2VLProcessorFamily):
             grids.append((t, h, w))
         inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
         return PreprocessedMedia(inputs, replacements)
-
-
-class Qwen3VLMoeProcessorFamily(Qwen3VLProcessorFamily):
-    """The preprocessing of Qwen3-VL, for its MoE models."""
-
-    model_type = "qwen3_vl_moe"
-
-
-class Qwen3_5ProcessorFamily(Qwen3VLProcessorFamily):
-    """The preprocessing of Qwen3-VL, for Qwen3.5."""
-
-    model_type = "qwen3_5"
-
-
-class Qwen3_5MoeProcessorFamily(Qwen3VLProcessorFamily):
-    """The preprocessing of Qwen3-VL, for the MoE models of Qwen3.5."""
-
-    model_type = "qwen3_5_moe"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import integer
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
@@ -49,7 +50,7 @@ class MllamaPreprocessor:
         side = settings.side(224)
         return cls(
             side=side,
-            max_image_tiles=settings.integer("max_image_tiles", 4, at_most=min(64, MAX_PIXELS // side**2)),
+            max_image_tiles=settings.read("max_image_tiles", integer(1, min(64, MAX_PIXELS // side**2)), 4),
             resample=resample_of(settings, BILINEAR),
             normalization=Normalization.from_settings(settings, mean=HALF, std=HALF),
         )
@@ -108,7 +109,7 @@ class MllamaPreprocessor:
 class MllamaProcessorFamily(ProcessorFamily):
     """Keeps one token for each image; the text reads the image tiles through cross-attention."""
 
-    model_type = "mllama"
+    model_types = ("mllama",)
     hf_class = "MllamaProcessor"
     image_processor = "MllamaImageProcessor"
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import integer
 from ligerzoo.errors import ImageError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily
 from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
 from ligerzoo.vision.settings import Settings
-from ligerzoo.vision.transforms import BICUBIC, CLIP_MEAN, CLIP_STD, Normalization, resample_of, resize
+from ligerzoo.vision.transforms import BICUBIC, CLIP_MEAN, CLIP_STD, RGB, Normalization, resample_of, resize
 
 MAX_ASPECT_RATIO = 200
 
@@ -55,7 +57,7 @@ class Qwen2VLPreprocessor:
         Raises:
             ConfigError: an entry is malformed or not supported.
         """
-        return cls._from_settings(settings, min_pixels=4 * 28**2, max_pixels=1280 * 28**2)
+        return cls._from_settings(settings, **cls._limits(settings, 4 * 28**2, 1280 * 28**2))
 
     @classmethod
     def for_videos(cls, settings: Settings) -> Qwen2VLPreprocessor:
@@ -68,21 +70,31 @@ class Qwen2VLPreprocessor:
         """
         settings.require("do_sample_frames", False)
         settings.require("cap_pixels_per_frame", False)
-        return cls._from_settings(settings, min_pixels=128 * 28**2, max_pixels=768 * 28**2)
+        return cls._from_settings(settings, **cls._limits(settings, 128 * 28**2, 768 * 28**2))
+
+    @staticmethod
+    def _limits(settings: Settings, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        """Reads the limits of pixels, with the defaults of a kind of media."""
+        size, pixels = settings.section("size"), integer(1, MAX_PIXELS)
+        shortest = size.read("shortest_edge", pixels, min_pixels)
+        longest = size.read("longest_edge", pixels, max_pixels)
+        return {
+            "min_pixels": settings.read("min_pixels", pixels, shortest),
+            "max_pixels": settings.read("max_pixels", pixels, longest),
+        }
 
     @classmethod
-    def _from_settings(cls, settings: Settings, *, min_pixels: int, max_pixels: int) -> Qwen2VLPreprocessor:
-        size = settings.section("size")
-        shortest = size.integer("shortest_edge", min_pixels, at_most=MAX_PIXELS)
-        longest = size.integer("longest_edge", max_pixels, at_most=MAX_PIXELS)
+    def _from_settings(
+        cls, settings: Settings, patch_size: int = 14, mean: RGB = CLIP_MEAN, std: RGB = CLIP_STD, **fields: Any
+    ) -> Self:
+        """Reads the settings that images and videos have, with the defaults of a family; `fields` are the others."""
         return cls(
-            min_pixels=settings.integer("min_pixels", shortest, at_most=MAX_PIXELS),
-            max_pixels=settings.integer("max_pixels", longest, at_most=MAX_PIXELS),
-            patch_size=settings.integer("patch_size", 14, at_most=256),
-            merge_size=settings.integer("merge_size", 2, at_most=16),
-            temporal_patch_size=settings.integer("temporal_patch_size", 2, at_most=8),
+            patch_size=settings.read("patch_size", integer(1, 256), patch_size),
+            merge_size=settings.read("merge_size", integer(1, 16), 2),
+            temporal_patch_size=settings.read("temporal_patch_size", integer(1, 8), 2),
             resample=resample_of(settings, BICUBIC),
-            normalization=Normalization.from_settings(settings, mean=CLIP_MEAN, std=CLIP_STD),
+            normalization=Normalization.from_settings(settings, mean=mean, std=std),
+            **fields,
         )
 
     def __call__(self, frames: Tensor, where: str = "image") -> tuple[Tensor, tuple[int, int, int]]:
@@ -142,13 +154,9 @@ class Qwen2VLPreprocessor:
             rounded_frames: number of frames, for the comparison with the limits.
         """
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-            raise ImageError(
-                "the image is too long and thin",
-                where=where,
-                got=f"{width} x {height} pixels",
-                expected=f"an aspect ratio of at most {MAX_ASPECT_RATIO}",
-                remedy="Crop the image.",
-            )
+            got, expected = f"{width} x {height} pixels", f"an aspect ratio of at most {MAX_ASPECT_RATIO}"
+            what, remedy = "the image is too long and thin", "Crop the image."
+            raise ImageError(what, where=where, got=got, expected=expected, remedy=remedy)
         unit = self.patch_size * self.merge_size
         tall, wide = round(height / unit) * unit, round(width / unit) * unit
         if rounded_frames * tall * wide > self.max_pixels:
@@ -168,7 +176,7 @@ class Qwen2VLPreprocessor:
 class Qwen2VLProcessorFamily(ProcessorFamily):
     """Replaces each image or video by one token for each merge_size x merge_size patches."""
 
-    model_type = "qwen2_vl"
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
     hf_class = "Qwen2VLProcessor"
     image_processor = "Qwen2VLImageProcessor"
 
@@ -193,26 +201,25 @@ class Qwen2VLProcessorFamily(ProcessorFamily):
 
     def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
         clips = [image[None] for group in images for image in group]
-        patches, grids, replacements = self._preprocess(self.images, clips, "image")
-        return PreprocessedMedia({"pixel_values": patches, "image_grid_thw": grids}, replacements)
+        return self._preprocess(self.images, clips, "image", "pixel_values")
 
     def preprocess_videos(self, videos: list[Tensor], fps: list[float]) -> PreprocessedMedia:
-        patches, grids, replacements = self._preprocess(self.videos, videos, "video")
-        return PreprocessedMedia({"pixel_values_videos": patches, "video_grid_thw": grids}, replacements)
+        return self._preprocess(self.videos, videos, "video", "pixel_values_videos")
 
     def _preprocess(
-        self, preprocessor: Qwen2VLPreprocessor, clips: list[Tensor], kind: str
-    ) -> tuple[Tensor, Tensor, list[str]]:
+        self, preprocessor: Qwen2VLPreprocessor, clips: list[Tensor], kind: str, name: str
+    ) -> PreprocessedMedia:
         outputs = [preprocessor(clip, f"{kind}s[{i}]") for i, clip in enumerate(clips)]
         grids = [grid for _, grid in outputs]
         replacements = [self.soft_tokens[kind] * preprocessor.num_tokens(grid) for grid in grids]
-        return torch.cat([patches for patches, _ in outputs]), torch.tensor(grids), replacements
+        inputs = {name: torch.cat([patches for patches, _ in outputs]), f"{kind}_grid_thw": torch.tensor(grids)}
+        return PreprocessedMedia(inputs, replacements)
 
 
 class Qwen2_5VLProcessorFamily(Qwen2VLProcessorFamily):
     """Qwen2-VL's preprocessing, plus the seconds that a patch of a video covers."""
 
-    model_type = "qwen2_5_vl"
+    model_types = ("qwen2_5_vl",)
     hf_class = "Qwen2_5_VLProcessor"
 
     def preprocess_videos(self, videos: list[Tensor], fps: list[float]) -> PreprocessedMedia:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import integer
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.files import ProcessorFiles
-from ligerzoo.vision.settings import MAX_SIDE, Settings
+from ligerzoo.vision.settings import MAX_SIDE, POSITIVE, YES_OR_NO, Settings
 from ligerzoo.vision.transforms import BILINEAR, HALF, Normalization, resample_of, resize
 
 
@@ -51,10 +52,10 @@ class Gemma3Preprocessor:
         """
         return cls(
             side=settings.side(224),
-            do_pan_and_scan=settings.boolean("do_pan_and_scan", False),
-            min_crop_size=settings.integer("pan_and_scan_min_crop_size", 256, at_most=MAX_SIDE),
-            max_num_crops=settings.integer("pan_and_scan_max_num_crops", 4, at_most=64),
-            min_ratio=settings.number("pan_and_scan_min_ratio_to_activate", 1.2),
+            do_pan_and_scan=settings.read("do_pan_and_scan", YES_OR_NO, False),
+            min_crop_size=settings.read("pan_and_scan_min_crop_size", integer(1, MAX_SIDE), 256),
+            max_num_crops=settings.read("pan_and_scan_max_num_crops", integer(1, 64), 4),
+            min_ratio=settings.read("pan_and_scan_min_ratio_to_activate", POSITIVE, 1.2),
             resample=resample_of(settings, BILINEAR),
             normalization=Normalization.from_settings(settings, mean=HALF, std=HALF),
         )
@@ -101,7 +102,7 @@ class Gemma3Preprocessor:
 class Gemma3ProcessorFamily(ProcessorFamily):
     """Replaces each image, and each crop, by the same number of soft tokens between a begin and an end token."""
 
-    model_type = "gemma3"
+    model_types = ("gemma3",)
     hf_class = "Gemma3Processor"
     image_processor = "Gemma3ImageProcessor"
 
@@ -112,7 +113,7 @@ class Gemma3ProcessorFamily(ProcessorFamily):
         soft = named.get("image_token", "<image_soft_token>")
         self.placeholders, self.soft_tokens = {"image": begin}, {"image": soft}
         self._soft_id = media_token_id(soft, tokenizer)
-        length = files.processor_config.integer("image_seq_length", 256, at_most=2**14)
+        length = files.processor_config.read("image_seq_length", integer(1, 2**14), 256)
         self._square = f"\n\n{begin}{soft * length}{end}\n\n"
 
     def image_text(self, height: int, width: int, where: str = "image") -> str:
