@@ -30,7 +30,7 @@ ARROWS = {
     "optimizer_table": ("errors", ""),
     "files": ("entries errors", ""),
     "text": ("errors files", ""),
-    "vision": ("checks errors files text", ""),
+    "vision": ("checks entries errors files text", ""),
     "kernels": ("checks errors tensor_checks", ""),
     "layers": ("checks kernels tensor_checks", ""),
     "losses": ("checks errors kernels tensor_checks", ""),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ligerzoo.checks import Values, instances, integer, is_number, number
+from ligerzoo.entries import OBJECT, Entries, JsonType
 from ligerzoo.errors import ConfigError
 
 T = TypeVar("T")
@@ -21,10 +21,8 @@ def _is_moderate(value: Any) -> bool:
     return is_number(value) and abs(value) < 2**31
 
 
-YES_OR_NO = instances("true or false", lambda value: isinstance(value, bool))
 POSITIVE = number("a positive number", lambda x: 0 < x < 2**31)
 _STRING = instances("a string", lambda value: value is None or isinstance(value, str))
-_OBJECT = instances("an object", lambda value: isinstance(value, Mapping))
 _CHANNELS = instances("three numbers", _are_channels)
 _POSITIVE_CHANNELS = instances("three positive numbers", lambda value: _are_channels(value) and min(value) > 0)
 
@@ -39,14 +37,14 @@ class Settings:
         where: the file, for error messages.
     """
 
-    def __init__(self, entries: Mapping[str, object], where: object) -> None:
+    def __init__(self, entries: Entries, where: object) -> None:
         self.where = where
         self._entries = {name: value for name, value in entries.items() if value is not None}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def read(self, name: str, values: Values, default: T) -> T:
+    def read(self, name: str, values: Values | JsonType[Any], default: T) -> T:
         """Returns an entry, which is one of the values; `default` if it is absent."""
         value: Any = self._entries.get(name, default)
         if not values.accepts(value):
@@ -69,8 +67,8 @@ class Settings:
 
     def section(self, name: str) -> Settings:
         """Returns a nested object; an empty one if the entry is absent."""
-        empty: Mapping[str, object] = {}
-        return Settings(self.read(name, _OBJECT, empty), f"{self.where}: {name}")
+        empty: Entries = {}
+        return Settings(self.read(name, OBJECT, empty), f"{self.where}: {name}")
 
     def require(self, name: str, value: object) -> None:
         """Raises ConfigError if the entry has another value than `value`, the only one that is supported."""

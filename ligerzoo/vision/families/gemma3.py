@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import integer
+from ligerzoo.entries import FLAG
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.files import ProcessorFiles
-from ligerzoo.vision.settings import MAX_SIDE, POSITIVE, YES_OR_NO, Settings
+from ligerzoo.vision.settings import MAX_SIDE, POSITIVE, Settings
 from ligerzoo.vision.transforms import BILINEAR, HALF, Normalization, resample_of, resize
 
 
@@ -52,7 +53,7 @@ class Gemma3Preprocessor:
         """
         return cls(
             side=settings.side(224),
-            do_pan_and_scan=settings.read("do_pan_and_scan", YES_OR_NO, False),
+            do_pan_and_scan=settings.read("do_pan_and_scan", FLAG, False),
             min_crop_size=settings.read("pan_and_scan_min_crop_size", integer(1, MAX_SIDE), 256),
             max_num_crops=settings.read("pan_and_scan_max_num_crops", integer(1, 64), 4),
             min_ratio=settings.read("pan_and_scan_min_ratio_to_activate", POSITIVE, 1.2),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import integer
+from ligerzoo.entries import FLAG
 from ligerzoo.errors import ImageError
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from ligerzoo.vision.families.qwen2_vl import Qwen2VLPreprocessor, Qwen2VLProces
 from ligerzoo.vision.family import PreprocessedMedia
 from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
-from ligerzoo.vision.settings import POSITIVE, YES_OR_NO, Settings
+from ligerzoo.vision.settings import POSITIVE, Settings
 from ligerzoo.vision.transforms import HALF
 
 _MAX_FRAMES = 2**16
@@ -50,7 +51,7 @@ class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
         settings.require("cap_pixels_per_frame", False)
         settings.require("num_frames", None)
         size, pixels, frames = settings.section("size"), integer(1, MAX_PIXELS), integer(1, _MAX_FRAMES)
-        is_sampled = settings.read("do_sample_frames", YES_OR_NO, True)
+        is_sampled = settings.read("do_sample_frames", FLAG, True)
         return cls._from_settings(
             settings,
             patch_size=16,
