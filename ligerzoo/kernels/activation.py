@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.checks import check, one_of
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
@@ -187,14 +187,14 @@ def _backward(dy: Tensor, x: Tensor, activation: Activation, needs_y: bool) -> t
 
 class _ActivationLinear(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.activation = activation
         return unsplit_linear(_forward(x, activation, weight.dtype), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dz: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx, dweight, dz_rows = None, None, dz.reshape(-1, dz.shape[-1])

@@ -14,9 +14,9 @@ Forward-mode differentiation and second derivatives are errors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,31 @@ def _unwrapped(tensor: Tensor) -> list[Tensor]:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensors[-1]):
             tensors.append(torch._C._functorch.get_unwrapped(tensors[-1]))
     return tensors
+
+
+class FusedContext(Protocol):
+    """The `ctx` of a `FusedFunction`: autograd's, or a `RecordedContext`. Further attributes are the function's own."""
+
+    @property
+    def needs_input_grad(self) -> Sequence[bool]: ...
+
+    @property
+    def saved_tensors(self) -> Sequence[Any]: ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
+def if_needed(gradients: Iterable[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The needed gradients, and None for the others."""
+    return tuple(gradient if needs else None for gradient, needs in zip(gradients, needed, strict=True))
 
 
 class FusedFunction(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
@@ -73,7 +73,7 @@ class _CrossEntropy(FusedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, statistics: bool
+        ctx: FusedContext, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, statistics: bool
     ) -> tuple[Tensor, ...]:
         *results, normalizer = _forward(logits, target, class_weight, terms, statistics)
         ctx.save_for_backward(logits, target, normalizer, class_weight)
@@ -84,7 +84,7 @@ class _CrossEntropy(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, upstream: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         logits, target, normalizer, class_weight = ctx.saved_tensors
         return _backward(logits, target, normalizer, upstream, class_weight, ctx.terms), None, None, None, None
 

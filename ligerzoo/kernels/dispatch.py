@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -72,19 +72,22 @@ def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
     Raises:
         ValueError: `backend` is unknown, or is "triton" and the kernels do not support the tensors.
     """
-    check_backend(backend)
-    supported = all(
-        (t.is_cuda or INTERPRETING or (t.is_meta and _simulated_gpu is not None)) and t.dtype in _FUSED_DTYPES
-        for t in tensors
-    )
     if backend == "auto":
-        return supported
-    if backend == "triton" and not supported:
+        return _are_fused(tensors)
+    if check_backend(backend) == "triton" and not _are_fused(tensors):
         got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise ValueError(
             f'backend="triton" with tensors {got}; expected fp32, bf16 or fp16 on a GPU, or backend="auto"'
         )
     return backend == "triton"
+
+
+def _are_fused(tensors: Iterable[Tensor]) -> bool:
+    for t in tensors:  # a loop takes half the time of `all`
+        on_gpu = t.is_cuda or INTERPRETING or (t.is_meta and _simulated_gpu is not None)
+        if not on_gpu or t.dtype not in _FUSED_DTYPES:
+            return False
+    return True
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,14 +8,12 @@ the two sums of exponentials, and S. Recomputed in backward: p and q.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import FRACTION, POSITIVE, check
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, requires_gradient
 from ligerzoo.kernels.cosine import cosine_distances_
 from ligerzoo.kernels.dispatch import Backend, uses_triton
 from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward, fused_divergences_
@@ -50,7 +48,9 @@ def row_divergences_(
 
 class _Losses(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> Tensor:
+    def forward(
+        ctx: FusedContext, student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions
+    ) -> Tensor:
         loss, statistics = divergence_forward(student, teacher, target, options)
         ctx.save_for_backward(student, teacher, target, statistics)
         ctx.options = options
@@ -58,7 +58,7 @@ class _Losses(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, upstream: Tensor) -> tuple[Tensor | None, ...]:
         student, teacher, target, statistics = ctx.saved_tensors
         dstudent = divergence_backward(student, teacher, target, statistics, upstream.reshape(-1), ctx.options)
         return dstudent, None, None, None

@@ -11,27 +11,23 @@ Saved: x, z, the weight and r (one fp32 number per row). Recomputed in backward:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
-    BACKWARD_TILE,
-    FORWARD_TILE,
     check_columns,
+    column_addends,
     column_sums_,
     fits_registers,
-    group_size,
-    grouped,
-    persistent_programs,
-    row_offsets,
-    tile,
+    load_rows,
+    persistent_row_launch,
+    row_launch,
+    tile_rows,
 )
 from ligerzoo.kernels.torch_math import silu
 from ligerzoo.tensor_checks import check_floats
@@ -55,17 +51,14 @@ def _rounded_product(normalized, wide_weight, x, weight):
 
 
 @kernel
-def _forward_kernel(
-    x_ptr, z_ptr, weight_ptr, y_ptr, rstd_ptr, group, x_group_stride, x_row_stride, z_group_stride, z_row_stride,
-    n_rows, n_cols, eps, ROWS: tl.constexpr, COLS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def _forward_kernel(x, z, weight_ptr, y_ptr, rstd_ptr, sizes, eps, TILE: tl.constexpr, EXACT: tl.constexpr):
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
-    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
-    z_rows = row_offsets(rows, group, z_group_stride, z_row_stride)
-    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
-    z = tl.load(z_ptr + z_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    rows, mask = tile_rows(tl.program_id(0), cols, sizes, ROWS)
+    n_cols = sizes.n_cols
+    x = load_rows(x, rows, cols, mask, sizes.group)
+    z = load_rows(z, rows, cols, mask, sizes.group).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0)
     wide_x = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / n_cols + eps)
@@ -73,39 +66,36 @@ def _forward_kernel(
     scaled = _rounded_product(normalized, weight.to(tl.float32), x, weight)
     sigmoid, _ = sigmoids(z, EXACT)
     y = scaled * (z * sigmoid)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < sizes.n_rows)
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward_kernel(
-    dy_ptr, x_ptr, z_ptr, weight_ptr, rstd_ptr, dx_ptr, dz_ptr, dweight_ptr, group, dy_group_stride, dy_row_stride,
-    x_group_stride, x_row_stride, z_group_stride, z_row_stride, n_rows, n_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    dy, x, z, weight_ptr, rstd_ptr, dx_ptr, dz_ptr, dweight_ptr, sizes, TILE: tl.constexpr, EXACT: tl.constexpr
+):
     program, programs = tl.program_id(0), tl.num_programs(0)
+    n_cols = sizes.n_cols
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
     weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0)
     wide_weight = weight.to(tl.float32)
     dweight = tl.zeros((COLS,), dtype=tl.float32)
-    for block in range(program, tl.cdiv(n_rows, ROWS), programs):
-        rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
-        z_rows = row_offsets(rows, group, z_group_stride, z_row_stride)
-        dy_rows = row_offsets(rows, group, dy_group_stride, dy_row_stride)
-        x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
-        z = tl.load(z_ptr + z_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + dy_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
-        normalized = x.to(tl.float32) * rstd[:, None]
-        rounded = normalized.to(x.dtype).to(tl.float32)
-        sigmoid, complement = sigmoids(z, EXACT)
-        dscaled = dy * (z * sigmoid)
+    for block in range(program, tl.cdiv(sizes.n_rows, ROWS), programs):
+        rows, mask = tile_rows(block, cols, sizes, ROWS)
+        x_tile = load_rows(x, rows, cols, mask, sizes.group)
+        gate = load_rows(z, rows, cols, mask, sizes.group).to(tl.float32)
+        upstream = load_rows(dy, rows, cols, mask, sizes.group).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < sizes.n_rows, other=0.0)
+        normalized = x_tile.to(tl.float32) * rstd[:, None]
+        rounded = normalized.to(x_tile.dtype).to(tl.float32)
+        sigmoid, complement = sigmoids(gate, EXACT)
+        dscaled = upstream * (gate * sigmoid)
         offsets = rows[:, None] * n_cols + cols[None, :]
         if dz_ptr is not None:
-            scaled = _rounded_product(rounded, wide_weight, x, weight)
-            dz = dy * scaled * (sigmoid * (1.0 + z * complement))
+            scaled = _rounded_product(rounded, wide_weight, x_tile, weight)
+            dz = upstream * scaled * (sigmoid * (1.0 + gate * complement))
             tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         if dx_ptr is not None:
             g = dscaled * wide_weight[None, :]
@@ -128,15 +118,9 @@ def _is_exact(*tensors: Tensor) -> bool:
 @register("gated_rms_norm_forward", fake=_allocate_forward)
 def _forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, rstd = _allocate_forward(x)
-    n_rows, n_cols = rstd.numel(), x.shape[-1]
-    exact, group = _is_exact(x, z), group_size(x, z)
-    x, x_group_stride, x_row_stride = grouped(x, group)
-    z, z_group_stride, z_row_stride = grouped(z, group)
-    tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-    _forward_kernel[cdiv(n_rows, tile_rows)](
-        x, z, weight.contiguous(), y, rstd, group, x_group_stride, x_row_stride, z_group_stride, z_row_stride, n_rows,
-        n_cols, eps, tile_rows, tile_cols, exact, num_warps=warps,
-    )  # fmt: skip
+    rows, sizes, tile, programs, warps = row_launch(x, z)
+    exact = _is_exact(x, z)
+    _forward_kernel[programs](*rows, weight.contiguous(), y, rstd, sizes, eps, tile, exact, num_warps=warps)
     return y, rstd
 
 
@@ -151,37 +135,28 @@ def _backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_z: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dz, dweight = _allocate_backward(x, z, weight, needs_x, needs_z, needs_weight)
-    n_rows, n_cols = rstd.numel(), x.shape[-1]
-    exact, group = _is_exact(x, z), group_size(dy, x, z)
-    dy, dy_group_stride, dy_row_stride = grouped(dy, group)
-    x, x_group_stride, x_row_stride = grouped(x, group)
-    z, z_group_stride, z_row_stride = grouped(z, group)
-    tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
-    programs = persistent_programs(n_rows, tile_rows, x)
-    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
+    rows, sizes, tile, programs, warps = persistent_row_launch(dy, x, z)
+    addends = column_addends(x, programs, needs_weight)
+    results = dx if needs_x else None, dz if needs_z else None, addends
     _backward_kernel[programs](
-        dy, x, z, weight.contiguous(), rstd, dx if needs_x else None, dz if needs_z else None, partial, group,
-        dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, z_group_stride, z_row_stride, n_rows, n_cols,
-        tile_rows, tile_cols, exact, num_warps=warps,
-    )  # fmt: skip
-    if partial is not None:
-        column_sums_(dweight, partial)
+        *rows, weight.contiguous(), rstd, *results, sizes, tile, _is_exact(x, z), num_warps=warps
+    )
+    column_sums_(dweight, addends)
     return dx, dz, dweight
 
 
 class _GatedRMSNorm(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, rstd = _forward(x, z, weight, eps)
         ctx.save_for_backward(x, z, weight, rstd)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:3]
-        gradients = _backward(dy, *ctx.saved_tensors, *needed)
-        return *(gradient if needs else None for gradient, needs in zip(gradients, needed, strict=True)), None
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *needed, _ = ctx.needs_input_grad
+        return *if_needed(_backward(dy, *ctx.saved_tensors, *needed), needed), None
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:

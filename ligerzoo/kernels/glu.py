@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import low_rank_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
@@ -126,14 +126,14 @@ def _backward(
 
 class _GLU(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: FusedContext, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return _forward(gate, up, activation, gate.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_gate, needs_up, _ = ctx.needs_input_grad
         gate, up = ctx.saved_tensors
         dgate, dup, _ = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, False)
@@ -145,7 +145,7 @@ class _GLULinear(FusedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation,
+        ctx: FusedContext, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation,
         a: Tensor | None, b: Tensor | None, scale: float, scales: Sequence[float], *factors: Tensor,
     ) -> Tensor:  # fmt: skip
         y, h = _activated(gate, up, activation, weight.dtype, scales, *factors), None
@@ -164,7 +164,7 @@ class _GLULinear(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dz: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight, a, b, h, *factors = ctx.saved_tensors
         needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _, _, *needs_factors = ctx.needs_input_grad
         dgate, dup, dweight, dh, da, db, dz_rows = None, None, None, None, None, None, dz.reshape(-1, dz.shape[-1])

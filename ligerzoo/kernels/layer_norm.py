@@ -10,27 +10,26 @@ Saved: x, w, m and r (two fp32 numbers per row). Recomputed in backward: n.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, cdiv, empty_gradient, uses_triton
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
+from ligerzoo.kernels.dispatch import Backend, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
-    BACKWARD_TILE,
-    FORWARD_TILE,
     check_columns,
+    column_addends,
     column_sums_,
     fits_registers,
-    group_size,
-    grouped,
-    persistent_programs,
+    load_rows,
+    persistent_row_launch,
+    row_launch,
     row_offsets,
-    tile,
+    tile_rows,
 )
 from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
@@ -46,20 +45,18 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
 
 
 @kernel
-def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, group, group_stride, row_stride, n_rows, n_cols, eps,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def _forward_kernel(x, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, sizes, eps, TILE: tl.constexpr):
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
-    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    x_rows = row_offsets(rows, group, group_stride, row_stride)
-    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    rows, mask = tile_rows(tl.program_id(0), cols, sizes, ROWS)
+    n_rows, n_cols, group = sizes
+    wide_x = load_rows(x, rows, cols, mask, group).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
 
     # The distance from the row's first number keeps the digits of numbers that are close together but far from 0.
-    first = tl.load(x_ptr + x_rows, mask=rows < n_rows, other=0.0).to(tl.float32)
-    distance = tl.where(mask, x - first[:, None], 0.0)
+    first = tl.load(x.ptr + row_offsets(x, rows, group), mask=rows < n_rows, other=0.0).to(tl.float32)
+    distance = tl.where(mask, wide_x - first[:, None], 0.0)
     mean_distance = tl.sum(distance, axis=1) / n_cols
     centered = tl.where(mask, distance - mean_distance[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / n_cols + eps)
@@ -73,38 +70,35 @@ def _forward_kernel(
 
 
 @kernel
-def _backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, group, dy_group_stride,
-    dy_row_stride, x_group_stride, x_row_stride, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def _backward_kernel(dy, x, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, sizes, TILE: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
+    n_rows, n_cols, group = sizes
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
     weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
     dweight = tl.zeros((COLS,), dtype=tl.float32)
     dbias = tl.zeros((COLS,), dtype=tl.float32)
 
     for block in range(program, tl.cdiv(n_rows, ROWS), programs):
-        rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
-        dy_rows = row_offsets(rows, group, dy_group_stride, dy_row_stride)
-        x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + dy_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rows, mask = tile_rows(block, cols, sizes, ROWS)
+        wide_x = load_rows(x, rows, cols, mask, group).to(tl.float32)
+        upstream = load_rows(dy, rows, cols, mask, group).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
 
         # dy is 0 beyond the last column, so x - mean contributes to no sum there.
-        normalized = (x - mean[:, None]) * rstd[:, None]
+        normalized = (wide_x - mean[:, None]) * rstd[:, None]
         if dx_ptr is not None:
-            g = dy * weight[None, :]
+            g = upstream * weight[None, :]
             g_mean = tl.sum(g, axis=1) / n_cols
             projection = tl.sum(g * normalized, axis=1) / n_cols
             dx = rstd[:, None] * (g - g_mean[:, None] - normalized * projection[:, None])
             tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dweight_ptr is not None:
-            dweight += tl.sum(dy * normalized, axis=0)
+            dweight += tl.sum(upstream * normalized, axis=0)
         if dbias_ptr is not None:
-            dbias += tl.sum(dy, axis=0)
+            dbias += tl.sum(upstream, axis=0)
 
     offsets = program.to(tl.int64) * n_cols + cols
     if dweight_ptr is not None:
@@ -122,63 +116,51 @@ def _allocate_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
 @register("layer_norm_forward", fake=_allocate_forward)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _allocate_forward(x, weight)
-    n_rows, n_cols = rstd.numel(), x.shape[-1]
-    group = group_size(x)
-    x, group_stride, row_stride = grouped(x, group)
-    tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-    _forward_kernel[cdiv(n_rows, tile_rows)](
-        x, weight.contiguous(), None if bias is None else bias.contiguous(), y, mean, rstd, group, group_stride,
-        row_stride, n_rows, n_cols, eps, tile_rows, tile_cols, num_warps=warps,
-    )  # fmt: skip
+    rows, sizes, tile, programs, warps = row_launch(x)
+    bias = None if bias is None else bias.contiguous()
+    _forward_kernel[programs](*rows, weight.contiguous(), bias, y, mean, rstd, sizes, eps, tile, num_warps=warps)
     return y, mean, rstd
 
 
-def _allocate_backward(
-    x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradient(x, needs_x), empty_gradient(weight, needs_weight), empty_gradient(weight, needs_bias)
+class _Needs(NamedTuple):
+    """Which gradients to compute."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+def _allocate_backward(x: Tensor, weight: Tensor, needs: _Needs) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradient(x, needs.x), empty_gradient(weight, needs.weight), empty_gradient(weight, needs.bias)
 
 
 @register("layer_norm_backward", fake=_allocate_backward)
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dweight, dbias = _allocate_backward(x, weight, needs_x, needs_weight, needs_bias)
-    n_rows, n_cols = rstd.numel(), x.shape[-1]
-    group = group_size(dy, x)
-    dy, dy_group_stride, dy_row_stride = grouped(dy, group)
-    x, x_group_stride, x_row_stride = grouped(x, group)
-    tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
-    programs = persistent_programs(n_rows, tile_rows, x)
-    weight_partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
-    bias_partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_bias else None
-    _backward_kernel[programs](
-        dy, x, weight.contiguous(), mean, rstd, dx if needs_x else None, weight_partial, bias_partial, group,
-        dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows, n_cols, tile_rows, tile_cols,
-        num_warps=warps,
-    )  # fmt: skip
-    if weight_partial is not None:
-        column_sums_(dweight, weight_partial)
-    if bias_partial is not None:
-        column_sums_(dbias, bias_partial)
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, needs: _Needs
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _allocate_backward(x, weight, needs)
+    rows, sizes, tile, programs, warps = persistent_row_launch(dy, x)
+    addends = [column_addends(x, programs, needed) for needed in needs[1:]]
+    results = dx if needs.x else None, *addends
+    _backward_kernel[programs](*rows, weight.contiguous(), mean, rstd, *results, sizes, tile, num_warps=warps)
+    column_sums_(dweight, addends[0])
+    column_sums_(dbias, addends[1])
     return dx, dweight, dbias
 
 
 class _LayerNorm(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         y, mean, rstd = _forward(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs = _Needs(*ctx.needs_input_grad[:3])
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = _backward(dy, x, weight, mean, rstd, needs_x, needs_weight, needs_bias)
-        return dx if needs_x else None, dweight if needs_weight else None, dbias if needs_bias else None, None
+        return *if_needed(_backward(dy, x, weight, mean, rstd, needs), needs), None
 
 
 def layer_norm(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.loss.chunked_head import (
     HeadGradients,
@@ -173,7 +173,7 @@ class _TokenResults(FusedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FusedContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -192,7 +192,7 @@ class _TokenResults(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, target, class_weight = ctx.saved_tensors
         head, needs = HeadInputs(*inputs), Needs(*ctx.needs_input_grad[:3])
         loss, logp, entropy, logsumexp, _ = upstream

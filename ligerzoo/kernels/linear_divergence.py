@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import check_divergence, jsd_divergence, row_divergences_, target_without_ignored
 from ligerzoo.kernels.loss.chunked_head import (
@@ -222,7 +222,7 @@ class _TokenDivergences(FusedFunction):
     """The divergence of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: FusedContext, *args: Any) -> Tensor:
         *inputs, divergence, options = args
         ctx.save_for_backward(*inputs)
         ctx.divergence, ctx.options = divergence, options
@@ -231,7 +231,7 @@ class _TokenDivergences(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, upstream: Tensor) -> tuple[Tensor | None, ...]:
         inputs, needs = ctx.saved_tensors, Needs(*ctx.needs_input_grad[:3])
         heads = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6])
         _, *gradients = _sweep(*heads, inputs[6], upstream, ctx.divergence, ctx.options, needs)

@@ -9,12 +9,11 @@ Saved: x and W in their dtypes, not their fp32 copies.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows
 from ligerzoo.tensor_checks import check_floats
 
@@ -34,13 +33,13 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 class _Linear(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return reference(x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         with _without_autocast(x):

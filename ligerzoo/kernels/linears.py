@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, check_activation
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.few_rows import gate_few_rows, project_few_rows, uses_few_rows
 from ligerzoo.kernels.glu import glu
@@ -48,7 +48,7 @@ def reference(
 
 class _Linears(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: FusedContext, x: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         needs_x, _, *needed = ctx.needs_input_grad
         weights: Any = parameters[:count]
         ctx.save_for_backward(x if any(needed[:count]) else None, *(weights if needs_x else ()))
@@ -60,7 +60,7 @@ class _Linears(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, *needed = ctx.needs_input_grad
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in upstream]

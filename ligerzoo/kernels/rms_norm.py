@@ -14,32 +14,24 @@ Saved: x (or the sum), w and r (one fp32 number per row). Recomputed in backward
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
-from ligerzoo.kernels.dispatch import (
-    Backend,
-    accumulation_dtype,
-    cdiv,
-    empty_gradient,
-    uses_triton,
-)
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable, requires_gradient
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
-    BACKWARD_TILE,
-    FORWARD_TILE,
     check_columns,
+    column_addends,
     column_sums_,
     fits_registers,
-    group_size,
-    grouped,
-    persistent_programs,
-    row_offsets,
-    tile,
+    load_rows,
+    persistent_row_launch,
+    row_launch,
+    tile_rows,
 )
 from ligerzoo.tensor_checks import check_floats
 
@@ -71,235 +63,219 @@ def add_reference(
     return reference(summed, weight, eps, weight_offset, round_before_scale), summed
 
 
+class _Options(NamedTuple):
+    """The options of `rms_norm`."""
+
+    eps: float
+    weight_offset: float
+    round_before_scale: bool
+
+
+class _Results(NamedTuple):
+    """What the forward kernel stores: y, r, and the sum if there is a residual."""
+
+    y: Tensor
+    rstd: Tensor
+    summed: Tensor | None = None
+
+
+class _Needs(NamedTuple):
+    """Which gradients to compute."""
+
+    x: bool
+    weight: bool
+
+
+class _Gradients(NamedTuple):
+    """What the backward kernel stores: dx, and each program's part of dw."""
+
+    dx: Tensor | None
+    dweight: Tensor | None
+
+
 # The kernels. A null pointer means that an input does not exist, or that a result is not needed.
 
 
 @kernel
 def _forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, rstd_ptr, group, group_stride, row_stride, n_rows, n_cols, eps,
-    weight_offset, ROWS: tl.constexpr, COLS: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    x, residual_ptr, weight_ptr, results, sizes, eps, offset, TILE: tl.constexpr, ROUND_FIRST: tl.constexpr
+):
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
-    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    rows, mask = tile_rows(tl.program_id(0), cols, sizes, ROWS)
+    n_cols = sizes.n_cols
     offsets = rows[:, None] * n_cols + cols[None, :]
-    x_rows = row_offsets(rows, group, group_stride, row_stride)
-    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
+    x = load_rows(x, rows, cols, mask, sizes.group)
 
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + offsets, x, mask=mask)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(results.summed.dtype.element_ty)
+        tl.store(results.summed + offsets, x, mask=mask)
 
     wide_x = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / n_cols + eps)
     y = wide_x * rstd[:, None]
     if weight_ptr is not None:
-        scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
-        if ROUND_BEFORE_SCALE:
+        scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+        if ROUND_FIRST:
             y = y.to(x.dtype).to(tl.float32)
         y *= scale[None, :]
 
-    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(results.rstd + rows, rstd, mask=rows < sizes.n_rows)
+    tl.store(results.y + offsets, y.to(results.y.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward_kernel(
-    dy_ptr, dsummed_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, group, dy_group_stride, dy_row_stride,
-    x_group_stride, x_row_stride, n_rows, n_cols, weight_offset,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
-):  # fmt: skip
+    dy,
+    dsummed_ptr,
+    x,
+    weight_ptr,
+    rstd_ptr,
+    results,
+    sizes,
+    offset,
+    TILE: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
     program, programs = tl.program_id(0), tl.num_programs(0)
+    n_cols = sizes.n_cols
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
     if weight_ptr is not None:
-        scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
+        scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros((COLS,), dtype=tl.float32)
 
-    for block in range(program, tl.cdiv(n_rows, ROWS), programs):
-        rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
-        dy_rows = row_offsets(rows, group, dy_group_stride, dy_row_stride)
-        x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + dy_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+    for block in range(program, tl.cdiv(sizes.n_rows, ROWS), programs):
+        rows, mask = tile_rows(block, cols, sizes, ROWS)
+        wide_x = load_rows(x, rows, cols, mask, sizes.group).to(tl.float32)
+        wide_dy = load_rows(dy, rows, cols, mask, sizes.group).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < sizes.n_rows, other=0.0)
 
-        normalized = x * rstd[:, None]
-        if dx_ptr is not None:
+        normalized = wide_x * rstd[:, None]
+        if results.dx is not None:
             offsets = rows[:, None] * n_cols + cols[None, :]
-            g = dy if weight_ptr is None else dy * scale[None, :]
+            g = wide_dy if weight_ptr is None else wide_dy * scale[None, :]
             dx = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
             if dsummed_ptr is not None:
                 dx += tl.load(dsummed_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if dweight_ptr is not None:
-            if ROUND_BEFORE_SCALE:
-                normalized = normalized.to(x_ptr.dtype.element_ty).to(tl.float32)
-            dweight += tl.sum(dy * normalized, axis=0)
+            tl.store(results.dx + offsets, dx.to(results.dx.dtype.element_ty), mask=mask)
+        if results.dweight is not None:
+            if ROUND_FIRST:
+                normalized = normalized.to(x.ptr.dtype.element_ty).to(tl.float32)
+            dweight += tl.sum(wide_dy * normalized, axis=0)
 
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + program.to(tl.int64) * n_cols + cols, dweight, mask=cols < n_cols)
+    if results.dweight is not None:
+        tl.store(results.dweight + program.to(tl.int64) * n_cols + cols, dweight, mask=cols < n_cols)
 
 
 def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, y: Tensor, summed: Tensor | None, rstd: Tensor,
-    eps: float, weight_offset: float, round_before_scale: bool,
-) -> None:  # fmt: skip
-    n_rows, n_cols = rstd.numel(), x.shape[-1]
-    group = group_size(x)
-    x, group_stride, row_stride = grouped(x, group)
-    tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-    _forward_kernel[cdiv(n_rows, tile_rows)](
-        x, residual, None if weight is None else weight.contiguous(), y, summed, rstd, group, group_stride, row_stride,
-        n_rows, n_cols, eps, weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
-    )  # fmt: skip
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, results: _Results, options: _Options
+) -> None:
+    (rows,), sizes, tile, programs, warps = row_launch(x)
+    residual, weight = (None if t is None else t.contiguous() for t in (residual, weight))
+    _forward_kernel[programs](rows, residual, weight, results, sizes, *options[:2], tile, options[2], num_warps=warps)
 
 
-def _allocate_forward(x: Tensor, weight: Tensor | None, round_before_scale: bool) -> tuple[Tensor, Tensor]:
+def _allocate_forward(x: Tensor, weight: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
     dtype = x.dtype
-    if weight is not None and round_before_scale:
+    if weight is not None and options.round_before_scale:
         dtype = torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @register("rms_norm_forward", fake=_allocate_forward)
-def _forward(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
-) -> tuple[Tensor, Tensor]:
-    y, rstd = _allocate_forward(x, weight, round_before_scale)
-    _launch_forward(x, None, weight, y, None, rstd, eps, weight_offset, round_before_scale)
+def _forward(x: Tensor, weight: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
+    y, rstd = _allocate_forward(x, weight, options)
+    _launch_forward(x, None, weight, _Results(y, rstd), options)
     return y, rstd
 
 
 def _allocate_add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, round_before_scale: bool
+    x: Tensor, residual: Tensor, weight: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     summed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    y, rstd = _allocate_forward(summed, weight, round_before_scale)
-    return y, summed, rstd
+    return *_allocate_forward(summed, weight, options), summed
 
 
 @register("add_rms_norm_forward", fake=_allocate_add_forward)
 def _add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
+    x: Tensor, residual: Tensor, weight: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, summed, rstd = _allocate_add_forward(x, residual, weight, round_before_scale)
-    _launch_forward(x, residual.contiguous(), weight, y, summed, rstd, eps, weight_offset, round_before_scale)
-    return y, summed, rstd
+    y, rstd, summed = _allocate_add_forward(x, residual, weight, options)
+    _launch_forward(x, residual, weight, _Results(y, rstd, summed), options)
+    return y, rstd, summed
 
 
-def _allocate_backward(x: Tensor, weight: Tensor | None, needs_x: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:
-    return empty_gradient(x, needs_x), empty_gradient(x if weight is None else weight, needs_weight)
+def _allocate_backward(x: Tensor, weight: Tensor | None, needs: _Needs) -> tuple[Tensor, Tensor]:
+    return empty_gradient(x, needs.x), empty_gradient(x if weight is None else weight, needs.weight)
 
 
 @register("rms_norm_backward", fake=_allocate_backward)
 def _backward(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
-    round_before_scale: bool, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dweight = _allocate_backward(x, weight, needs_x, needs_weight)
-    n_rows, n_cols = rstd.numel(), x.shape[-1]
-    group = group_size(dy, x)
-    dy, dy_group_stride, dy_row_stride = grouped(dy, group)
-    x, x_group_stride, x_row_stride = grouped(x, group)
-    tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
-    programs = persistent_programs(n_rows, tile_rows, x)
-    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, options: _Options, needs: _Needs
+) -> tuple[Tensor, Tensor]:
+    dx, dweight = _allocate_backward(x, weight, needs)
+    (dy_rows, x_rows), sizes, tile, programs, warps = persistent_row_launch(dy, x)
+    dsummed, weight = (None if t is None else t.contiguous() for t in (dsummed, weight))
+    results = _Gradients(dx if needs.x else None, column_addends(x, programs, needs.weight))
+    _, offset, round_first = options
     _backward_kernel[programs](
-        dy, None if dsummed is None else dsummed.contiguous(), x, None if weight is None else weight.contiguous(), rstd,
-        dx if needs_x else None, partial, group, dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows,
-        n_cols, weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
-    )  # fmt: skip
-    if partial is not None:
-        column_sums_(dweight, partial)
+        dy_rows, dsummed, x_rows, weight, rstd, results, sizes, offset, tile, round_first, num_warps=warps
+    )
+    column_sums_(dweight, results.dweight)
     return dx, dweight
 
 
 class _RMSNorm(FusedFunction):
+    """y; with `returns_sum` also x, or its sum with the residual, whose upstream gradient is added to that of x."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
-    ) -> Tensor:
-        y, rstd = _forward(x, weight, eps, weight_offset, round_before_scale)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.options = weight_offset, round_before_scale
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        x, weight, rstd = ctx.saved_tensors
-        weight_offset, round_before_scale = ctx.options
-        dx, dweight = _backward(dy, None, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
-        return dx if needs_x else None, dweight if needs_weight else None, None, None, None
-
-
-class _ResidualRMSNorm(FusedFunction):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
-    ) -> tuple[Tensor, Tensor]:
-        y, rstd = _forward(x, weight, eps, weight_offset, round_before_scale)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.options = weight_offset, round_before_scale
-        return y, x.view_as(x)  # torch.func does not support an input that is both saved and returned
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        x, weight, rstd = ctx.saved_tensors
-        weight_offset, round_before_scale = ctx.options
-        dx, dweight = _backward(dy, dx, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
-        return dx if needs_x else None, dweight if needs_weight else None, None, None, None
-
-
-class _AddRMSNorm(FusedFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
+        ctx: FusedContext,
         x: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
-        eps: float,
-        weight_offset: float,
-        round_before_scale: bool,
-    ) -> tuple[Tensor, Tensor]:
-        y, summed, rstd = _add_forward(x, residual, weight, eps, weight_offset, round_before_scale)
-        ctx.save_for_backward(summed, weight, rstd)
-        ctx.options = weight_offset, round_before_scale
-        if not any(ctx.needs_input_grad[:2]):
-            ctx.mark_non_differentiable(summed)
-        return y, summed
+        options: _Options,
+        returns_sum: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        outputs: Tensor | tuple[Tensor, Tensor]
+        if residual is None:
+            y, rstd = _forward(x, weight, options)
+            outputs = (y, x.view_as(x)) if returns_sum else y  # torch.func rejects an input both saved and returned
+        else:
+            y, rstd, x = _add_forward(x, residual, weight, options)
+            outputs = y, x
+            if not any(ctx.needs_input_grad[:2]):
+                ctx.mark_non_differentiable(x)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.options = options
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
-        summed, weight, rstd = ctx.saved_tensors
-        weight_offset, round_before_scale = ctx.options
-        dx, dweight = _backward(
-            dy, dsummed, summed, weight, rstd, weight_offset, round_before_scale, needs_x or needs_residual,
-            needs_weight,
-        )  # fmt: skip
+    def backward(ctx: FusedContext, dy: Tensor, dsummed: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[:3]
+        needs = _Needs(any(needed[:2]), needed[2])
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = _backward(dy, dsummed, x, weight, rstd, ctx.options, needs)
         # Both summands get the same tensor, as in torch: autograd casts it to each dtype, and copies before it writes.
-        return (
-            dx if needs_x else None, dx if needs_residual else None, dweight if needs_weight else None,
-            None, None, None,
-        )  # fmt: skip
+        return *if_needed((dx, dx, dweight), needed), None, None
 
 
-def _weights(name: str, x: Tensor, weight: Tensor | None, weight_offset: float) -> list[Tensor]:
-    """The weight as a list, empty if it is None. Raises ValueError for a wrong shape, or an offset without a weight."""
-    if weight is not None:
-        check_floats(name, weight=weight)
-        check_columns(name, x, weight=weight)
-        return [weight]
-    if weight_offset:
-        raise ValueError(f"{name}: weight_offset={weight_offset} without a weight; expected 0.0, or a weight")
-    return []
+def _is_fused(
+    name: str, weight: Tensor | None, weight_offset: float, backend: Backend, x: Tensor, *residual: Tensor
+) -> bool:
+    """Whether the kernels run. Raises ValueError for a weight of a wrong shape, or an offset without a weight."""
+    if weight is None:
+        if weight_offset:
+            raise ValueError(f"{name}: weight_offset={weight_offset} without a weight; expected 0.0, or a weight")
+        return uses_triton(x, *residual, backend=backend) and fits_registers(x, backend)
+    check_floats(name, weight=weight)
+    check_columns(name, x, weight=weight)
+    return uses_triton(x, *residual, weight, backend=backend) and fits_registers(x, backend)
 
 
 def rms_norm(
@@ -331,8 +307,8 @@ def rms_norm(
             support the tensors.
     """
     check_floats("rms_norm", x=x)
-    if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits_registers(x, backend):
-        return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
+    if _is_fused("rms_norm", weight, weight_offset, backend, x):
+        return _RMSNorm.apply(x, None, weight, _Options(eps, weight_offset, round_before_scale), False)
     return reference(x, weight, eps, weight_offset, round_before_scale)
 
 
@@ -365,13 +341,15 @@ def residual_rms_norm(
         ValueError: as `rms_norm`.
     """
     check_floats("residual_rms_norm", x=x)
-    weights = _weights("residual_rms_norm", x, weight, weight_offset)
+    is_fused = _is_fused("residual_rms_norm", weight, weight_offset, backend, x)
     if x.requires_grad and not torch.is_grad_enabled():
         x = x.detach()  # no result requires a gradient under no_grad, neither does the residual
-    if uses_triton(x, *weights, backend=backend) and fits_registers(x, backend) and requires_gradient(x):
-        return _ResidualRMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
-    options: Any = {"weight_offset": weight_offset, "round_before_scale": round_before_scale, "backend": backend}
-    return rms_norm(x, weight, eps, **options), x
+    if not is_fused:
+        return reference(x, weight, eps, weight_offset, round_before_scale), x
+    options = _Options(eps, weight_offset, round_before_scale)
+    if requires_gradient(x):
+        return _RMSNorm.apply(x, None, weight, options, True)
+    return _RMSNorm.apply(x, None, weight, options, False), x
 
 
 def add_rms_norm(
@@ -406,7 +384,6 @@ def add_rms_norm(
     check_floats("add_rms_norm", x=x, residual=residual)
     if residual.shape != x.shape:
         raise ValueError(f"add_rms_norm: residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}")
-    weights = _weights("add_rms_norm", x, weight, weight_offset)
-    if uses_triton(x, residual, *weights, backend=backend) and fits_registers(x, backend):
-        return _AddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_before_scale)
+    if _is_fused("add_rms_norm", weight, weight_offset, backend, x, residual):
+        return _RMSNorm.apply(x, residual, weight, _Options(eps, weight_offset, round_before_scale), True)
     return add_reference(x, residual, weight, eps, weight_offset, round_before_scale)

@@ -11,12 +11,10 @@ Saved: cos and sin. One launch rotates queries and keys, out of place.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -130,7 +128,9 @@ def _heads(x: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
 
 class _RoPE(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: FusedContext, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         if not torch.compiler.is_compiling():  # the compiler does not support it: an unused output gets zeros
@@ -143,7 +143,7 @@ class _RoPE(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_q, needs_k = ctx.needs_input_grad[:2]
         dq, dk = dq if needs_q else None, dk if needs_k else None
         if dq is None and dk is None:

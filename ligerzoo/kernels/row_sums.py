@@ -22,13 +22,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels.autograd import FusedFunction
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction
 from ligerzoo.kernels.dispatch import as_rows, cdiv, padded_size
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
@@ -131,12 +130,12 @@ def _ordered_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _OrderedProduct(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _ordered_product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return dy @ weight if needs_x else None, dy.T @ x if needs_weight else None, dy.sum(0) if needs_bias else None

@@ -10,12 +10,10 @@ grows (online softmax, Milakov & Gimelshein 2018).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, load_softcapped
@@ -141,14 +139,14 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
 
 class _Softmax(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor) -> Tensor:
         y = _forward(x)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: FusedContext, dy: Tensor) -> Tensor:
         return _backward(dy, *ctx.saved_tensors)
 
 

@@ -6,7 +6,9 @@ Row-wise kernels hold whole rows of (..., H) in the registers of a program.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, next_power_of_2
@@ -69,22 +71,85 @@ def group_size(*tensors: Tensor) -> int:
     return 1 if len(shape) == 1 or all(t.is_contiguous() for t in tensors) else shape[-2]
 
 
-def grouped(x: Tensor, group: int) -> tuple[Tensor, int, int]:
-    """Returns x, its group stride and its row stride for `row_offsets`. Rows have unit stride.
+class GroupedRows(NamedTuple):
+    """A tensor (..., H) whose rows have unit stride, as kernels take it, see `grouped`."""
 
-    Copies x if its strides do not allow this.
+    ptr: Tensor
+    group_stride: int
+    row_stride: int
+
+
+class RowSizes(NamedTuple):
+    """Numbers of rows, of columns, and of rows in a group."""
+
+    n_rows: int
+    n_cols: int
+    group: int
+
+
+class RowLaunch(NamedTuple):
+    """A launch of a row-wise kernel.
+
+    Attributes:
+        operands: the given tensors.
+        sizes: their common sizes.
+        tile: rows and columns of a program.
+        programs: number of programs.
+        warps: warps per program.
     """
+
+    operands: list[GroupedRows]
+    sizes: RowSizes
+    tile: tuple[int, int]
+    programs: int
+    warps: int
+
+
+def row_launch(*tensors: Tensor) -> RowLaunch:
+    """Launches one program per tile of tensors of the same shape."""
+    operands, sizes = _operands(tensors)
+    rows, cols, warps = tile(sizes.n_cols, FORWARD_TILE)
+    return RowLaunch(operands, sizes, (rows, cols), cdiv(sizes.n_rows, rows), warps)
+
+
+def persistent_row_launch(*tensors: Tensor) -> RowLaunch:
+    """Launches programs that loop over tiles of tensors of the same shape, for backward kernels."""
+    operands, sizes = _operands(tensors)
+    rows, cols, warps = tile(sizes.n_cols, BACKWARD_TILE)
+    return RowLaunch(operands, sizes, (rows, cols), persistent_programs(sizes.n_rows, rows, tensors[0]), warps)
+
+
+def _operands(tensors: tuple[Tensor, ...]) -> tuple[list[GroupedRows], RowSizes]:
+    shape, group = tensors[0].shape, group_size(*tensors)
+    return [grouped(t, group) for t in tensors], RowSizes(shape[:-1].numel(), shape[-1], group)
+
+
+def grouped(x: Tensor, group: int) -> GroupedRows:
+    """Returns x for kernels, in groups of this many rows. Copies x if its strides do not allow this."""
     if x.is_contiguous():
-        return x, group * x.shape[-1], x.shape[-1]
+        return GroupedRows(x, group * x.shape[-1], x.shape[-1])
     groups = x.reshape(-1, group, x.shape[-1])
     groups = groups if groups.stride(-1) == 1 else groups.contiguous()
-    return groups, groups.stride(0), groups.stride(1)
+    return GroupedRows(groups, groups.stride(0), groups.stride(1))
 
 
 @jit
-def row_offsets(rows, group, group_stride, row_stride):
-    """Offsets of the first elements of these rows. Triton specializes on a group of 1 and drops the division."""
-    return rows // group * group_stride + rows % group * row_stride
+def tile_rows(block, cols, sizes, ROWS: tl.constexpr):
+    """Rows of a tile, and which of its elements exist."""
+    rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+    return rows, (rows < sizes.n_rows)[:, None] & (cols < sizes.n_cols)[None, :]
+
+
+@jit
+def load_rows(x, rows, cols, mask, group):
+    """Elements of `GroupedRows`, 0 beyond the mask."""
+    return tl.load(x.ptr + row_offsets(x, rows, group)[:, None] + cols[None, :], mask=mask, other=0.0)
+
+
+@jit
+def row_offsets(x, rows, group):
+    """Offsets of the first elements of rows. Triton specializes on a group of 1 and drops the division."""
+    return rows // group * x.group_stride + rows % group * x.row_stride
 
 
 @kernel
@@ -98,8 +163,15 @@ def _column_sums_kernel(addends_ptr, sums_ptr, n_rows, n_cols, ROWS: tl.constexp
     tl.store(sums_ptr + cols, tl.sum(total, axis=0).to(sums_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def column_sums_(sums: Tensor, addends: Tensor) -> None:
+def column_addends(x: Tensor, programs: int, needed: bool) -> Tensor | None:
+    """The programs' parts of a weight gradient, (programs, H) fp32, for `column_sums_`; None if it is not needed."""
+    return x.new_empty((programs, x.shape[-1]), dtype=torch.float32) if needed else None
+
+
+def column_sums_(sums: Tensor, addends: Tensor | None) -> None:
     """Writes the sums over the first dimension of `addends`, (programs, H) fp32, to `sums`, (H,). Rounds once."""
+    if addends is None:
+        return
     n_rows, n_cols = addends.shape
     rows, cols = 64, 32
     _column_sums_kernel[cdiv(n_cols, cols)](addends, sums, n_rows, n_cols, rows, cols, num_warps=4)

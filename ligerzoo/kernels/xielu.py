@@ -10,12 +10,10 @@ Saved: x, a, b, beta and eps.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import expm1
@@ -114,13 +112,13 @@ def _backward(
 
 class _XIELU(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
         ctx.save_for_backward(x, positive, negative, beta, eps)
         return _forward(x, positive, negative, beta, eps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, positive, negative, beta, eps = ctx.saved_tensors
         needs_x, needs_positive, needs_negative, *_ = ctx.needs_input_grad
         dx, curvatures = _backward(

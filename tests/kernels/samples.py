@@ -13,9 +13,12 @@ from ligerzoo.kernels.delta_chunks import Prepared, Tokens
 from ligerzoo.kernels.experts import _Needs
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
+from ligerzoo.kernels.layer_norm import _Needs as LayerNormNeeds
 from ligerzoo.kernels.lora_experts import Projection
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.registration import OPS
+from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds
+from ligerzoo.kernels.rms_norm import _Options as Options
 from ligerzoo.kernels.route import SigmoidOptions
 from ligerzoo.kernels.weighted_glu import Biases
 from tests.kernels.layouts import transposed
@@ -28,42 +31,41 @@ def new(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
     return numbers(*shape, dtype=dtype, device=device).detach()
 
 
+_LLAMA, _GEMMA = Options(1e-6, 0.0, True), Options(1e-6, 1.0, False)
+
+
 def _rms_norm_forward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    llama = {"eps": 1e-6, "weight_offset": 0.0, "round_before_scale": True}
-    gemma = {"eps": 1e-6, "weight_offset": 1.0, "round_before_scale": False}
     return [
-        {"x": t(5, 33), "weight": t(33), **llama},
-        {"x": transposed(t(2, 3, 33)), "weight": half(33), **llama},
-        {"x": half(5, 33), "weight": t(33), **gemma},
-        {"x": half(5, 33), "weight": None, **llama},
-        {"x": t(0, 33), "weight": t(33), **llama},
+        {"x": t(5, 33), "weight": t(33), "options": _LLAMA},
+        {"x": transposed(t(2, 3, 33)), "weight": half(33), "options": _LLAMA},
+        {"x": half(5, 33), "weight": t(33), "options": _GEMMA},
+        {"x": half(5, 33), "weight": None, "options": _LLAMA},
+        {"x": t(0, 33), "weight": t(33), "options": _LLAMA},
     ]
 
 
 def _add_rms_norm_forward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    llama = {"eps": 1e-6, "weight_offset": 0.0, "round_before_scale": True}
-    gemma = {"eps": 1e-6, "weight_offset": 1.0, "round_before_scale": False}
     return [
-        {"x": t(5, 33), "residual": t(5, 33), "weight": t(33), **llama},
-        {"x": half(2, 3, 33), "residual": transposed(t(2, 3, 33)), "weight": t(33), **gemma},
-        {"x": t(5, 33), "residual": half(5, 33), "weight": None, **llama},
-        {"x": t(0, 33), "residual": t(0, 33), "weight": t(33), **llama},
+        {"x": t(5, 33), "residual": t(5, 33), "weight": t(33), "options": _LLAMA},
+        {"x": half(2, 3, 33), "residual": transposed(t(2, 3, 33)), "weight": t(33), "options": _GEMMA},
+        {"x": t(5, 33), "residual": half(5, 33), "weight": None, "options": _LLAMA},
+        {"x": t(0, 33), "residual": t(0, 33), "weight": t(33), "options": _LLAMA},
     ]
 
 
 def _rms_norm_backward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     common = {"dy": t(5, 33), "dsummed": t(5, 33), "x": t(5, 33), "weight": t(33), "rstd": t(5).abs()}
-    common |= {"weight_offset": 0.0, "round_before_scale": True, "needs_x": True, "needs_weight": True}
+    common |= {"options": _LLAMA, "needs": RMSNormNeeds(True, True)}
     empty = {"dy": t(0, 33), "dsummed": None, "x": t(0, 33), "rstd": t(0)}
     batched = {"dy": transposed(t(2, 3, 33)), "dsummed": t(2, 3, 33), "x": half(2, 3, 33), "rstd": t(2, 3)}
     return [
         common | {"dsummed": None},
-        common | batched | {"weight_offset": 1.0, "round_before_scale": False, "needs_weight": False},
-        common | {"needs_x": False},
-        common | {"x": half(5, 33), "weight": None, "needs_weight": False},
+        common | batched | {"options": _GEMMA, "needs": RMSNormNeeds(True, False)},
+        common | {"needs": RMSNormNeeds(False, True)},
+        common | {"x": half(5, 33), "weight": None, "needs": RMSNormNeeds(True, False)},
         common | empty,
     ]
 
@@ -80,12 +82,12 @@ def _layer_norm_forward(device: str) -> Samples:
 def _layer_norm_backward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     common = {"dy": t(5, 33), "x": t(5, 33), "weight": t(33), "mean": t(5), "rstd": t(5).abs()}
-    common |= {"needs_x": True, "needs_weight": True, "needs_bias": True}
+    common |= {"needs": LayerNormNeeds(True, True, True)}
     batched = {"dy": transposed(t(2, 3, 33)), "x": half(2, 3, 33), "mean": t(2, 3), "rstd": t(2, 3)}
     return [
         common,
-        common | batched | {"needs_x": False, "needs_bias": False},
-        common | {"needs_weight": False},
+        common | batched | {"needs": LayerNormNeeds(False, True, False)},
+        common | {"needs": LayerNormNeeds(True, False, True)},
         common | {"dy": t(0, 33), "x": t(0, 33), "mean": t(0), "rstd": t(0)},
     ]
 

@@ -11,12 +11,10 @@ runs once, it multiplies in place. A factor of 1, which is what `loss.backward()
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, RecordedContext, once_differentiable, under_transform
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, RecordedContext, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     cdiv,
@@ -71,7 +69,7 @@ class _PrecomputedGradient(FusedFunction):
     """Returns 0. Backward returns a gradient that exists already, times the upstream one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor, factor: Tensor | None) -> Tensor:
+    def forward(ctx: FusedContext, x: Tensor, gradient: Tensor, factor: Tensor | None) -> Tensor:
         ctx.save_for_backward(gradient, factor)
         ctx.dtype = x.dtype
         ctx.can_reuse = gradient.dtype == x.dtype and gradient.is_contiguous() and _is_private()
@@ -79,7 +77,7 @@ class _PrecomputedGradient(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
         is_unobserved = gradient.is_meta or not needs_dispatch(gradient, factor)
