@@ -21,6 +21,11 @@ Entries = Mapping[str, object]
 """Entries of a JSON object, or values of config fields, by name."""
 
 
+def shown(value: object) -> str:
+    """Returns a value from a file for a message: escaped and shortened."""
+    return quote(value) if isinstance(value, str) else repr(value)[:200]
+
+
 @dataclass(frozen=True)
 class JsonType(Generic[T]):
     """Values that an entry may have.
@@ -35,10 +40,16 @@ class JsonType(Generic[T]):
     accepts: Callable[[object], bool]
     problem: str = "invalid value"
 
-    def read(self, value: object, where: object, error: type[LigerzooError] = ConfigError) -> T:
+    def read(
+        self,
+        value: object,
+        where: object,
+        error: type[LigerzooError] = ConfigError,
+        show: Callable[[object], str] = shown,
+    ) -> T:
         """Returns the value. Raises the error, which names the file and entry in `where`, unless it is accepted."""
         if not self.accepts(value):
-            raise error(self.problem, where=where, got=shown(value), expected=self.expected)
+            raise error(self.problem, where=where, got=show(value), expected=self.expected)
         return cast("T", value)
 
     def entry(self, raw: Entries, name: str) -> T | None:
@@ -75,8 +86,3 @@ def check_one_of(
     if not is_one_of(value, accepted):
         expected = " or ".join(map(repr, accepted))
         raise error("not supported", where=where, got=shown(value), expected=expected, remedy=remedy)
-
-
-def shown(value: object) -> str:
-    """Returns a value from a file for a message: escaped and shortened."""
-    return quote(value) if isinstance(value, str) else repr(value)[:200]

@@ -29,7 +29,7 @@ ARROWS = {
     "device": ("errors", ""),
     "optimizer_table": ("errors", ""),
     "files": ("entries errors", ""),
-    "text": ("errors files", ""),
+    "text": ("checks entries errors files", ""),
     "vision": ("checks entries errors files text", ""),
     "kernels": ("checks errors tensor_checks", ""),
     "layers": ("checks kernels tensor_checks", ""),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ligerzoo.entries import FLAG, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_one_of, list_of
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
@@ -181,9 +181,7 @@ def read_adapter_config(directory: Path) -> PeftConfig:
 
 
 def _read(kind: JsonType[T], value: object, where: str) -> T:
-    if not kind.accepts(value):
-        raise CheckpointError("invalid value", where=where, got=quote(value), expected=kind.expected)
-    return cast("T", value)
+    return replace(kind, problem="invalid value").read(value, where, CheckpointError, quote)
 
 
 def _listed(kind: JsonType[list[T]], value: object, where: str) -> tuple[T, ...]:

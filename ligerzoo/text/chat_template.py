@@ -53,9 +53,8 @@ def read_template(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "cannot be read", where="option chat_template", got=f"{path}: {error}", expected="a jinja file in UTF-8"
-        ) from error
+        where, got, expected = "option chat_template", f"{path}: {error}", "a jinja file in UTF-8"
+        raise ConfigError("cannot be read", where=where, got=got, expected=expected) from error
 
 
 class ChatTemplate:
@@ -69,7 +68,7 @@ class ChatTemplate:
     def __init__(self, source: str, where: str) -> None:
         self.source, self.where = source, where
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, object]) -> str:
         """Renders the template and returns the prompt.
 
         Args:
@@ -87,7 +86,7 @@ class ChatTemplate:
         """Whether the template marks the assistant's text with `{% generation %}` blocks."""
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
-    def render_spans(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def render_spans(self, variables: Mapping[str, object]) -> tuple[str, list[tuple[int, int]]]:
         """Renders the template and returns the prompt and its `{% generation %}` blocks.
 
         Args:
@@ -128,7 +127,7 @@ class ChatTemplate:
         """
         return frozenset(self._request(None, ("", ""), "variables"))
 
-    def _render(self, variables: Mapping[str, Any], marks: tuple[str, str]) -> str:
+    def _render(self, variables: Mapping[str, object], marks: tuple[str, str]) -> str:
         try:
             plain = _plain(variables)
         except RecursionError as error:
@@ -136,7 +135,7 @@ class ChatTemplate:
         text: str = self._request(plain, marks, "text")
         return text
 
-    def _request(self, variables: dict[str, Any] | None, marks: tuple[str, str], field: str) -> Any:
+    def _request(self, variables: Any, marks: tuple[str, str], field: str) -> Any:
         """Returns a field of the reply, or raises TokenizerError if the reply lacks it."""
         try:
             request = marshal.dumps((_MAX_SECONDS, self.source, self.where, variables, marks))
@@ -152,7 +151,7 @@ class ChatTemplate:
         return TokenizerError("cannot send the variables to the template", where=self.where, got=error)
 
 
-def _problem(reply: Mapping[str, Any]) -> str:
+def _problem(reply: Mapping[str, object]) -> str:
     match reply:
         case {"limit": "memory"}:
             return f"exceeds the memory limit of {_MAX_MEMORY // 2**20} MiB"
@@ -162,7 +161,7 @@ def _problem(reply: Mapping[str, Any]) -> str:
             return str(reply.get("error"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Returns a copy of JSON types only: the sandbox cannot check the methods of other objects."""
     match value:
         case None | bool():
@@ -181,11 +180,10 @@ def _plain(value: Any) -> Any:
             return f"<{type(value).__name__}>"
 
 
-def _plain_key(key: Any) -> Any:
+def _plain_key(key: object) -> Any:
     if not isinstance(key, str | int | float | None):
-        raise TokenizerError(
-            "not a JSON key", where="messages", got=f"a key of type {type(key).__name__}", expected="a string"
-        )
+        got = f"a key of type {type(key).__name__}"
+        raise TokenizerError("not a JSON key", where="messages", got=got, expected="a string")
     return _plain(key)
 
 
@@ -256,12 +254,8 @@ def _start_process() -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C interrupts this program only
         )
     except OSError as error:
-        raise TokenizerError(
-            "cannot start the process that renders chat templates",
-            where=sys.executable,
-            got=error,
-            remedy=remedy,
-        ) from error
+        what = "cannot start the process that renders chat templates"
+        raise TokenizerError(what, where=sys.executable, got=error, remedy=remedy) from error
 
 
 def _send(process: subprocess.Popen[bytes], request: bytes) -> None:

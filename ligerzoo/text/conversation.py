@@ -45,11 +45,9 @@ class Conversation:
     ) -> None:
         self.tokenizer, self._processor = tokenizer, processor
         if not tokenizer.chat_templates:
-            raise TokenizerError(
-                "no chat template, so the model was not trained to chat",
-                where="tokenizer",
-                remedy="Use `ligerzoo generate`, or load the model's instruction-tuned variant.",
-            )
+            what = "no chat template, so the model was not trained to chat"
+            remedy = "Use `ligerzoo generate`, or load the model's instruction-tuned variant."
+            raise TokenizerError(what, where="tokenizer", remedy=remedy)
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self._images: list[Tensor] = []
 
@@ -65,11 +63,8 @@ class Conversation:
             ImageError: the file cannot be read as an image, or the model reads text only.
         """
         if self._processor is None:
-            raise ImageError(
-                "the model reads text only, or the checkpoint has no preprocessor_config.json",
-                where=file,
-                remedy="Load a vision-language model.",
-            )
+            what = "the model reads text only, or the checkpoint has no preprocessor_config.json"
+            raise ImageError(what, where=file, remedy="Load a vision-language model.")
         self._images.append(self._processor.read_image(file))
 
     def ask(self, question: str) -> dict[str, Tensor]:

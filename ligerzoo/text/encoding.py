@@ -8,12 +8,12 @@ from typing import Any, Literal
 import tokenizers
 import torch
 
+from ligerzoo.checks import is_number
 from ligerzoo.errors import TokenizerError, did_you_mean
-from ligerzoo.text.padding import BatchEncoding, Columns, as_tensors, pad_columns, padded_length
+from ligerzoo.text.padding import BatchEncoding, Columns, Padding, as_tensors, pad_columns
 from ligerzoo.text.rendered import Rendered, Span
 from ligerzoo.text.token_bound import TokenBound
-from ligerzoo.text.tokenizer_files import PaddingSide, checked_side, padding_side, reporting
-from ligerzoo.text.tokenizer_json import read_object
+from ligerzoo.text.tokenizer_files import PaddingSide, TokenizerFiles, checked_side, reporting
 from ligerzoo.text.tokenizer_limits import MAX_GROWTH
 from ligerzoo.text.truncation import Truncation, truncate, truncation_strategy, without_length
 from ligerzoo.text.vocabulary import Vocabulary
@@ -26,7 +26,6 @@ class TextEncoder(Vocabulary):
 
     Args:
         files: see `Tokenizer`.
-        where: see `Tokenizer`.
 
     Attributes:
         padding_side, truncation_side, model_max_length: see `Tokenizer`.
@@ -35,12 +34,11 @@ class TextEncoder(Vocabulary):
         TokenizerError: tokenizer.json is missing, or a file is malformed.
     """
 
-    def __init__(self, files: Mapping[str, bytes], where: str) -> None:
-        super().__init__(files, where)
-        config, source = read_object(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
-        self.padding_side = padding_side(files, where)
-        self.truncation_side = checked_side(config.get("truncation_side", "right"), f"{source}: truncation_side")
-        self.model_max_length = _model_max_length(config)
+    def __init__(self, files: TokenizerFiles) -> None:
+        super().__init__(files)
+        self.padding_side, self.truncation_side = files.padding_side(), files.side("truncation_side", "right")
+        length = files.config.get("model_max_length", 0)
+        self.model_max_length = int(length) if is_number(length) and 0 < length < _NO_MAX_LENGTH else _NO_MAX_LENGTH
 
     def encode(
         self,
@@ -70,10 +68,9 @@ class TextEncoder(Vocabulary):
             with reporting("cannot encode this text", self._where, text):
                 # Unlike `encode`, the call for batches lets other threads run.
                 return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self(
-            text, text_pair, add_special_tokens=add_special_tokens, truncation=truncation, max_length=max_length,
-            return_tensors=return_tensors,
-        )["input_ids"]  # fmt: skip
+        options: dict[str, Any] = {"truncation": truncation, "max_length": max_length}
+        inputs = self(text, text_pair, add_special_tokens=add_special_tokens, return_tensors=return_tensors, **options)
+        return inputs["input_ids"]
 
     def min_tokens(self, text: str) -> int:
         """Returns a number of tokens that a text has at least, in a hundredth of the time of `encode`.
@@ -144,9 +141,8 @@ class TextEncoder(Vocabulary):
         is_single = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
         if not isinstance(text_pair, str | Sequence | None):
-            raise TokenizerError(
-                "not a text", where="text_pair", got=repr(text_pair), expected="a text, a list or None"
-            )
+            expected = "a text, a list or None"
+            raise TokenizerError("not a text", where="text_pair", got=repr(text_pair), expected=expected)
         pairs = None if text_pair is None else [text_pair] if isinstance(text_pair, str) else list(text_pair)
         limit = max_length if max_length is not None else self._known_max_length()
         encodings = self._encode_all(
@@ -164,10 +160,8 @@ class TextEncoder(Vocabulary):
             columns["offset_mapping"] = [encoding.offsets for encoding in encodings]
         further: dict[str, Any] = {"length": lengths} if return_length else {}
         padding = return_tensors is not None if padding is None else padding
-        return self._finish(
-            columns, further, is_single, padding=padding, max_length=limit, pad_to_multiple_of=pad_to_multiple_of,
-            padding_side=padding_side, return_tensors=return_tensors,
-        )  # fmt: skip
+        how = Padding(padding, limit, pad_to_multiple_of, padding_side, return_tensors)
+        return self._finish(columns, further, is_single, how)
 
     def pad(
         self,
@@ -210,10 +204,8 @@ class TextEncoder(Vocabulary):
         if return_attention_mask and "attention_mask" not in columns:
             columns["attention_mask"] = [[1] * len(row) for row in columns["input_ids"]]
         limit = max_length if max_length is not None else self._known_max_length()
-        return self._finish(
-            columns, {}, is_single, padding=padding, max_length=limit, pad_to_multiple_of=pad_to_multiple_of,
-            padding_side=padding_side, return_tensors=return_tensors,
-        )  # fmt: skip
+        how = Padding(padding, limit, pad_to_multiple_of, padding_side, return_tensors)
+        return self._finish(columns, {}, is_single, how)
 
     def encode_rendered(self, rendered: Rendered, add_special_tokens: bool = False) -> tuple[list[int], list[Span]]:
         """Returns the ids of a rendered conversation, and the (first, last + 1) characters of each token.
@@ -229,31 +221,19 @@ class TextEncoder(Vocabulary):
             rendered.text, encoding.ids, encoding.offsets, rendered.literal, encoding.special_tokens_mask
         )
 
-    def _finish(
-        self,
-        columns: Columns,
-        further: dict[str, Any],
-        is_single: bool,
-        *,
-        padding: bool | str,
-        max_length: int | None,
-        pad_to_multiple_of: int | None,
-        padding_side: PaddingSide | None,
-        return_tensors: str | None,
-    ) -> BatchEncoding:
+    def _finish(self, columns: Columns, further: Mapping[str, object], is_single: bool, how: Padding) -> BatchEncoding:
         """Pads rows and converts them to tensors; `further` has one number per row."""
-        if return_tensors not in (None, "pt"):
-            raise TokenizerError(
-                "unsupported value", where="return_tensors", got=repr(return_tensors), expected='"pt" or None'
-            )
-        side = checked_side(padding_side or self.padding_side, "padding_side")
+        if how.return_tensors not in (None, "pt"):
+            got, expected = repr(how.return_tensors), '"pt" or None'
+            raise TokenizerError("unsupported value", where="return_tensors", got=got, expected=expected)
+        side = checked_side(how.side or self.padding_side, "padding_side")
         lengths = [len(row) for row in columns["input_ids"]]
-        length = padded_length(padding, lengths, max_length, pad_to_multiple_of)
+        length = how.length(lengths)
         if length is not None and any(row < length for row in lengths):
             columns = pad_columns(columns, length, self._padding_id(), side)
-        if return_tensors is not None:
-            return BatchEncoding(as_tensors({**columns, **further}))
-        inputs = {**columns, **further}
+        inputs: dict[str, Any] = {**columns, **further}
+        if how.return_tensors is not None:
+            return BatchEncoding(as_tensors(inputs))
         return BatchEncoding({name: rows[0] for name, rows in inputs.items()} if is_single else inputs)
 
     def _encode_all(
@@ -268,9 +248,8 @@ class TextEncoder(Vocabulary):
     ) -> list[tokenizers.Encoding]:
         """Encodes texts or pairs of texts. `offsets` are computed on request only."""
         if pairs is not None and len(pairs) != len(texts):
-            raise TokenizerError(
-                "not one second text for each", where="text_pair", got=len(pairs), expected=f"{len(texts)} texts"
-            )
+            what, expected = "not one second text for each", f"{len(texts)} texts"
+            raise TokenizerError(what, where="text_pair", got=len(pairs), expected=expected)
         encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
         with reporting("cannot encode these texts", self._where, texts):
             for one in [*texts, *(pairs or [])]:
@@ -297,40 +276,33 @@ class TextEncoder(Vocabulary):
             first, second = (self._backend.encode("a", add_special_tokens=False) for _ in range(2))
             length, joined = len(first) + len(second), len(self._backend.post_process(first, second, True))
         if joined > MAX_GROWTH * max(1, length):
-            raise TokenizerError(
-                "the post-processor for two texts exceeds the limit", where=f"{self._where}/tokenizer.json",
-                got=f"{joined} tokens from {length}", expected=f"at most {MAX_GROWTH} times as many",
-            )  # fmt: skip
+            what, where = "the post-processor for two texts exceeds the limit", f"{self._where}/tokenizer.json"
+            got, expected = f"{joined} tokens from {length}", f"at most {MAX_GROWTH} times as many"
+            raise TokenizerError(what, where=where, got=got, expected=expected)
 
     def _known_max_length(self) -> int | None:
         return None if self.model_max_length >= _NO_MAX_LENGTH else self.model_max_length
 
     def _check_text(self, text: object) -> None:
         if not isinstance(text, str):
-            raise TokenizerError(
-                "cannot encode this text: it is not a string", where=self._where, got=reprlib.repr(text),
-                remedy="Call tokenizer([...]) for several texts." if isinstance(text, list | tuple) else None,
-            )  # fmt: skip
+            what, got = "cannot encode this text: it is not a string", reprlib.repr(text)
+            remedy = "Call tokenizer([...]) for several texts." if isinstance(text, list | tuple) else None
+            raise TokenizerError(what, where=self._where, got=got, remedy=remedy)
         self._limits.check_text(text)
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TokenizerError(
-                "cannot encode this text: it contains half of a surrogate pair",
-                where=self._where,
-                got=f"{error.object[error.start]!r} as character {error.start}",
-                remedy='Decode the original bytes as UTF-8, with errors="replace" if they are invalid.',
-            ) from error
+            what = "cannot encode this text: it contains half of a surrogate pair"
+            got = f"{error.object[error.start]!r} as character {error.start}"
+            remedy = 'Decode the original bytes as UTF-8, with errors="replace" if they are invalid.'
+            raise TokenizerError(what, where=self._where, got=got, remedy=remedy) from error
 
     def _padding_id(self) -> int:
         for token_id in (self.pad_token_id, self.eos_token_id):
             if token_id is not None:
                 return token_id
-        raise TokenizerError(
-            "texts of different lengths need padding, but there is neither a pad_token nor an eos_token",
-            where=self._where,
-            remedy="Encode the texts one by one.",
-        )
+        what = "texts of different lengths need padding, but there is neither a pad_token nor an eos_token"
+        raise TokenizerError(what, where=self._where, remedy="Encode the texts one by one.")
 
 
 def refuse_unknown(options: Mapping[str, Any], accepted: Sequence[str], what: str) -> None:
@@ -340,12 +312,6 @@ def refuse_unknown(options: Mapping[str, Any], accepted: Sequence[str], what: st
             remedy = did_you_mean(name, accepted)
             expected = None if remedy else ", ".join(accepted)
             raise TokenizerError(f"not an option of {what}", where=name, expected=expected, remedy=remedy)
-
-
-def _model_max_length(config: Mapping[str, Any]) -> int:
-    value = config.get("model_max_length")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _NO_MAX_LENGTH
-    return int(value) if is_number and value is not None else _NO_MAX_LENGTH
 
 
 def _as_lists(value: Any) -> Any:

@@ -12,12 +12,13 @@ does not guarantee this:
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
 from tokenizers.decoders import Decoder
+
+from ligerzoo.text.stages import stages_of_component
 
 
 class IncrementalDecoder:
@@ -134,8 +135,7 @@ def _text_decoder(
 ) -> _ByteLevelText | _PiecewiseText | _WholeText:
     if decoder is None:
         return _WholeText(" ".join)
-    stage = json.loads(decoder.__getstate__())
-    stages = stage["decoders"] if stage["type"] == "Sequence" else [stage]
+    stages = stages_of_component(decoder)
     types = [stage["type"] for stage in stages]
     if types == ["ByteLevel"]:
         return _ByteLevelText()

@@ -7,8 +7,10 @@ import json
 import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from ligerzoo.entries import OBJECT, JsonType
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 
 Messages = list[dict[str, Any]]
@@ -18,7 +20,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
 
 
-def checked_objects(values: Any, where: str) -> Messages:
+def checked_objects(values: object, where: str) -> Messages:
     """Returns a list of dictionaries.
 
     Raises:
@@ -29,7 +31,7 @@ def checked_objects(values: Any, where: str) -> Messages:
     raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
 
 
-def normalized_messages(messages: Any) -> Messages:
+def normalized_messages(messages: object) -> Messages:
     """Returns messages without entries whose value is None, and with their reasoning under all of its names.
 
     Raises:
@@ -63,32 +65,33 @@ def with_parsed_arguments(message: Mapping[str, Any], where: str) -> dict[str, A
     calls = message.get("tool_calls")
     if calls is None:
         return dict(message)
-    if not isinstance(calls, list):
-        raise LigerzooError("wrong type", where=f"{where}.tool_calls", got=quote(repr(calls)), expected="a list")
-    return {**message, "tool_calls": [_parsed_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]}
+    where = f"{where}.tool_calls"
+    listed: list[object] = _read(_LIST, calls, where)
+    return {**message, "tool_calls": [_parsed_call(call, f"{where}[{i}]") for i, call in enumerate(listed)]}
 
 
-def _parsed_call(call: Any, where: str) -> dict[str, Any]:
-    if not isinstance(call, Mapping):
-        raise LigerzooError("wrong type", where=where, got=quote(repr(call)), expected="an object")
-    if isinstance(function := call.get("function"), Mapping):
+def _parsed_call(value: object, where: str) -> dict[str, object]:
+    call = _read(OBJECT, value, where)
+    if OBJECT.accepts(function := call.get("function")):
         return {**call, "function": _parsed_call(function, f"{where}.function")}
     if "arguments" not in call and "name" not in call:
         return dict(call)
-    arguments = call.get("arguments")
+    arguments, where = call.get("arguments"), f"{where}.arguments"
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            raise LigerzooError(
-                f"not valid JSON: {error}", where=f"{where}.arguments", got=quote(arguments), expected="a JSON object"
-            ) from error
-    arguments = arguments or {}
-    if not isinstance(arguments, Mapping):
-        raise LigerzooError(
-            "wrong type", where=f"{where}.arguments", got=quote(repr(call["arguments"])), expected="a JSON object"
-        )
-    return {**call, "arguments": arguments}
+            what, got = f"not valid JSON: {error}", quote(arguments)
+            raise LigerzooError(what, where=where, got=got, expected="a JSON object") from error
+    return {**call, "arguments": _read(_ARGUMENTS, arguments or {}, where)}
+
+
+_LIST = JsonType[list[object]]("a list", lambda value: isinstance(value, list))
+_ARGUMENTS = replace(OBJECT, expected="a JSON object")
+
+
+def _read(kind: JsonType[T], value: object, where: str) -> T:
+    return replace(kind, problem="wrong type").read(value, where, LigerzooError, quote)
 
 
 def trying_text_arguments(render: Callable[[Messages], T], messages: Messages) -> T:
@@ -114,11 +117,9 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         texts = {name: json.dumps(item, ensure_ascii=False) for name, item in call.items() if name == "arguments"}
         return {**call, **texts, **({"function": as_text(call["function"])} if "function" in call else {})}
 
-    return (
-        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-    )
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
 
 
 class OpenMessage:
@@ -145,9 +146,8 @@ class OpenMessage:
         if name in REASONING_FIELDS:
             names = [other for other in REASONING_FIELDS if other in last and last[other] == last.get(name)]
         if last.get(name) is None:
-            raise TokenizerError(
-                f"the last message has no {name!r} to continue", where=self._where, got=f"fields {list(last)}"
-            )
+            what = f"the last message has no {name!r} to continue"
+            raise TokenizerError(what, where=self._where, got=f"fields {list(last)}")
         if not any(other in source for other in names):
             raise TokenizerError(f"the chat template does not read {name!r}", where=self._where)
         self._text, tagged = self._tagged(last[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -39,32 +39,41 @@ class BatchEncoding(dict[str, Any]):
         return self
 
 
-def padded_length(
-    padding: bool | str, lengths: Sequence[int], max_length: int | None, pad_to_multiple_of: int | None
-) -> int | None:
-    """Returns the length to pad rows to; None for no padding.
+class Padding(NamedTuple):
+    """How rows become a batch; `TextEncoder.__call__` has the options.
 
-    Args:
+    Attributes:
         padding: True or "longest", "max_length", or False or "do_not_pad".
-        lengths: numbers of tokens of the rows.
         max_length: the length for "max_length"; None is an error there.
-        pad_to_multiple_of: rounds the length up to a multiple of this.
-
-    Raises:
-        TokenizerError: an argument has an unsupported value.
+        multiple: rounds the length up to a multiple of this.
+        side: the side that gets padding; None for that of the tokenizer.
+        return_tensors: "pt" for tensors, None for lists.
     """
-    if padding is False or padding == "do_not_pad":
-        return None
-    if padding is True or padding == "longest":
-        length = max(lengths, default=0)
-    elif padding != "max_length":
-        expected = 'True, "longest", "max_length", False or "do_not_pad"'
-        raise TokenizerError("unsupported value", where="padding", got=repr(padding), expected=expected)
-    elif max_length is None:
-        raise TokenizerError('padding="max_length" without a length', where="max_length", remedy="Pass max_length.")
-    else:
-        length = max_length
-    return length if pad_to_multiple_of is None else math.ceil(length / pad_to_multiple_of) * pad_to_multiple_of
+
+    padding: bool | str
+    max_length: int | None
+    multiple: int | None
+    side: PaddingSide | None
+    return_tensors: str | None
+
+    def length(self, lengths: Sequence[int]) -> int | None:
+        """Returns the length to pad rows to, given their numbers of tokens; None for no padding.
+
+        Raises:
+            TokenizerError: an option has an unsupported value.
+        """
+        if self.padding is False or self.padding == "do_not_pad":
+            return None
+        if self.padding is True or self.padding == "longest":
+            length = max(lengths, default=0)
+        elif self.padding != "max_length":
+            expected = 'True, "longest", "max_length", False or "do_not_pad"'
+            raise TokenizerError("unsupported value", where="padding", got=repr(self.padding), expected=expected)
+        elif self.max_length is None:
+            raise TokenizerError('padding="max_length" without a length', where="max_length", remedy="Pass max_length.")
+        else:
+            length = self.max_length
+        return length if self.multiple is None else math.ceil(length / self.multiple) * self.multiple
 
 
 def pad_columns(columns: Columns, length: int, padding_id: int, side: PaddingSide) -> Columns:
@@ -95,10 +104,10 @@ def _as_tensor(name: str, rows: Any) -> torch.Tensor:
         tensor = torch.tensor(rows)
     except (TypeError, ValueError) as error:
         lengths = sorted({len(row) for row in rows if isinstance(row, Sequence)})
-        raise TokenizerError(
-            "cannot be converted to a tensor", where=name, got=f"rows of {lengths} elements" if lengths else error,
-            expected="rows of equal length", remedy="Pass padding=True, and truncation=True if rows are too long.",
-        ) from error  # fmt: skip
+        what, expected = "cannot be converted to a tensor", "rows of equal length"
+        got = f"rows of {lengths} elements" if lengths else error
+        remedy = "Pass padding=True, and truncation=True if rows are too long."
+        raise TokenizerError(what, where=name, got=got, expected=expected, remedy=remedy) from error
     if tensor.numel() == 0:  # torch cannot know the other dimensions
         tensor = tensor.view(len(rows), 0) if not name.startswith("offset") else tensor.view(len(rows), 0, 2)
     return tensor if tensor.is_floating_point() else tensor.to(torch.int64)

@@ -9,17 +9,16 @@ The bound holds if no rule of the tokenizer drops a character. For other tokeniz
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers.models import BPE
 
 from ligerzoo.text.incremental_decoding import BYTE_OF_CHARACTER
+from ligerzoo.text.stages import Stage, stages_of_component
 
 _SPACE = "\u2581"  # the character for a space in the vocabularies of SentencePiece
 _ASCII = 128
@@ -34,7 +33,7 @@ class TokenBound:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        normalizers, pre_tokenizers = _stages(backend.normalizer), _stages(backend.pre_tokenizer)
+        normalizers, pre_tokenizers = map(stages_of_component, (backend.normalizer, backend.pre_tokenizer))
         added = list(backend.get_added_tokens_decoder().values())
         vocabulary = backend.get_vocab(with_added_tokens=False)
         self._weights = np.zeros(256)
@@ -78,17 +77,7 @@ def _longest(tokens: Iterable[str]) -> dict[str, int]:
     return {character: length for length in sorted(by_length) for character in {*"".join(by_length[length])}}
 
 
-def _stages(component: Any) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer or pre-tokenizer."""
-    if component is None:
-        return []
-    state: dict[str, Any] = json.loads(component.__getstate__())
-    steps = state.get("normalizers", state.get("pretokenizers")) if state["type"] == "Sequence" else [state]
-    assert steps is not None
-    return list(steps)
-
-
-def _keeps_characters(stage: dict[str, Any]) -> bool:
+def _keeps_characters(stage: Stage) -> bool:
     """Returns whether each character of a text is a character of the result, but for NFC and the name of a space."""
     match stage:
         case {"type": "NFC" | "ByteLevel" | "Prepend" | "Digits" | "UnicodeScripts" | "FixedLength"}:

@@ -2,6 +2,7 @@
 
     tokenizer_files       reads the files, and writes those with changed tokens
     tokenizer_limits      refuses a hostile tokenizer.json
+    stages                the stages of its rules
     vocabulary            tokens and ids, special and added tokens
     encoding              texts -> ids, with `truncation` and `padding`
     messages              conversations in the form of chat templates
@@ -18,11 +19,13 @@ import inspect
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, Unpack, get_args
 
 import torch
 
+from ligerzoo.checks import AT_LEAST_1, one_of
 from ligerzoo.errors import ConfigError, TokenizerError, did_you_mean
 from ligerzoo.files.atomic import replace_files
 from ligerzoo.files.transformers_options import TextOptions, text_options
@@ -38,13 +41,16 @@ from ligerzoo.text.tokenizer_files import (
     FILE_PATTERNS,
     READ_PATTERNS,
     PaddingSide,
-    find_chat_templates,
+    TokenizerFiles,
     read_files,
     reporting,
 )
-from ligerzoo.text.tokenizer_json import read_object
 from ligerzoo.text.truncation import Truncation, truncate_single, truncation_strategy
 
+_NO_TEMPLATE = (
+    "Base models have none: use the instruction-tuned variant of the model, or pass the source of a template as "
+    "chat_template."
+)
 _FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
 """What `tokenizer_kwargs` of `apply_chat_template` may have."""
 
@@ -70,8 +76,9 @@ class Tokenizer(TextEncoder):
     """
 
     def __init__(self, files: Mapping[str, bytes], where: str) -> None:
-        super().__init__(files, where)
-        self.chat_templates = find_chat_templates(files, read_object(files, "tokenizer_config.json", where), where)
+        read = TokenizerFiles(files, where)
+        super().__init__(read)
+        self.chat_templates = read.chat_templates()
 
     @classmethod
     def from_pretrained(
@@ -198,18 +205,20 @@ class Tokenizer(TextEncoder):
         if any(isinstance(one, Sequence) and not one for one in conversations):
             raise TokenizerError("the conversation is empty", where="messages", expected="at least one message")
         if return_assistant_tokens_mask and not (tokenize and return_dict is not False and not continue_final_message):
-            raise TokenizerError(
-                "does not go with tokenize=False, return_dict=False or continue_final_message",
-                where="return_assistant_tokens_mask",
-            )
-        rendered = [
-            self.render_chat(
-                one, tools=tools, documents=documents, chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                special_tokens=special_tokens, finds_spans=return_assistant_tokens_mask, variables=variables,
-            )
-            for one in conversations
-        ]  # fmt: skip
+            what = "does not go with tokenize=False, return_dict=False or continue_final_message"
+            raise TokenizerError(what, where="return_assistant_tokens_mask")
+        render = partial(
+            self.render_chat,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
+            finds_spans=return_assistant_tokens_mask,
+            variables=variables,
+        )
+        rendered = [render(one) for one in conversations]
         if not tokenize:
             texts = [one.text for one in rendered]
             return texts if is_batch else texts[0]
@@ -268,19 +277,16 @@ class Tokenizer(TextEncoder):
         messages, variables = normalized_messages(conversation), dict(variables or {})
         self._refuse_unknown_variables(template, variables)
         if continue_final_message and add_generation_prompt:
-            raise TokenizerError(
-                "given together with add_generation_prompt", where="continue_final_message",
-                remedy="Continue the last message, or begin a new one.",
-            )  # fmt: skip
+            what, remedy = "given together with add_generation_prompt", "Continue the last message, or begin a new one."
+            raise TokenizerError(what, where="continue_final_message", remedy=remedy)
         values: dict[str, Any] = {
             "messages": messages,
             "tools": None if tools is None else checked_objects(tools, "tools"),
             "documents": None if documents is None else checked_objects(documents, "documents"),
         }
         if special_tokens not in get_args(SpecialTokens):
-            raise TokenizerError(
-                "unsupported value", where="special_tokens", got=repr(special_tokens), expected='"text" or "control"'
-            )
+            got, expected = repr(special_tokens), '"text" or "control"'
+            raise TokenizerError("unsupported value", where="special_tokens", got=got, expected=expected)
         if special_tokens == "text":
             values, variables = self.special_text.mark(values), self.special_text.mark(variables)
         open_message = None
@@ -305,11 +311,10 @@ class Tokenizer(TextEncoder):
         for name in variables:
             if name not in accepted:
                 own = sorted(accepted - options - self.special_tokens.keys())
-                raise TokenizerError(
-                    "neither an option nor a variable that the chat template reads", where=name,
-                    expected=f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}",
-                    remedy=did_you_mean(name, [*options, *own]),
-                )  # fmt: skip
+                what = "neither an option nor a variable that the chat template reads"
+                expected = f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}"
+                remedy = did_you_mean(name, [*options, *own])
+                raise TokenizerError(what, where=name, expected=expected, remedy=remedy)
 
     def _chosen_template(self, chat_template: str | None, tools: object) -> ChatTemplate:
         name = chat_template
@@ -320,17 +325,10 @@ class Tokenizer(TextEncoder):
         if "{" in name:
             return ChatTemplate(name, "the chat_template argument")
         if not self.chat_templates and chat_template is None:
-            raise TokenizerError(
-                "the tokenizer has no chat template", where=self._where,
-                remedy="Base models have none: use the instruction-tuned variant of the model, or pass the source of a "
-                "template as chat_template.",
-            )  # fmt: skip
-        raise TokenizerError(
-            f"there is no chat template named {name!r}",
-            where=self._where,
-            expected=f"one of {sorted(self.chat_templates)}" if self.chat_templates else None,
-            remedy="Pass the source of a template as chat_template.",
-        )
+            raise TokenizerError("the tokenizer has no chat template", where=self._where, remedy=_NO_TEMPLATE)
+        expected = f"one of {sorted(self.chat_templates)}" if self.chat_templates else None
+        what, remedy = f"there is no chat template named {name!r}", "Pass the source of a template as chat_template."
+        raise TokenizerError(what, where=self._where, expected=expected, remedy=remedy)
 
     # Decoding
 
@@ -348,11 +346,9 @@ class Tokenizer(TextEncoder):
         if isinstance(row, Iterable) and not isinstance(row, str):
             row = list(row)
         if not (isinstance(row, list) and all(map(_is_integer, row[:1]))):
-            raise TokenizerError(
-                "cannot decode these ids", where=self._where, got=reprlib.repr(ids),
-                expected="a list or a 1-D tensor of integers",
-                remedy="decode takes one row of ids, batch_decode takes several.",
-            )  # fmt: skip
+            got, expected = reprlib.repr(ids), "a list or a 1-D tensor of integers"
+            what, remedy = "cannot decode these ids", "decode takes one row of ids, batch_decode takes several."
+            raise TokenizerError(what, where=self._where, got=got, expected=expected, remedy=remedy)
         with reporting("cannot decode these ids", self._where, ids):
             self._limits.check_tokens(map(self._backend.id_to_token, row), len(row))
             return self._backend.decode(row, skip_special_tokens=skip_special_tokens)
@@ -404,10 +400,8 @@ def _is_integer(value: object) -> bool:
 
 def _attribute(name: str, value: object) -> object:
     """Returns the value of an attribute that a user gives. Raises ConfigError if it is invalid."""
-    is_length = name == "model_max_length"
-    if (type(value) is not int or value < 1) if is_length else (value not in ("left", "right")):
-        raise ConfigError(
-            "invalid value", where=f"Tokenizer.from_pretrained, argument {name}", got=repr(value)[:200],
-            expected="an integer, 1 or more" if is_length else '"left" or "right"',
-        )  # fmt: skip
+    values = AT_LEAST_1 if name == "model_max_length" else one_of(get_args(PaddingSide))
+    if not values.accepts(value):
+        where, got = f"Tokenizer.from_pretrained, argument {name}", repr(value)[:200]
+        raise ConfigError("invalid value", where=where, got=got, expected=values.expected)
     return value

@@ -11,6 +11,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,8 +43,13 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ID = re.compile(r"[0-9]{1,10}")
 _LEFT_PADDING_CLASSES = (
-    "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "Siglip2Tokenizer", "XLNetTokenizer",
-)  # fmt: skip
+    "LlamaTokenizer",
+    "CodeLlamaTokenizer",
+    "GemmaTokenizer",
+    "CohereTokenizer",
+    "Siglip2Tokenizer",
+    "XLNetTokenizer",
+)
 _CLASSES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
@@ -51,66 +57,147 @@ _CLASSES = {
 """The class of a model type, for a tokenizer_config.json without `tokenizer_class`."""
 
 _GENERIC_CLASS_TYPES = (
-    "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "minimax_m2", "ministral",
-    "ministral3", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3_5", "qwen3_5_moe",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "granite",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mistral3",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
-)  # fmt: skip
+)
 """Model types whose tokenizers transformers loads with a class that pads on the right, whatever their file says."""
 
 
-def load_backend(files: Mapping[str, bytes], where: str) -> tuple[tokenizers.Tokenizer, Limits]:
-    """Returns the tokenizer of the tokenizers library, without padding and truncation, and its limits."""
-    if "tokenizer.json" not in files:
-        raise TokenizerError(
-            "there is no tokenizer.json",
-            where=where,
-            remedy="Other tokenizer formats are not supported. transformers converts them: "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
-        )
-    content = read_rules(files, where)
-    where = f"{where}/tokenizer.json"
-    with reporting("cannot load the tokenizer", where):
-        limits = Limits.of(content, where)
-        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"].removeprefix(codecs.BOM_UTF8))
-    for token in content.get("added_tokens") or []:
-        if (got := backend.token_to_id(token["content"])) != token["id"]:
-            raise TokenizerError(
-                f"the added token {token['content']!r} cannot have this id",
-                where=where,
-                got=token["id"],
-                expected=f"{got}, its id in the vocabulary or the next free id",
+class TokenizerFiles:
+    """The entries of a tokenizer's files.
+
+    Args:
+        contents: contents of the files in `READ_PATTERNS`, by relative path.
+        where: the directory or hub id of the files, for error messages.
+    """
+
+    def __init__(self, contents: Mapping[str, bytes], where: str) -> None:
+        self.contents, self.where = contents, where
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The entries of tokenizer_config.json."""
+        return self._entries("tokenizer_config.json")
+
+    def _entries(self, name: str) -> dict[str, Any]:
+        return read_object(self.contents, name, self.where)
+
+    def backend(self) -> tuple[tokenizers.Tokenizer, Limits]:
+        """Returns the tokenizer of the tokenizers library, without padding and truncation, and its limits."""
+        if "tokenizer.json" not in self.contents:
+            remedy = (
+                "Other tokenizer formats are not supported. transformers converts them: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
             )
-    backend.no_truncation()
-    backend.no_padding()
-    return backend, limits
+            raise TokenizerError("there is no tokenizer.json", where=self.where, remedy=remedy)
+        content = read_rules(self.contents, self.where)
+        where = f"{self.where}/tokenizer.json"
+        with reporting("cannot load the tokenizer", where):
+            limits = Limits.of(content, where)
+            backend = tokenizers.Tokenizer.from_buffer(self.contents["tokenizer.json"].removeprefix(codecs.BOM_UTF8))
+        for token in content.get("added_tokens") or []:
+            if (found := backend.token_to_id(token["content"])) != token["id"]:
+                what = f"the added token {token['content']!r} cannot have this id"
+                expected = f"{found}, its id in the vocabulary or the next free id"
+                raise TokenizerError(what, where=where, got=token["id"], expected=expected)
+        backend.no_truncation()
+        backend.no_padding()
+        return backend, limits
 
+    def chat_templates(self) -> dict[str, ChatTemplate]:
+        """Returns the templates in .jinja files or, if there are no such files, those in tokenizer_config.json."""
+        from_files = {}
+        for name, content in self.contents.items():
+            if name.endswith(".jinja"):
+                key = "default" if name == "chat_template.jinja" else Path(name).stem
+                where = f"{self.where}/{name}"
+                try:
+                    from_files[key] = ChatTemplate(content.decode(), where)
+                except UnicodeDecodeError as error:
+                    raise TokenizerError("not valid UTF-8", where=where, got=error) from error
+        if from_files:
+            return from_files
 
-def find_chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any], source: str) -> dict[str, ChatTemplate]:
-    """Returns the templates in .jinja files or, if there are no such files, those in tokenizer_config.json."""
-    from_files = {}
-    for name, content in files.items():
-        if name.endswith(".jinja"):
-            key = "default" if name == "chat_template.jinja" else Path(name).stem
-            where = f"{source}/{name}"
-            try:
-                from_files[key] = ChatTemplate(content.decode(), where)
-            except UnicodeDecodeError as error:
-                raise TokenizerError("not valid UTF-8", where=where, got=error) from error
-    if from_files:
-        return from_files
+        value = self.config.get("chat_template") or []
+        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+        from_config = {}
+        where = f"{self.where}/tokenizer_config.json: chat_template"
+        for entry in entries:
+            match entry:
+                case {"name": str(name), "template": str(source)}:
+                    from_config[name] = ChatTemplate(source, f"{where} {name!r}")
+                case _:
+                    expected = "a string, or a list of objects with name and template"
+                    raise TokenizerError("malformed", where=where, got=reprlib.repr(entry), expected=expected)
+        return from_config
 
-    value = config.get("chat_template") or []
-    entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
-    from_config = {}
-    where = f"{source}/tokenizer_config.json: chat_template"
-    for entry in entries:
-        match entry:
-            case {"name": str(name), "template": str(source)}:
-                from_config[name] = ChatTemplate(source, f"{where} {name!r}")
-            case _:
-                expected = "a string, or a list of objects with name and template"
-                raise TokenizerError("malformed", where=where, got=reprlib.repr(entry), expected=expected)
-    return from_config
+    def tokens(self) -> tuple[list[AddedToken], dict[str, AddedToken], list[AddedToken]]:
+        """Returns the listed tokens in ascending order of their ids, those with a name, and further special tokens."""
+        config, source = self.config, f"{self.where}/tokenizer_config.json"
+        where, by_id = f"{source}: added_tokens_decoder", self.config.get("added_tokens_decoder") or {}
+        if not isinstance(by_id, dict) or not all(map(_ID.fullmatch, by_id)):
+            raise TokenizerError("malformed", where=where, expected="an object that maps ids to tokens")
+        listed = [_token(by_id[token_id], where) for token_id in sorted(by_id, key=int)]
+        named, extra = _named_tokens(config, source), _extra_tokens(config, source)
+        if not listed:  # the older format: special_tokens_map.json takes precedence
+            config, source = self._entries("special_tokens_map.json"), f"{self.where}/special_tokens_map.json"
+            named |= _named_tokens(config, source)
+            extra = extra or _extra_tokens(config, source)
+        return listed, named, extra
+
+    def padding_side(self) -> PaddingSide:
+        """Returns the padding side of tokenizer_config.json, or else that of the class which transformers uses."""
+        model_type = str(self._entries("config.json").get("model_type"))
+        name = str(self.config.get("tokenizer_class") or _CLASSES.get(model_type)).removesuffix("Fast")
+        is_byte_level_llama = name == "LlamaTokenizer" and b'"ByteLevel"' in self.contents["tokenizer.json"]
+        is_left = name in _LEFT_PADDING_CLASSES and not is_byte_level_llama and model_type not in _GENERIC_CLASS_TYPES
+        return self.side("padding_side", "left" if is_left else "right")
+
+    def side(self, name: str, default: PaddingSide) -> PaddingSide:
+        """Returns a side of tokenizer_config.json."""
+        return checked_side(self.config.get(name, default), f"{self.where}/tokenizer_config.json: {name}")
+
+    def with_tokens(
+        self, added: Mapping[int, AddedToken], named: Mapping[str, str], extra: list[str]
+    ) -> dict[str, bytes]:
+        """Returns the files with other added and special tokens.
+
+        Args:
+            added: all added tokens, by id.
+            named: the special tokens that have a name, such as "eos_token".
+            extra: the special tokens without a name.
+        """
+        content = self._entries("tokenizer.json")
+        content["added_tokens"] = [{"id": token_id, **_entry(token)} for token_id, token in added.items()]
+        changed = {"tokenizer.json": content, "tokenizer_config.json": self._entries("tokenizer_config.json")}
+        if "added_tokens_decoder" in changed["tokenizer_config.json"]:
+            decoder = {str(token_id): _entry(token) for token_id, token in added.items()}
+            changed["tokenizer_config.json"]["added_tokens_decoder"] = decoder
+        if "special_tokens_map.json" in self.contents:
+            changed["special_tokens_map.json"] = self._entries("special_tokens_map.json")
+        for name, entries in changed.items():
+            if name != "tokenizer.json":
+                _set_special_tokens(entries, named, extra)
+        encoded = {name: json.dumps(one, indent=2, ensure_ascii=False).encode() for name, one in changed.items()}
+        return {**self.contents, **encoded}
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
@@ -130,33 +217,24 @@ def read_files(directory: Path) -> dict[str, bytes]:
     return files
 
 
-def named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken]:
+def _named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken]:
     """Returns the tokens of entries such as "bos_token", each a string or an object. Skips null and ""."""
     named = {
         name: value
         for name, value in config.items()
-        if value and (name in NAMED_TOKENS or (name.endswith("_token") and isinstance(value, (str, dict))))
+        if value and (name in NAMED_TOKENS or (name.endswith("_token") and isinstance(value, str | dict)))
     }
     if isinstance(config.get("extra_special_tokens"), dict):
         named |= config["extra_special_tokens"]
     return {name: _token(value, f"{where}: {name}") for name, value in named.items()}
 
 
-def extra_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
+def _extra_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
     """Returns the unnamed special tokens, which are under the newer or the older key."""
     for key in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(config.get(key), list):
             return [_token(value, f"{where}: {key}") for value in config[key]]
     return []
-
-
-def listed_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
-    """Returns the tokens of "added_tokens_decoder" in ascending order of their ids."""
-    where = f"{where}: added_tokens_decoder"
-    listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(_ID.fullmatch(token_id) for token_id in listed):
-        raise TokenizerError("malformed", where=where, expected="an object that maps ids to tokens")
-    return [_token(listed[token_id], where) for token_id in sorted(listed, key=int)]
 
 
 def _token(value: Any, where: str) -> AddedToken:
@@ -170,54 +248,11 @@ def _token(value: Any, where: str) -> AddedToken:
     raise TokenizerError("not a token", where=where, got=reprlib.repr(value), expected="a string or an object")
 
 
-def padding_side(files: Mapping[str, bytes], where: str) -> PaddingSide:
-    """Returns the padding side of tokenizer_config.json, or else that of the class which transformers uses."""
-    config, model = (
-        read_object(files, "tokenizer_config.json", where),
-        read_object(files, "config.json", where),
-    )
-    model_type = str(model.get("model_type"))
-    name = str(config.get("tokenizer_class") or _CLASSES.get(model_type)).removesuffix("Fast")
-    is_byte_level_llama = name == "LlamaTokenizer" and b'"ByteLevel"' in files["tokenizer.json"]
-    is_left = name in _LEFT_PADDING_CLASSES and not is_byte_level_llama and model_type not in _GENERIC_CLASS_TYPES
-    side = config.get("padding_side", "left" if is_left else "right")
-    return checked_side(side, f"{where}/tokenizer_config.json: padding_side")
-
-
 def checked_side(side: object, where: str) -> PaddingSide:
     """Returns the side, or raises TokenizerError if it is neither "left" nor "right"."""
     if side == "left" or side == "right":
         return side
     raise TokenizerError("unsupported value", where=where, got=repr(side), expected='"left" or "right"')
-
-
-def with_tokens(
-    files: Mapping[str, bytes], where: str, added: Mapping[int, AddedToken], named: Mapping[str, str], extra: list[str]
-) -> dict[str, bytes]:
-    """Returns the files with other added and special tokens.
-
-    Args:
-        files: contents by relative path.
-        where: the directory or hub id of the files, for error messages.
-        added: all added tokens, by id.
-        named: the special tokens that have a name, such as "eos_token".
-        extra: the special tokens without a name.
-    """
-    content, config = (
-        read_object(files, "tokenizer.json", where),
-        read_object(files, "tokenizer_config.json", where),
-    )
-    content["added_tokens"] = [{"id": token_id, **_entry(token)} for token_id, token in added.items()]
-    if "added_tokens_decoder" in config:
-        config["added_tokens_decoder"] = {str(token_id): _entry(token) for token_id, token in added.items()}
-    changed = {"tokenizer.json": content, "tokenizer_config.json": config}
-    if "special_tokens_map.json" in files:
-        changed["special_tokens_map.json"] = read_object(files, "special_tokens_map.json", where)
-    for name, entries in changed.items():
-        if name != "tokenizer.json":
-            _set_special_tokens(entries, named, extra)
-    encoded = {name: json.dumps(entries, indent=2, ensure_ascii=False).encode() for name, entries in changed.items()}
-    return {**files, **encoded}
 
 
 def _set_special_tokens(entries: dict[str, Any], named: Mapping[str, str], extra: list[str]) -> None:

@@ -9,13 +9,14 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import tokenizers
 
 from ligerzoo.errors import TokenizerError
+from ligerzoo.text.stages import Stage, stages_of
 
 MAX_GROWTH = 128  # XLM-RoBERTa has 72, one of the largest: character table, a rule for spaces, Metaspace
 MAX_CHARACTERS = 2**27  # of a text after all rules
@@ -26,12 +27,7 @@ MAX_ADDED = 2**22  # characters of all added tokens; Gemma 3 has 6,400 tokens wi
 MAX_SPECIAL_IDS = 2**10  # ids that the post-processor adds to a text
 MAX_WORD = 2**10  # characters of a word; WordPiece takes time quadratic in it
 
-_SEQUENCES = {
-    "normalizer": "normalizers",
-    "pre_tokenizer": "pretokenizers",
-    "post_processor": "processors",
-    "decoder": "decoders",
-}
+_SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Limits:
             TokenizerError: a limit is exceeded.
             Exception: the content is malformed; raised by the tokenizers library.
         """
-        for section in _SEQUENCES:
+        for section in _SECTIONS:
             _check_entries(content.get(section), f"{where}: {section}")
         rules = _rules(content)
         growth: dict[str, float] = {}
@@ -78,16 +74,12 @@ class Limits:
         _check(max(lengths, default=0), MAX_TOKEN, "characters in a token", f"{self.where}: added_tokens")
         _check(sum(lengths) * self.encoding, MAX_ADDED, "characters in total", f"{self.where}: added_tokens")
 
-    def check_text(self, text: object) -> None:
+    def check_text(self, text: str) -> None:
         """Raises TokenizerError if a text could become too long in encoding."""
-        if isinstance(text, str) and len(text) * self.encoding > MAX_CHARACTERS:
-            raise TokenizerError(
-                f"the text is too long; the tokenizer's rules may make it {self.encoding:g} times as long",
-                where=self.where,
-                got=f"{len(text)} characters",
-                expected=f"at most {math.floor(MAX_CHARACTERS / self.encoding)}",
-                remedy="Encode the text in parts.",
-            )
+        if len(text) * self.encoding > MAX_CHARACTERS:
+            what = f"the text is too long; the tokenizer's rules may make it {self.encoding:g} times as long"
+            got, expected = f"{len(text)} characters", f"at most {math.floor(MAX_CHARACTERS / self.encoding)}"
+            raise TokenizerError(what, where=self.where, got=got, expected=expected, remedy="Encode the text in parts.")
 
     def check_tokens(self, tokens: Iterable[str | None], number: int) -> None:
         """Raises TokenizerError if the text of `number` tokens could become too long in decoding."""
@@ -95,13 +87,9 @@ class Limits:
             return
         length = sum(len(token) for token in tokens if token is not None)
         if length * self.decoding > MAX_CHARACTERS:
-            raise TokenizerError(
-                "the tokens are too long to decode",
-                where=self.where,
-                got=f"{length} characters",
-                expected=f"at most {math.floor(MAX_CHARACTERS / self.decoding)} for this decoder",
-                remedy="Decode the ids in parts.",
-            )
+            what, got = "the tokens are too long to decode", f"{length} characters"
+            expected = f"at most {math.floor(MAX_CHARACTERS / self.decoding)} for this decoder"
+            raise TokenizerError(what, where=self.where, got=got, expected=expected, remedy="Decode the ids in parts.")
 
 
 def _check_entries(section: object, where: str) -> None:
@@ -115,26 +103,16 @@ def _check_entries(section: object, where: str) -> None:
             pending += value.values() if isinstance(value, Mapping) else value
 
 
-def _rules(content: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _rules(content: Mapping[str, Any]) -> dict[str, list[Stage]]:
     """Returns the stages of each section, in the canonical format that the library writes."""
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
-    sections = {name: content.get(name) for name in _SEQUENCES}
+    sections = {name: content.get(name) for name in _SECTIONS}
     source = json.dumps({"version": content.get("version", "1.0"), "added_tokens": [], "model": model, **sections})
     canonical = json.loads(tokenizers.Tokenizer.from_str(source).to_str())
-    return {name: list(_stages(canonical[name], key)) for name, key in _SEQUENCES.items()}
+    return {name: stages_of(canonical[name]) for name in _SECTIONS}
 
 
-def _stages(stage: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
-    if stage is None:
-        return
-    if stage["type"] != "Sequence":
-        yield stage
-        return
-    for inner in stage[key]:
-        yield from _stages(inner, key)
-
-
-def _growth(section: str, stage: Mapping[str, Any]) -> float:
+def _growth(section: str, stage: Stage) -> float:
     """Returns the largest number of characters, or ids, that a stage produces from one character."""
     match section, stage:
         case _, {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
@@ -154,7 +132,7 @@ def _growth(section: str, stage: Mapping[str, Any]) -> float:
     return 1
 
 
-def _special_ids(stage: Mapping[str, Any]) -> int:
+def _special_ids(stage: Stage) -> int:
     match stage:
         case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(tokens)}:
             names = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]

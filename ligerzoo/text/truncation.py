@@ -54,10 +54,9 @@ def truncate(
     else:
         lengths[only] -= excess
     if room < 0 or (room > 0 and truncation != "longest_first" and lengths[only] < 1):
-        raise TokenizerError(
-            f"cannot truncate the texts with truncation={truncation!r}", where="max_length",
-            got=f"{room} tokens without special tokens", expected="more tokens, or another truncation",
-        )  # fmt: skip
+        what = f"cannot truncate the texts with truncation={truncation!r}"
+        got, expected = f"{room} tokens without special tokens", "more tokens, or another truncation"
+        raise TokenizerError(what, where="max_length", got=got, expected=expected)
     for encoding, length in zip((first, second), lengths, strict=True):
         if encoding is not None:
             encoding.truncate(length, direction=side)
@@ -87,7 +86,5 @@ def truncate_single(length: int, truncation: str | None, max_length: int | None,
 
 def without_length() -> TokenizerError:
     """Returns the error of a truncation without a length."""
-    return TokenizerError(
-        "truncation without a length", where="max_length", got="None, and tokenizer_config.json has none",
-        remedy="Pass max_length.",
-    )  # fmt: skip
+    what, got = "truncation without a length", "None, and tokenizer_config.json has none"
+    return TokenizerError(what, where="max_length", got=got, remedy="Pass max_length.")

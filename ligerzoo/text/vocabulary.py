@@ -1,8 +1,8 @@
 """The vocabulary of a tokenizer: tokens and their ids, special tokens and their names, added tokens."""
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, SupportsIndex, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Self, SupportsIndex, TypeVar, overload
 
 import torch
 from tokenizers import AddedToken
@@ -10,56 +10,47 @@ from tokenizers import AddedToken
 from ligerzoo.errors import TokenizerError, did_you_mean
 from ligerzoo.text.special_text import SpecialText
 from ligerzoo.text.token_bound import TokenBound
-from ligerzoo.text.tokenizer_files import (
-    NAMED_TOKENS,
-    extra_tokens,
-    listed_tokens,
-    load_backend,
-    named_tokens,
-    reporting,
-    with_tokens,
-)
-from ligerzoo.text.tokenizer_json import read_object
+from ligerzoo.text.tokenizer_files import NAMED_TOKENS, TokenizerFiles, reporting
+
+T = TypeVar("T")
 
 
-class _SpecialToken:
-    """A special token of a tokenizer by name; None if the tokenizer has no such token."""
+class _Named(Generic[T]):
+    """A special token by its name, as a text or as an id; None if the tokenizer has no such token."""
+
+    def __init__(
+        self,
+        to_value: Callable[["Vocabulary", str], T | None],
+        to_token: Callable[["Vocabulary", T], str | None],
+    ) -> None:
+        self._to_value, self._to_token = to_value, to_token
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self._attribute, self._name = name, name.removesuffix("_id")
 
     @overload
     def __get__(self, tokenizer: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, tokenizer: "Vocabulary", owner: type) -> str | None: ...
-    def __get__(self, tokenizer: "Vocabulary | None", owner: type) -> Self | str | None:
-        return self if tokenizer is None else tokenizer.special_tokens.get(self.name)
-
-    def __set__(self, tokenizer: "Vocabulary", token: str | None) -> None:
-        tokenizer.set_special_token(self.name, token)
-
-
-class _SpecialTokenId:
-    """The id of a special token; None if the tokenizer has no such token."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name.removesuffix("_id")
-
-    @overload
-    def __get__(self, tokenizer: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, tokenizer: "Vocabulary", owner: type) -> int | None: ...
-    def __get__(self, tokenizer: "Vocabulary | None", owner: type) -> Self | int | None:
+    def __get__(self, tokenizer: "Vocabulary", owner: type) -> T | None: ...
+    def __get__(self, tokenizer: "Vocabulary | None", owner: type) -> Self | T | None:
         if tokenizer is None:
             return self
-        token = tokenizer.special_tokens.get(self.name)
-        return None if token is None else tokenizer.token_to_id(token)
+        token = tokenizer.special_tokens.get(self._name)
+        return None if token is None else self._to_value(tokenizer, token)
 
-    def __set__(self, tokenizer: "Vocabulary", token_id: int | None) -> None:
-        token = None if token_id is None else tokenizer.id_to_token(token_id)
-        if token is None and token_id is not None:
-            raise TokenizerError("no token has this id", where=f"{self.name}_id", got=token_id)
-        tokenizer.set_special_token(self.name, token)
+    def __set__(self, tokenizer: "Vocabulary", value: T | None) -> None:
+        token = None if value is None else self._to_token(tokenizer, value)
+        if token is None and value is not None:
+            raise TokenizerError("no token has this id", where=self._attribute, got=value)
+        tokenizer.set_special_token(self._name, token)
+
+
+def _special_token() -> _Named[str]:
+    return _Named(lambda tokens, token: token, lambda tokens, token: token)
+
+
+def _special_token_id() -> _Named[int]:
+    return _Named(lambda tokens, token: tokens.token_to_id(token), lambda tokens, i: tokens.id_to_token(i))
 
 
 class Vocabulary:
@@ -67,7 +58,6 @@ class Vocabulary:
 
     Args:
         files: see `Tokenizer`.
-        where: see `Tokenizer`.
 
     Attributes:
         special_tokens, additional_special_tokens: see `Tokenizer`.
@@ -76,39 +66,32 @@ class Vocabulary:
         TokenizerError: tokenizer.json is missing, or a file is malformed.
     """
 
-    def __init__(self, files: Mapping[str, bytes], where: str) -> None:
-        self._files = {name: content for name, content in files.items() if name != "config.json"}
-        self._where = where
-        self._backend, self._limits = load_backend(files, where)
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._files = {name: content for name, content in files.contents.items() if name != "config.json"}
+        self._where = files.where
+        self._backend, self._limits = files.backend()
         self._bound: TokenBound | None = None
         self._special_text: SpecialText | None = None
-        config, source = read_object(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
-        listed = listed_tokens(config, source)
-        named, extra = named_tokens(config, source), extra_tokens(config, source)
-        if not listed:  # the older format: special_tokens_map.json takes precedence
-            special_tokens_map = read_object(files, "special_tokens_map.json", where)
-            source = f"{where}/special_tokens_map.json"
-            named |= named_tokens(special_tokens_map, source)
-            extra = extra or extra_tokens(special_tokens_map, source)
+        listed, named, extra = files.tokens()
         self._append_tokens(listed, [*named.values(), *extra])
         self.special_tokens = {name: token.content for name, token in named.items()}
         self.additional_special_tokens = [token.content for token in extra]
 
-    bos_token = _SpecialToken()  # `encode` adds it only if tokenizer.json says so
-    eos_token = _SpecialToken()  # generation_config.json may list more ids that end a sequence
-    unk_token = _SpecialToken()
-    sep_token = _SpecialToken()
-    pad_token = _SpecialToken()  # without one, padding uses `eos_token`
-    cls_token = _SpecialToken()
-    mask_token = _SpecialToken()
+    bos_token = _special_token()  # `encode` adds it only if tokenizer.json says so
+    eos_token = _special_token()  # generation_config.json may list more ids that end a sequence
+    unk_token = _special_token()
+    sep_token = _special_token()
+    pad_token = _special_token()  # without one, padding uses `eos_token`
+    cls_token = _special_token()
+    mask_token = _special_token()
 
-    bos_token_id = _SpecialTokenId()
-    eos_token_id = _SpecialTokenId()
-    unk_token_id = _SpecialTokenId()
-    sep_token_id = _SpecialTokenId()
-    pad_token_id = _SpecialTokenId()
-    cls_token_id = _SpecialTokenId()
-    mask_token_id = _SpecialTokenId()
+    bos_token_id = _special_token_id()
+    eos_token_id = _special_token_id()
+    unk_token_id = _special_token_id()
+    sep_token_id = _special_token_id()
+    pad_token_id = _special_token_id()
+    cls_token_id = _special_token_id()
+    mask_token_id = _special_token_id()
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -175,10 +158,8 @@ class Vocabulary:
             TokenizerError: the vocabulary does not contain the token.
         """
         if token is not None and self.token_to_id(token) is None:
-            raise TokenizerError(
-                "the vocabulary does not contain this token", where=name, got=repr(token),
-                remedy=f"Call add_special_tokens({{{name!r}: {token!r}}}).",
-            )  # fmt: skip
+            what, remedy = "the vocabulary does not contain this token", f"{{{name!r}: {token!r}}}"
+            raise TokenizerError(what, where=name, got=repr(token), remedy=f"Call add_special_tokens({remedy}).")
         self.special_tokens = {other: named for other, named in self.special_tokens.items() if other != name}
         if token is not None:
             self.special_tokens[name] = token
@@ -209,19 +190,16 @@ class Vocabulary:
         if not isinstance(special_tokens_dict, Mapping):
             special_tokens_dict = {"extra_special_tokens": special_tokens_dict}
         lists = ("extra_special_tokens", "additional_special_tokens")
-        for name in special_tokens_dict:
-            if name not in (*NAMED_TOKENS, *lists):
-                names = (*NAMED_TOKENS, *lists)
+        where, names = "special_tokens_dict", (*NAMED_TOKENS, *lists)
+        for name, value in special_tokens_dict.items():
+            if name not in names:
                 remedy = did_you_mean(name, names)
-                raise TokenizerError(
-                    "not a name of special tokens", where="special_tokens_dict", got=repr(name),
-                    expected=None if remedy else ", ".join(names), remedy=remedy,
-                )  # fmt: skip
-            if name in lists and not isinstance(special_tokens_dict[name], list | tuple):
-                raise TokenizerError(
-                    "not a list of tokens", where=f"special_tokens_dict, {name}",
-                    got=reprlib.repr(special_tokens_dict[name]), expected="a list",
-                )  # fmt: skip
+                expected = None if remedy else ", ".join(names)
+                what = "not a name of special tokens"
+                raise TokenizerError(what, where=where, got=repr(name), expected=expected, remedy=remedy)
+            if name in lists and not isinstance(value, list | tuple):
+                got = reprlib.repr(value)
+                raise TokenizerError("not a list of tokens", where=f"{where}, {name}", got=got, expected="a list")
         kept = [] if replace_extra_special_tokens else self.additional_special_tokens
         tokens = {
             name: [token for token in value if str(token) not in kept] if name in lists else [value]
@@ -258,27 +236,21 @@ class Vocabulary:
     def _add(self, tokens: list[str | AddedToken], *, special: bool) -> int:
         for token in tokens:
             if not (isinstance(token, str | AddedToken) and str(token)):
-                raise TokenizerError(
-                    "not a token",
-                    where=self._where,
-                    got=reprlib.repr(token),
-                    expected="a non-empty string or AddedToken",
-                )
+                got, expected = reprlib.repr(token), "a non-empty string or AddedToken"
+                raise TokenizerError("not a token", where=self._where, got=got, expected=expected)
         present = [token.content for token in self._added_tokens().values()]
         self._limits.check_added({*present, *map(str, tokens)})
         with reporting("cannot add these tokens", self._where, tokens):
             if not special:
                 return self._backend.add_tokens(tokens)
-            return self._backend.add_special_tokens(
-                [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False, special=True)
-                 for token in tokens]
-            )  # fmt: skip
+            flags = {"normalized": False, "special": True}
+            marked = [token if isinstance(token, AddedToken) else AddedToken(token, **flags) for token in tokens]
+            return self._backend.add_special_tokens(marked)
 
     def _update_files(self) -> None:
         self._bound = self._special_text = None
-        self._files = with_tokens(
-            self._files, self._where, self._added_tokens(), self.special_tokens, self.additional_special_tokens
-        )
+        files, extra = TokenizerFiles(self._files, self._where), self.additional_special_tokens
+        self._files = files.with_tokens(self._added_tokens(), self.special_tokens, extra)
 
     def check_ids(self, ids: torch.Tensor | Sequence[int], vocab_size: int) -> None:
         """Raises TokenizerError if a token id has no row in the model's embedding.
@@ -295,13 +267,10 @@ class Vocabulary:
         largest = max(ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids, default=-1)
         if largest >= vocab_size:
             token = self.id_to_token(largest)
-            raise TokenizerError(
-                "no such token" if token is None else f"the token {token!r} is not in the model's vocabulary",
-                where=self._where,
-                got=f"id {largest}",
-                expected=f"an id below {vocab_size}, the rows of the model's embedding",
-                remedy="Use the tokenizer that the model was trained with, or remove this token from the text.",
-            )
+            what = "no such token" if token is None else f"the token {token!r} is not in the model's vocabulary"
+            got, expected = f"id {largest}", f"an id below {vocab_size}, the rows of the model's embedding"
+            remedy = "Use the tokenizer that the model was trained with, or remove this token from the text."
+            raise TokenizerError(what, where=self._where, got=got, expected=expected, remedy=remedy)
 
     def _added_tokens(self) -> dict[int, AddedToken]:
         return dict(sorted(self._backend.get_added_tokens_decoder().items()))
