@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -98,6 +98,20 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError("cannot be written, so the run stops", where=path, got=error, remedy=remedy) from error
 
 
+Entry = Mapping[str, Any]
+"""A line of the log."""
+
+
+class _LaunchedStep(NamedTuple):
+    """A step whose numbers are not read yet: its entry, their names, its FLOPs and batches, and when it ends."""
+
+    entry: dict[str, Any]
+    names: list[str]
+    flops: float
+    batches: Sequence[CountedBatch]
+    end: DeviceTime
+
+
 class RunLog:
     """The log of a run. Only the main process prints and writes.
 
@@ -116,15 +130,20 @@ class RunLog:
     """
 
     def __init__(
-        self, output: Path, model: CausalLM, *, first_step: int, steps: int,
-        report: Callable[[Mapping[str, Any]], object] | None = None, shown: Sequence[str] = (),
+        self,
+        output: Path,
+        model: CausalLM,
+        *,
+        first_step: int,
+        steps: int,
+        report: Callable[[Entry], object] | None = None,
+        shown: Sequence[str] = (),
         may_be_zero: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._first_step, self._steps, self._report = first_step, steps, report
-        self._reads: DelayedReads[tuple[dict[str, Any], list[str], float, Sequence[CountedBatch], DeviceTime]]
-        self._reads = DelayedReads(model.device, 1)
+        self._reads: DelayedReads[_LaunchedStep] = DelayedReads(model.device, 1)
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
         self._skipped, self._skipped_in_a_row = 0, 0
@@ -139,38 +158,35 @@ class RunLog:
         self._last = DeviceTime(model.device)
 
     def step(
-        self, step: int, *, loss: Tensor, grad_norm: Tensor | None, lr: float, batches: Sequence[CountedBatch],
-        skipped: Tensor | None = None, metrics: Mapping[str, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self, step: int, *, values: Mapping[str, Tensor | None], lr: float, batches: Sequence[CountedBatch]
+    ) -> None:
         """Logs a step that has been launched, and writes the one before it. All processes must call it.
 
         Args:
             step: number of the step, from 1.
-            loss: 0-d, mean over the trained tokens of all batches; averaged over the processes.
-            grad_norm: 0-d, norm of the gradients before clipping; None if it is not known.
+            values: 0-d numbers of the step by name; None for one that is not known. "loss" is the mean over the trained
+                tokens of all batches, which is averaged over the processes; "grad_norm" is that before clipping;
+                "skipped" is the number of updates that have been skipped so far because of gradients that are not
+                finite, see `SkipNonFinite`. Without it such gradients are an error.
             lr: learning rate.
             batches: batches of the step, of this process.
-            skipped: 0-d, number of updates that have been skipped so far because of gradients that are not finite, see
-                `SkipNonFinite`. None if such gradients are an error.
-            metrics: 0-d, further numbers of the step by name.
 
         Raises:
             LigerzooError: The loss or the norm of the step before was not a finite number, and its update was not
                 skipped, or too many were.
         """
-        values = {"loss": processes.mean(loss), "grad_norm": grad_norm, "skipped": skipped, **(metrics or {})}
-        self._write_steps()
         copied = {name: value for name, value in values.items() if value is not None}
+        copied["loss"] = processes.mean(copied["loss"])
+        self._write_steps()
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
         counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
         images = sum(getattr(batch, "images", 0) for batch in batches)
         tokens, trained, padding, flops, images = processes.total(*counts, int(flops), images)
-        entry = {
-            "step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens, "trained_tokens": trained,
-            "padding": padding / max(1, tokens + padding), **({"images": images} if images else {}),
-        }  # fmt: skip
+        entry = {"step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens}
+        entry |= {"trained_tokens": trained, "padding": padding / max(1, tokens + padding)}
+        entry |= {"images": images} if images else {}
         stacked = torch.stack([value.detach().double() for value in copied.values()])
-        self._reads.push((entry, list(copied), flops, batches, DeviceTime(self._device)), stacked)
+        self._reads.push(_LaunchedStep(entry, list(copied), flops, batches, DeviceTime(self._device)), stacked)
 
     def evaluation(self, step: int, **values: Any) -> None:
         """Logs an evaluation after a step. The first value is printed; its name begins with `eval_`."""
@@ -208,8 +224,8 @@ class RunLog:
 
     def _write_steps(self) -> None:
         """Waits for the steps that have been pushed, at most one, and writes them."""
-        for (entry, copied, flops, batches, end), values in self._reads.pop(waits=True):
-            entry |= dict(zip(copied, values, strict=True))
+        for (entry, names, flops, batches, end), values in self._reads.pop(waits=True):
+            entry |= dict(zip(names, values, strict=True))
             skipped = entry.pop("skipped", 0)
             entry["seconds"] = seconds = end.seconds_since(self._last)
             self._last = end
@@ -242,7 +258,7 @@ class RunLog:
             if not math.isfinite(entry.get(name, 0.0)):
                 entry[name] = None
 
-    def _check(self, entry: Mapping[str, Any], batches: Sequence[CountedBatch]) -> None:
+    def _check(self, entry: Entry, batches: Sequence[CountedBatch]) -> None:
         """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
         for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry.get("grad_norm", 0.0))):
             if not math.isfinite(value):
@@ -258,7 +274,7 @@ class RunLog:
                 stacklevel=4,
             )
 
-    def _write(self, entry: Mapping[str, Any]) -> None:
+    def _write(self, entry: Entry) -> None:
         if self._file is not None:
             with writing(self.path):
                 self._file.write(json.dumps(entry) + "\n")
@@ -270,16 +286,20 @@ class RunLog:
         if self._report is not None and processes.is_main():
             self._report(entry)
 
-    def _show(self, entry: Mapping[str, Any]) -> None:
+    def _show(self, entry: Entry) -> None:
         loss, norm = entry["loss"], entry.get("grad_norm")
         parts = [
             *(f"{name} {entry[name]:.4g}" for name in self._shown),
-            "loss not finite" if loss is None else f"loss {loss:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
-            f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
+            "loss not finite" if loss is None else f"loss {loss:.4f}",
+            f"{entry['tokens_per_second']:,.0f} tokens/s",
+            f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "",
+            f"trained {entry['trained_tokens']:,}",
             f"images {entry['images']:,}" if "images" in entry else "",
-            f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",
-            f"lr {entry['lr']:.2e}", f"{entry['memory_gib']:.1f} GiB",
-        ]  # fmt: skip
+            f"padding {entry['padding']:.1%}",
+            "" if norm is None else f"grad norm {norm:.2f}",
+            f"lr {entry['lr']:.2e}",
+            f"{entry['memory_gib']:.1f} GiB",
+        ]
         line = ", ".join(filter(None, parts))
         self._progress.set_postfix_str(line, refresh=False)
         self._progress.update()

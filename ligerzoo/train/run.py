@@ -26,7 +26,7 @@ from ligerzoo.train.output_lock import locked_output
 from ligerzoo.train.plot import plot_metric
 from ligerzoo.train.run_data import RunData, RunPrompts
 from ligerzoo.train.run_options import RunOptions
-from ligerzoo.train.run_state import RunState, refuse_output
+from ligerzoo.train.run_state import RunState, TrainedState, refuse_output
 from ligerzoo.train.tracking import check_tracker, open_tracker
 
 FILES = ("log.jsonl", "samples.jsonl", "reward.svg", "loss.svg")
@@ -124,7 +124,9 @@ class Run:
         """Opens the model and the optimizer, as the last checkpoint has them, if any."""
         self.model = run_model.open_trained_model(self.options, self.state, self.device, self._plan, new=self._new)
         self.optimizer_step = OptimizerStep(self.model, self.options, self._steps)
-        self.state.load(self.model, self.optimizer_step.optimizer, self._batches, self.optimizer_step.ema)
+        step = self.optimizer_step
+        self._trained = TrainedState(self.model, self.processor, step.optimizer, self._batches, step.ema)
+        self.state.load(self._trained)
         return self.model
 
     @property
@@ -141,9 +143,13 @@ class Run:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
 
     def steps(
-        self, evaluate: Callable[[], Mapping[str, Any]], *, loss_label: str = "loss, nats per token",
-        metrics: Sequence[str] = (), may_be_zero: bool = False,
-    ) -> Iterator[Step]:  # fmt: skip
+        self,
+        evaluate: Callable[[], Mapping[str, object]],
+        *,
+        loss_label: str = "loss, nats per token",
+        metrics: Sequence[str] = (),
+        may_be_zero: bool = False,
+    ) -> Iterator[Step]:
         """Yields the steps that remain. After each one it evaluates, saves and stops, where that is due.
 
         A run evaluates every `eval_every` steps and after the last one, given evaluation data, with averaged weights if
@@ -161,12 +167,16 @@ class Run:
         tracker = open_tracker(options.tracker, self.output, dataclasses.asdict(options))
         loop = self._stack.enter_context(ExitStack())
         stop = loop.enter_context(StopRequest())
-        log = self.log = loop.enter_context(
-            RunLog(
-                self.output, self.model, first_step=state.step, steps=last, report=tracker, shown=metrics,
-                may_be_zero=may_be_zero,
-            )
-        )  # fmt: skip
+        log = self.log = RunLog(
+            self.output,
+            self.model,
+            first_step=state.step,
+            steps=last,
+            report=tracker,
+            shown=metrics,
+            may_be_zero=may_be_zero,
+        )
+        loop.enter_context(log)
         waits_to_save = False
         for number in range(state.step + 1, last + 1):
             batches = list(islice(self._batches, self._data.per_step))
@@ -180,7 +190,7 @@ class Run:
                     log.evaluation(number, **evaluate())
             if save and not waits_to_save:
                 with log.paused():
-                    state.save(number, self.model, self.processor, step.optimizer, self._batches, step.ema)
+                    state.save(number, self._trained)
                     for name, unit in (("loss", loss_label), *((name, name) for name in metrics[:1])):
                         plot_metric(self.output, name, unit)
                 if is_stopped and not is_last:
@@ -188,7 +198,7 @@ class Run:
                     return
         loop.close()  # writes the last step
         with step.averaged():
-            state.finish(self.model, self.processor, FILES)
+            state.finish(self._trained, FILES)
 
 
 class Step:
@@ -208,9 +218,13 @@ class Step:
         return num_items(self.batches, self._run.device, where=f"step {self.number}, ")
 
     def log(
-        self, *, loss: Tensor, grad_norm: Tensor | None, metrics: Mapping[str, Tensor] | None = None,
+        self,
+        *,
+        loss: Tensor,
+        grad_norm: Tensor | None,
+        metrics: Mapping[str, Tensor] | None = None,
         batches: Sequence[CountedBatch] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Logs the step.
 
         Args:
@@ -220,7 +234,6 @@ class Step:
             batches: what was trained, if it is not `self.batches`.
         """
         step = self._run.optimizer_step
-        self._run.log.step(
-            self.number, loss=loss, grad_norm=grad_norm, lr=step.lr, skipped=step.skip.count, metrics=metrics,
-            batches=self.batches if batches is None else batches,
-        )  # fmt: skip
+        values = {"loss": loss, "grad_norm": grad_norm, "skipped": step.skip.count, **(metrics or {})}
+        given = self.batches if batches is None else batches
+        self._run.log.step(self.number, values=values, lr=step.lr, batches=given)

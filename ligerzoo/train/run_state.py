@@ -21,7 +21,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,6 +69,50 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class TrainedState:
+    """What a run trains, and what continuing needs.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer or processor.
+        optimizer: its optimizer.
+        data: the position in the data.
+        ema: the averaged weights, if there are any.
+    """
+
+    model: CausalLM
+    tokenizer: Tokenizer | Processor
+    optimizer: torch.optim.Optimizer
+    data: Stateful
+    ema: EMA | None
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights that train, by name."""
+        return {name: weight.detach() for name, weight in self.model.named_parameters() if weight.requires_grad}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns the fingerprints of the states that are not in state.pt, of what this process has of them."""
+        weights = self.weights
+        frozen = {name: tensor for name, tensor in self.model.state_dict().items() if name not in weights}
+        origin = "weights of MODEL" if adapters.has_adapters(self.model) else "weights that are not trained"
+        found = {"weights that are trained": fingerprint(weights), origin: fingerprint(frozen)}
+        if processes.world_size() > 1:
+            found[OPTIMIZER] = fingerprint(self.optimizer.state_dict()["state"])
+        if self.ema is not None:
+            found[AVERAGES] = fingerprint(self.ema.state_dict()["averages"])
+        return found
+
+    def refuse_infinite_weights(self, output: Path, when: str) -> None:
+        """Raises LigerzooError if a weight that trains is infinite or NaN, in all processes."""
+        found = dict.fromkeys(chain.from_iterable(processes.gather(weights_that_are_not_finite(self.model))))
+        if found:
+            what, where = f"weights are infinite or NaN {when}, so the run stops", first_names(list(found), 3)
+            remedy = f"Look at the data, or lower the learning rate.{last_finite(output)}"
+            raise LigerzooError(what, where=where, remedy=remedy)
+
+
 class RunState:
     """The checkpoints of one run.
 
@@ -104,46 +150,39 @@ class RunState:
                 self.step = state["step"]
                 self._refuse_fewer_steps()
 
-    def load(
-        self, model: CausalLM, optimizer: torch.optim.Optimizer, data: Stateful, ema: EMA | None = None
-    ) -> None:  # fmt: skip
+    def load(self, trained: TrainedState) -> None:
         """Restores the state of the run from the checkpoint, if any. All processes must call it.
 
         Args:
-            model: the model, as loaded from the checkpoint, or with new adapters, whose parameters are restored.
-            optimizer: its optimizer.
-            data: gets the position in the data.
-            ema: gets the averaged weights.
+            trained: the model, as loaded from the checkpoint, or with new adapters, whose parameters are restored; and
+                what else is restored.
 
         Raises:
             CheckpointError: A file of the checkpoint is missing, damaged, or not the one that was saved.
             LigerzooError: A weight that trains is infinite or NaN.
         """
         if self.checkpoint is None:
-            self._refuse_infinite_weights(model, "before the first step")
+            trained.refuse_infinite_weights(self.output, "before the first step")
             return
         with failing_together(f"reading {self.checkpoint}"):
             state = self._read_tensors(self.checkpoint)
         own = state["processes"][processes.rank()]
-        if adapters.has_adapters(model):
-            load_tensors(_trained(model), self.checkpoint / TRAINED)
+        if adapters.has_adapters(trained.model):
+            load_tensors(trained.weights, self.checkpoint / TRAINED)
         if "optimizer" in state:
-            optimizer.load_state_dict(state["optimizer"])
+            trained.optimizer.load_state_dict(state["optimizer"])
         else:
-            load_optimizer(model, optimizer, self.checkpoint / OPTIMIZER)
-        if ema is not None:
-            averaged = ema.state_dict()
+            load_optimizer(trained.model, trained.optimizer, self.checkpoint / OPTIMIZER)
+        if trained.ema is not None:
+            averaged = trained.ema.state_dict()
             load_tensors(averaged["averages"], self.checkpoint / AVERAGES)
-            ema.load_state_dict({**averaged, "updates": state["ema_updates"]})
+            trained.ema.load_state_dict({**averaged, "updates": state["ema_updates"]})
         with failing_together(f"reading {self.checkpoint}"):
-            _compare(own["fingerprints"], _fingerprints(model, optimizer, ema), self.checkpoint)
-        data.load_state_dict(own["data"])
+            _compare(own["fingerprints"], trained.fingerprints(), self.checkpoint)
+        trained.data.load_state_dict(own["data"])
         set_random_state(own["random"])
 
-    def save(
-        self, step: int, model: CausalLM, tokenizer: Tokenizer | Processor, optimizer: torch.optim.Optimizer,
-        data: Stateful, ema: EMA | None = None,
-    ) -> None:  # fmt: skip
+    def save(self, step: int, trained: TrainedState) -> None:
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
 
         Raises:
@@ -151,70 +190,71 @@ class RunState:
             LigerzooError: A weight that trains is infinite or NaN. Nothing is written.
         """
         target = self.output / f"checkpoint-{step}"
-        self._refuse_infinite_weights(model, f"after step {step}")
-        own = {
-            "data": data.state_dict(), "random": random_state(), "fingerprints": _fingerprints(model, optimizer, ema),
-        }  # fmt: skip
-        tensors: dict[str, Any] = {"processes": processes.gather(own)}
-        try:
-            with failing_together(f"saving {target}"):
-                self._check_directory()
+        trained.refuse_infinite_weights(self.output, f"after step {step}")
+        own = {"data": trained.data.state_dict(), "random": random_state(), "fingerprints": trained.fingerprints()}
+        tensors: dict[str, object] = {"processes": processes.gather(own)}
+        with self._saving(target):
             if processes.is_main():
                 delete_leftovers(self.output)
             with replacing_directory_together(target) as new:
-                self._save_model(model, new)
-                if adapters.has_adapters(model):
-                    save_tensors(_trained(model), new / TRAINED)
-                if ema is not None:
-                    averaged = ema.state_dict()
+                self._save_model(trained.model, new)
+                if adapters.has_adapters(trained.model):
+                    save_tensors(trained.weights, new / TRAINED)
+                if trained.ema is not None:
+                    averaged = trained.ema.state_dict()
                     tensors["ema_updates"] = averaged["updates"]
                     save_tensors(averaged["averages"], new / AVERAGES)
                 if processes.world_size() > 1:
-                    save_optimizer(model, optimizer, new / OPTIMIZER)
+                    save_optimizer(trained.model, trained.optimizer, new / OPTIMIZER)
                 else:
-                    tensors["optimizer"] = optimizer.state_dict()
+                    tensors["optimizer"] = trained.optimizer.state_dict()
                 if processes.is_main():  # after all that the processes do together
-                    tokenizer.save_pretrained(new)
+                    trained.tokenizer.save_pretrained(new)
                     torch.save(tensors, new / TENSORS_FILE)
-                    state: dict[str, Any] = {
-                        "step": step, "options": self.options, "processes": processes.world_size(),
-                        "fingerprints": {TENSORS_FILE: fingerprint(tensors), **_hashes(new)},
-                    }  # fmt: skip
-                    state["fingerprints"][STATE_FILE] = fingerprint(state)
+                    fingerprints = {TENSORS_FILE: fingerprint(tensors), **_hashes(new)}
+                    state = {"step": step, "options": self.options, "processes": processes.world_size()}
+                    state["fingerprints"] = fingerprints
+                    fingerprints[STATE_FILE] = fingerprint(state)
                     (new / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
-            raise self._not_saved(target, error) from error
         self.checkpoint, self.step = target, step
         if processes.is_main():
             for old in checkpoints(self.output)[: -self._keep]:
                 delete_directory(old)
 
-    def finish(self, model: CausalLM, tokenizer: Tokenizer | Processor, files: Collection[str]) -> None:
+    def finish(self, trained: TrainedState, files: Collection[str]) -> None:
         """Saves the model and the tokenizer in the output directory itself, and says so. All processes must call it.
 
         Args:
-            model: the model.
-            tokenizer: its tokenizer or processor.
+            trained: the model and its tokenizer or processor.
             files: names of the other files that the run may have written, for the user.
 
         Raises:
             CheckpointError: They cannot be written, or the directory was deleted. Checkpoints are unchanged.
             LigerzooError: A weight that trains is infinite or NaN. Nothing is written.
         """
-        self._refuse_infinite_weights(model, "at the end")
-        try:
-            with failing_together(f"saving {self.output}"):
-                self._check_directory()
-            self._save_model(model, self.output)
+        trained.refuse_infinite_weights(self.output, "at the end")
+        with self._saving(self.output):
+            self._save_model(trained.model, self.output)
             with failing_together(f"saving {self.output}"):
                 if processes.is_main():
-                    tokenizer.save_pretrained(self.output)
+                    trained.tokenizer.save_pretrained(self.output)
                     self._check_directory()
-        except OSError as error:
-            raise self._not_saved(self.output, error) from error
-        kind = "adapter" if adapters.has_adapters(model) else "model"
+        kind = "adapter" if adapters.has_adapters(trained.model) else "model"
         *names, last = [f"the {kind}", *(name for name in files if (self.output / name).exists())]
         processes.say(f"{self.output} holds {', '.join(names)} and {last}")
+
+    @contextmanager
+    def _saving(self, target: Path) -> Iterator[None]:
+        """Checks the directory first; an error of writing says which checkpoint is whole."""
+        try:
+            with failing_together(f"saving {target}"):
+                self._check_directory()
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
+            last = newest_checkpoint(self.output)
+            whole = f" {last} is whole: continue from it with --resume." if last else ""
+            what, got = "cannot be saved, so the run stops", " ".join(str(error).split())
+            raise CheckpointError(what, where=target, got=got, remedy=f"Make room on the disk.{whole}") from error
 
     def _check_directory(self) -> None:
         """Raises CheckpointError if the directory or the log in it was deleted or replaced during the run."""
@@ -223,14 +263,6 @@ class RunState:
             if not (self.output / LOG_FILE).exists():
                 raise CheckpointError("was deleted during the run", where=self.output / LOG_FILE)
 
-    def _refuse_infinite_weights(self, model: CausalLM, when: str) -> None:
-        """Raises LigerzooError if a weight that trains is infinite or NaN, in all processes."""
-        found = dict.fromkeys(chain.from_iterable(processes.gather(weights_that_are_not_finite(model))))
-        if found:
-            what = f"weights are infinite or NaN {when}, so the run stops"
-            remedy = f"Look at the data, or lower the learning rate.{last_finite(self.output)}"
-            raise LigerzooError(what, where=first_names(list(found), 3), remedy=remedy)
-
     def _save_model(self, model: CausalLM, directory: Path) -> None:
         """Saves the model, or its adapter if it has one."""
         if not adapters.has_adapters(model):
@@ -238,12 +270,6 @@ class RunState:
             return
         with failing_together(f"saving {directory}"):
             adapters.save_adapter(model, directory, base_model=self.options.get("model"))
-
-    def _not_saved(self, target: Path, error: Exception) -> CheckpointError:
-        last = newest_checkpoint(self.output)
-        remedy = f" {last} is whole: continue from it with --resume." if last else ""
-        what, got = "cannot be saved, so the run stops", " ".join(str(error).split())
-        return CheckpointError(what, where=target, got=got, remedy=f"Make room on the disk.{remedy}")
 
     def _read_state(self, checkpoint: Path) -> dict[str, Any]:
         """Reads state.json, and checks the small files of a checkpoint.
@@ -329,12 +355,10 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _damaged(
-    checkpoint: Path, name: str, what: str, *, got: object = None, expected: object = None
-) -> CheckpointError:  # fmt: skip
+def _damaged(checkpoint: Path, name: str, what: str, **details: object) -> CheckpointError:
     """Returns the error of a file of a checkpoint that is not the one that was saved."""
     remedy = f"The file may be damaged. Remove {checkpoint} to resume an earlier checkpoint."
-    return CheckpointError(what, where=checkpoint / name, got=got, expected=expected, remedy=remedy)
+    return CheckpointError(what, where=checkpoint / name, remedy=remedy, **details)
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
@@ -350,29 +374,12 @@ def _hashes(checkpoint: Path) -> dict[str, str]:
     return hashes
 
 
-def _fingerprints(model: CausalLM, optimizer: torch.optim.Optimizer, ema: EMA | None) -> dict[str, str]:
-    """Returns the fingerprints of the states that are not in state.pt, of what this process has of them."""
-    trained = _trained(model)
-    frozen = {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
-    origin = "weights of MODEL" if adapters.has_adapters(model) else "weights that are not trained"
-    found = {"weights that are trained": fingerprint(trained), origin: fingerprint(frozen)}
-    if processes.world_size() > 1:
-        found[OPTIMIZER] = fingerprint(optimizer.state_dict()["state"])
-    if ema is not None:
-        found[AVERAGES] = fingerprint(ema.state_dict()["averages"])
-    return found
-
-
 def _compare(saved: Mapping[str, Any], found: Mapping[str, str], checkpoint: Path) -> None:
     """Raises CheckpointError for the first fingerprint that was saved and is not found."""
     for name, expected in saved.items():
         if found.get(name) != expected:
             what = "differs from what was saved" if name in found else "is missing"
             raise _damaged(checkpoint, name, what)
-
-
-def _trained(model: CausalLM) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _own_gpus() -> list[int]:

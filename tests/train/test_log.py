@@ -40,7 +40,8 @@ def model(checkpoint: Path) -> CausalLM:
 
 def log_losses(log: RunLog, losses: list[float], first: int = 1) -> None:
     for step, loss in enumerate(losses, first):
-        log.step(step, loss=torch.tensor(loss), grad_norm=torch.tensor(1.0), lr=1e-3, batches=[Counted(), Counted()])
+        values = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(1.0)}
+        log.step(step, values=values, lr=1e-3, batches=[Counted(), Counted()])
 
 
 def test_each_step_is_a_line(model: CausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
