@@ -162,8 +162,8 @@ def policy_constants(
 
 
 def completion_loss(
-    model: CausalLM, batch: CompletionBatch, loss: HeadLoss, *, aux_loss_share: float = 1.0, **inputs: Any
-) -> LossOutput:  # fmt: skip
+    model: CausalLM, batch: CompletionBatch, loss: HeadLoss, *, aux_loss_share: float = 1.0, **inputs: object
+) -> LossOutput:
     """Returns a loss over the completions, and its metrics.
 
     Args:

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,26 +72,34 @@ class CompletionSampler:
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Tokenizer, *, num_samples: int, max_new_tokens: int,
-        temperature: float | None, batch_size: int, exact: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        num_samples: int,
+        max_new_tokens: int,
+        temperature: float | None,
+        batch_size: int,
+        exact: bool,
+    ) -> None:
         self._model, self.tokenizer, self._num_samples = model, tokenizer, num_samples
         self._prompts_at_once = max(1, batch_size // num_samples)
         ends = {*token_ids(model, "eos_token_id", None), tokenizer.eos_token_id} - {None}
         self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
-        padding = padding_token(tokenizer, model.input_vocab_size)
-        self._padding, self._temperature = padding, temperature
-        self._options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens, "exact": exact, "num_return_sequences": num_samples,
-            "eos_token_id": self._ends.tolist(), "pad_token_id": padding,
-            "use_model_defaults": False,  # completions have the distribution of the policy itself
-        }  # fmt: skip
-        if temperature is not None:
-            self._options |= {"do_sample": True, "temperature": temperature}
+        self._padding, self._temperature = padding_token(tokenizer, model.input_vocab_size), temperature
+        self._generate = partial(
+            model.generate,
+            max_new_tokens=max_new_tokens,
+            exact=exact,
+            num_return_sequences=num_samples,
+            eos_token_id=self._ends.tolist(),
+            pad_token_id=self._padding,
+            use_model_defaults=False,  # completions have the distribution of the policy itself
+            return_dict_in_generate=True,
+            **({} if temperature is None else {"do_sample": True, "temperature": temperature}),
+        )
 
-    def __call__(
-        self, prompts: Sequence[PromptSample], seeds: Sequence[int] | None = None
-    ) -> list[SampledCompletion]:  # fmt: skip
+    def __call__(self, prompts: Sequence[PromptSample], seeds: Sequence[int] | None = None) -> list[SampledCompletion]:
         """Returns the completions of the first prompt, then those of the second, and so on.
 
         Args:
@@ -116,9 +124,7 @@ class CompletionSampler:
             ids[row, longest - len(prompt.input_ids) :] = torch.tensor(prompt.input_ids)
             mask[row, longest - len(prompt.input_ids) :] = 1
         device = self._model.device
-        out = self._model.generate(
-            ids.to(device), mask.to(device), return_dict_in_generate=True, **self._options, **seeds
-        )
+        out = self._generate(ids.to(device), mask.to(device), **seeds)
         logps = out.logps if self._temperature in (1, None) else out.sampling_logps
         tokens = out.sequences[:, longest:].cpu()
         is_end = torch.isin(tokens, self._ends)
@@ -128,10 +134,14 @@ class CompletionSampler:
         for row, (all_tokens, all_logps, length, reason) in enumerate(rows):
             prompt, new = prompts[row // self._num_samples], all_tokens[:length]
             yield SampledCompletion(
-                input_ids=prompt.input_ids + new, labels=[UNTRAINED] * len(prompt.input_ids) + new,
-                source=prompt.source, prompt=prompt, text=self.tokenizer.decode(new, skip_special_tokens=True),
-                logps=all_logps[:length], finish_reason=reason,
-            )  # fmt: skip
+                input_ids=prompt.input_ids + new,
+                labels=[UNTRAINED] * len(prompt.input_ids) + new,
+                source=prompt.source,
+                prompt=prompt,
+                text=self.tokenizer.decode(new, skip_special_tokens=True),
+                logps=all_logps[:length],
+                finish_reason=reason,
+            )
 
 
 def completion_seeds(seed: int, step: int, count: int) -> list[int]:

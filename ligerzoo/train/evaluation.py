@@ -95,9 +95,12 @@ def evaluate_loss(
 
 
 def evaluate_method(
-    model: CausalLM, tokenizer: Tokenizer, loss_of: Callable[[list[B]], tuple[Tensor, dict[str, Tensor]]],
-    batches: Iterable[B], prompts: Iterable[Prompt],
-) -> dict[str, Any]:  # fmt: skip
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    loss_of: Callable[[list[B]], tuple[Tensor, dict[str, Tensor]]],
+    batches: Iterable[B],
+    prompts: Iterable[Prompt],
+) -> dict[str, object]:
     """Returns what a run logs of an evaluation: the loss and metrics of a method, and greedy continuations.
 
     All processes must call it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -40,6 +40,11 @@ class SFTRunOptions(BatchOptions):
     def check_device(self, device_type: str) -> None:
         wrong = self.capture == "on" and device_type != "cuda"
         refuse_options((wrong, "option capture", "needs a GPU", f"device {device_type}"))
+
+
+def _given(options: RunOptions, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the options of a loss that are not None."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +102,9 @@ class PreferenceRunOptions(BatchOptions):
         from ligerzoo.losses import CPO, DPO, KTO, ORPO, SimPO
 
         losses: dict[str, type[HeadLoss]] = {"dpo": DPO, "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO}
-        names = (
-            "variant", "beta", "gamma", "label_smoothing", "nll_weight", "desirable_weight", "undesirable_weight",
-        )  # fmt: skip
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = ("variant", "beta", "gamma", "label_smoothing", "nll_weight", "desirable_weight", "undesirable_weight")
         try:
-            return losses[self.method](**given)
+            return losses[self.method](**_given(self, names))
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error), where=f"options of method {self.method}") from error
 
@@ -136,10 +138,8 @@ class DistillRunOptions(BatchOptions):
         """Returns the loss. Raises ConfigError for an option that the divergence does not use."""
         from ligerzoo.losses import Distillation
 
-        given = {"beta": self.beta, "temperature": self.temperature, "hard_weight": self.hard_weight}
-        given = {name: value for name, value in given.items() if value is not None}
         try:
-            return Distillation(divergence=self.divergence, **given)
+            return Distillation(**_given(self, ("divergence", "beta", "temperature", "hard_weight")))
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error), where="options of method distill") from error
 
@@ -204,13 +204,13 @@ class GRPORunOptions(RunOptions):
         """Returns the loss. Raises ConfigError for an option that the variant does not use."""
         from ligerzoo.losses import GRPO
 
-        high = 4.0 if self.loss_type == "cispo" and self.epsilon_high is None else self.epsilon_high
-        given: dict[str, Any] = {"max_length": self.max_new_tokens} if self.loss_type == "dr_grpo" else {}
+        given = _given(self, ("temperature", "epsilon", "epsilon_high", "beta"))
+        if self.loss_type == "cispo":
+            given = {"epsilon_high": 4.0, **given}
+        if self.loss_type == "dr_grpo":
+            given["max_length"] = self.max_new_tokens
         try:
-            return GRPO(
-                variant=self.loss_type, temperature=self.temperature, epsilon=self.epsilon, epsilon_high=high,
-                beta=self.beta, is_kl_corrected=self.beta > 0, **given,
-            )  # fmt: skip
+            return GRPO(variant=self.loss_type, is_kl_corrected=self.beta > 0, **given)
         except ValueError as error:
             raise ConfigError(str(error), where="option loss_type") from None
 

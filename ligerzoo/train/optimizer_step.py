@@ -56,10 +56,10 @@ class OptimizerStep:
         self._model, self._options = model, options
         self._factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
         is_stochastic = rounds_stochastically(options, model)
+        lr, decay = options.lr, options.weight_decay
         self.optimizer = make_optimizer(
-            model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay,
-            stochastic_rounding=is_stochastic,
-        )  # fmt: skip
+            model, options.optimizer, lr=lr, weight_decay=decay, stochastic_rounding=is_stochastic
+        )
         warn_of_rounding(self.optimizer, options.lr)
         self.skip = SkipNonFinite(self.optimizer)
         self.is_in_backward: bool = getattr(options, "optimizer_in_backward", False)

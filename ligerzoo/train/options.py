@@ -108,11 +108,16 @@ def options_of(options_class: type) -> tuple[Option, ...]:
         metadata = next(filter(None, described))
         found.append(
             Option(
-                field.name, annotated_values(hints[field.name]) or TEXT, field.default, metadata["description"],
-                str(lineage[-1].__doc__).partition("\n")[0].rstrip("."), metadata["may_change"],
-                type(None) in parts, any(get_origin(part) is tuple for part in parts),
+                name=field.name,
+                values=annotated_values(hints[field.name]) or TEXT,
+                default=field.default,
+                description=metadata["description"],
+                group=str(lineage[-1].__doc__).partition("\n")[0].rstrip("."),
+                may_change=metadata["may_change"],
+                is_optional=type(None) in parts,
+                is_tuple=any(get_origin(part) is tuple for part in parts),
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 

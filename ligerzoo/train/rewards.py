@@ -90,9 +90,10 @@ class RewardFunction:
     def _arguments(self, completions: Sequence[SampledCompletion]) -> dict[str, Any]:
         records = [one.prompt.record for one in completions]
         arguments: dict[str, list[Any]] = {
-            "prompts": [record["prompt"] for record in records], "completions": list(map(_completion, completions)),
+            "prompts": [record["prompt"] for record in records],
+            "completions": list(map(_completion, completions)),
             "completion_ids": [one.tokens for one in completions],
-        }  # fmt: skip
+        }
         named = {parameter.name for parameter in self._parameters if parameter.kind is not parameter.VAR_KEYWORD}
         takes_all = len(named) < len(self._parameters)
         if "records" in named:
@@ -159,12 +160,14 @@ def summarize(completions: Sequence[SampledCompletion], group_size: int) -> dict
     advantages = [one.advantage for one in completions]
     groups = [advantages[first : first + group_size] for first in range(0, len(advantages), group_size)]
     return {
-        "reward": statistics.fmean(rewards), "reward_std": statistics.stdev(rewards),
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.stdev(rewards),
         "groups_without_signal": statistics.fmean(not any(group) for group in groups),
-        "completion_length": statistics.fmean(lengths), "completion_length_max": max(lengths),
+        "completion_length": statistics.fmean(lengths),
+        "completion_length_max": max(lengths),
         "truncated": statistics.fmean(one.finish_reason == "length" for one in completions),
         "entropy": -sum(sum(one.logps) for one in completions) / sum(lengths),
-    }  # fmt: skip
+    }
 
 
 def _completion(completion: SampledCompletion) -> Any:

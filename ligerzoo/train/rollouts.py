@@ -6,6 +6,7 @@ import contextlib
 import copy
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -85,13 +86,16 @@ class Rollouts:
         is_exact = samples_exactly(self._model.model, options.exact, options.seq_length)
         reason = "--exact off" if options.exact == "off" else "the device, dtype or model does not support that"
         processes.say(f"Log-probabilities of sampling are {'exact' if is_exact else f'not exact: {reason}'}")
-        self._sample, self._sample_greedily = (
-            CompletionSampler(
-                self._model.model, run.tokenizer, num_samples=num_samples, max_new_tokens=options.max_new_tokens,
-                temperature=temperature, batch_size=options.sampling_batch, exact=is_exact,
-            )
-            for num_samples, temperature in ((options.num_samples, options.temperature), (1, None))
-        )  # fmt: skip
+        sampler = partial(
+            CompletionSampler,
+            self._model.model,
+            run.tokenizer,
+            max_new_tokens=options.max_new_tokens,
+            batch_size=options.sampling_batch,
+            exact=is_exact,
+        )
+        self._sample = sampler(num_samples=options.num_samples, temperature=options.temperature)
+        self._sample_greedily = sampler(num_samples=1, temperature=None)
 
     def __call__(self, prompts: Sequence[PromptSample], step: int) -> list[SampledCompletion]:
         """Returns the completions of all prompts of a step with rewards and advantages, in order.
@@ -130,10 +134,12 @@ class Rollouts:
             {"prompt": self._decode(one.prompt.input_ids), "continuation": one.text} for one in completions[:SHOWN]
         ]
         return {
-            "eval_reward": statistics.fmean(rewards), "eval_completion_length": statistics.fmean(lengths),
+            "eval_reward": statistics.fmean(rewards),
+            "eval_completion_length": statistics.fmean(lengths),
             "eval_truncated": statistics.fmean(one.finish_reason == "length" for one in completions),
-            "eval_prompts": len(completions), "samples": shown,
-        }  # fmt: skip
+            "eval_prompts": len(completions),
+            "samples": shown,
+        }
 
 
 def share_of(items: Sequence[T]) -> Sequence[T]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -32,9 +32,7 @@ from ligerzoo.train.run_model import tokenizer_of
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor
 
-_METHODS: dict[str, str] = {
-    "preference": "dpo, orpo, simpo or cpo", "labelled": "kto", "prompt": "grpo",
-}  # fmt: skip
+_METHODS = {"preference": "dpo, orpo, simpo or cpo", "labelled": "kto", "prompt": "grpo"}
 """The methods that train the kinds of records whose completions are not all examples to imitate."""
 
 
@@ -149,24 +147,35 @@ class RunData(RunSamples):
     """
 
     def __init__(
-        self, options: BatchOptions, processor: Processor | Tokenizer, model: CausalLM, kind: Kind | Literal["auto"], *,
-        pin_memory: bool, packing: str = "auto", **encoding: Any,
-    ) -> None:  # fmt: skip
+        self,
+        options: BatchOptions,
+        processor: Processor | Tokenizer,
+        model: CausalLM,
+        kind: Kind | Literal["auto"],
+        *,
+        pin_memory: bool,
+        packing: str = "auto",
+        **encoding: Any,
+    ) -> None:
         rows = model.input_vocab_size
-        super().__init__(
-            options, processor, kind, seq_length=options.seq_length, too_long=options.too_long, embedding_rows=rows,
-            **encoding,
-        )  # fmt: skip
+        encoding |= {"seq_length": options.seq_length, "too_long": options.too_long, "embedding_rows": rows}
+        super().__init__(options, processor, kind, **encoding)
         self.per_step, self.accumulates = options.accumulate, options.accumulate > 1
-        self._packing, self._eval_paths = packing, options.eval_data
-        self._rows: dict[str, Any] = {
-            "batch_size": options.batch_size, "pad_token_id": padding_token(self._tokenizer, rows),
-            "rank": processes.rank(), "world_size": processes.world_size(), "pin_memory": pin_memory,
-        }  # fmt: skip
+        self._eval_paths = options.eval_data
+        self._batch_size, self._seq_length = options.batch_size, options.seq_length
+        shared = partial(
+            PaddedBatches if packing == "none" else PackedBatches,
+            batch_size=options.batch_size,
+            pad_token_id=padding_token(self._tokenizer, rows),
+            rank=processes.rank(),
+            world_size=processes.world_size(),
+            pin_memory=pin_memory,
+        )
+        self._batches: Callable[..., PackedBatches | PaddedBatches] = shared
         if packing != "none":
             documents = "concatenate" if packing == "auto" else packing
             end = self._tokenizer.eos_token_id if packing == "separate" else None
-            self._rows |= {"seq_length": options.seq_length, "documents": documents, "eos_token_id": end}
+            self._batches = partial(shared, seq_length=options.seq_length, documents=documents, eos_token_id=end)
         if options.eval_data:
             self._check(options.eval_data)
 
@@ -174,8 +183,7 @@ class RunData(RunSamples):
         self, paths: tuple[str, ...], *, read_images: bool = True, **given: Any
     ) -> PackedBatches | PaddedBatches:
         """Returns the batches of this process."""
-        make: Any = PaddedBatches if self._packing == "none" else PackedBatches
-        return make(self.samples(paths, **given), read_images=read_images, **self._rows)  # type: ignore[no-any-return]
+        return self._batches(self.samples(paths, **given), read_images=read_images)
 
     def training(self) -> PackedBatches | PaddedBatches:
         """Returns the batches that are trained."""
@@ -187,7 +195,7 @@ class RunData(RunSamples):
 
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their positions."""
-        sizes, world = (self.per_step, self._rows["batch_size"], self._encoding["seq_length"]), processes.world_size()
+        sizes, world = (self.per_step, self._batch_size, self._seq_length), processes.world_size()
         positions = world * math.prod(sizes)
         shape = " x ".join([*map(str, sizes), *([f"{world} processes"] if world > 1 else [])])
         return f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all"

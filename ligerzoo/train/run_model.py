@@ -135,17 +135,15 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
 
 
 def open_trained_model(
-    options: RunOptions, run: RunState, device: torch.device, plan: ActivationPlan | None, *, new: bool = False
-) -> CausalLM:  # fmt: skip
+    options: RunOptions, run: RunState, device: torch.device, plan: ActivationPlan | None, new: bool = False
+) -> CausalLM:
     """Opens the model as it is trained: with adapters or frozen parts, sharded over processes, with its memory plan.
 
     Sets the seed of random weights.
     """
     torch.manual_seed(options.seed)
-    model = open_model(
-        _source(options, run), dtype=options.dtype, device=device, new=new, adapt=adaptation(options),
-        param_dtype=compute_dtype(options),
-    )  # fmt: skip
+    source, adapt, compute = _source(options, run), adaptation(options), compute_dtype(options)
+    model = open_model(source, dtype=options.dtype, device=device, new=new, adapt=adapt, param_dtype=compute)
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()
     elif plan is not None:
@@ -179,9 +177,14 @@ def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
 
 
 def plan_memory(
-    options: RunOptions, meta_model: CausalLM, device: torch.device, *, frozen: CausalLM | None = None,
-    accumulate: bool = False, images: bool = False,
-) -> ActivationPlan | None:  # fmt: skip
+    options: RunOptions,
+    meta_model: CausalLM,
+    device: torch.device,
+    *,
+    frozen: CausalLM | None = None,
+    accumulate: bool = False,
+    images: bool = False,
+) -> ActivationPlan | None:
     """Plans what backward recomputes within `activation_budget`, see `plan_activations`. None for no plan.
 
     Args:
@@ -203,10 +206,16 @@ def plan_memory(
     averages = 4 * sum(weight.numel() for weight in meta_model.parameters() if weight.requires_grad)
     weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
     return plan_activations(
-        meta_model, batch_size=options.batch_size, seq_length=options.seq_length,
-        budget="auto" if budget == "auto" else float(budget), optimizer=options.optimizer, accumulate=accumulate,
-        gpus=count, device=device, reserved=((0 if options.ema is None else averages) + weights) // count,
-    )  # fmt: skip
+        meta_model,
+        batch_size=options.batch_size,
+        seq_length=options.seq_length,
+        budget="auto" if budget == "auto" else float(budget),
+        optimizer=options.optimizer,
+        accumulate=accumulate,
+        gpus=count,
+        device=device,
+        reserved=((0 if options.ema is None else averages) + weights) // count,
+    )
 
 
 def refuse_budget_of_images(options: RunOptions) -> None:

@@ -40,12 +40,17 @@ class SampleLog:
         """Appends completions of a step to the file."""
         entries = [
             {
-                "step": step, "source": str(one.source), "prompt": self._tokenizer.decode(one.prompt.input_ids),
-                "completion": one.text, "reward": one.reward, "advantage": one.advantage, "tokens": len(one.tokens),
+                "step": step,
+                "source": str(one.source),
+                "prompt": self._tokenizer.decode(one.prompt.input_ids),
+                "completion": one.text,
+                "reward": one.reward,
+                "advantage": one.advantage,
+                "tokens": len(one.tokens),
                 "finish_reason": one.finish_reason,
             }
             for one in completions
-        ]  # fmt: skip
+        ]
         if processes.is_main():
             with writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)

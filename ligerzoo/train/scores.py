@@ -182,10 +182,9 @@ Sums = NDArray[np.float64]
 def _token_scores(sums: Sums) -> TokenScores:
     sequences, logp, correct, tokens, nbytes = sums.tolist()
     loss = -logp / max(1.0, tokens)
-    return TokenScores(
-        int(sequences), int(tokens), int(nbytes), loss, math.exp(min(loss, 700.0)), correct / max(1.0, tokens),
-        -logp / math.log(2) / nbytes if nbytes else None,
-    )  # fmt: skip
+    perplexity, accuracy = math.exp(min(loss, 700.0)), correct / max(1.0, tokens)
+    bits = -logp / math.log(2) / nbytes if nbytes else None
+    return TokenScores(int(sequences), int(tokens), int(nbytes), loss, perplexity, accuracy, bits)
 
 
 def _groups(sample: TrainedSample) -> tuple[str, ...]:
@@ -211,10 +210,8 @@ def _score_segments(model: CausalLM, batch: Batch, lengths: Tensor) -> NDArray[n
     def scores(hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> tuple[None, Tensor]:
         found = token_statistics(hidden, weight, target, **head)
         is_predicted = target != UNTRAINED
-        columns = (
-            found.logps, (found.argmax == target) & is_predicted, is_predicted,
-            lengths[target.clamp(min=0)] * is_predicted,
-        )  # fmt: skip
+        is_correct, sizes = (found.argmax == target) & is_predicted, lengths[target.clamp(min=0)] * is_predicted
+        columns = (found.logps, is_correct, is_predicted, sizes)
         return None, torch.stack([column.double() for column in columns], -1)
 
     inputs = {name: tensor.to(model.device, non_blocking=True) for name, tensor in batch.inputs.items()}

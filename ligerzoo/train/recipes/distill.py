@@ -46,9 +46,14 @@ def main(options: DistillRunOptions) -> int:
                 inputs = run.to_device(batch.inputs)
                 with run.autocast():
                     return distillation.of_teacher(
-                        model, teacher, inputs["input_ids"], inputs["labels"], num_items=items,
-                        model_inputs={"position_ids": inputs["position_ids"]}, aux_loss_share=1 / len(micro_batches),
-                    )  # fmt: skip
+                        model,
+                        teacher,
+                        inputs["input_ids"],
+                        inputs["labels"],
+                        num_items=items,
+                        model_inputs={"position_ids": inputs["position_ids"]},
+                        aux_loss_share=1 / len(micro_batches),
+                    )
 
             return forward_backward(forward, micro_batches, sizes, run.device)
 

@@ -49,10 +49,10 @@ def main(options: GRPORunOptions) -> int:
         reference = open_reference(options, run.device) if needs_copy else model if options.beta else None
         rows = {"batch_size": options.batch_size, "seq_length": options.seq_length}
         rows["pad_token_id"] = padding_token(run.tokenizer, model.input_vocab_size)
+        recomputes, temperature = options.old_logps == "recomputed", options.temperature
         constants_of = partial(
-            policy_constants, model, recomputes=options.old_logps == "recomputed", reference=reference,
-            temperature=options.temperature,
-        )  # fmt: skip
+            policy_constants, model, recomputes=recomputes, reference=reference, temperature=temperature
+        )
 
         def train_on(completions: Sequence[SampledCompletion]) -> tuple[list[CompletionBatch], dict[str, Tensor]]:
             """Updates the weights with the completions of a step. Returns the batches, and what the log shows."""

@@ -25,17 +25,27 @@ def main(options: SFTRunOptions) -> int:
     is_new = options.method == "pretrain"
     with Run(options, new=is_new) as run:
         data = RunData(
-            options, run.processor, run.meta_model, "text" if is_new else "auto", pin_memory=run.device.type == "cuda",
-            packing=options.packing, train_answers=options.train_answers, train_on_prompt=options.train_on_prompt,
-        )  # fmt: skip
+            options,
+            run.processor,
+            run.meta_model,
+            "text" if is_new else "auto",
+            pin_memory=run.device.type == "cuda",
+            packing=options.packing,
+            train_answers=options.train_answers,
+            train_on_prompt=options.train_on_prompt,
+        )
         run.prepare(data)
         if options.dry_run:
             return 0
         model = run.open_model()
         train_step = CapturedStep(
-            model, run.optimizer_step.optimizer, max_norm=options.max_grad_norm or None, skip=run.optimizer_step.skip,
-            capture=options.capture, autocast=run.compute_dtype,
-        )  # fmt: skip
+            model,
+            run.optimizer_step.optimizer,
+            max_norm=options.max_grad_norm or None,
+            skip=run.optimizer_step.skip,
+            capture=options.capture,
+            autocast=run.compute_dtype,
+        )
 
         for step in run.steps(lambda: evaluate_loss(model, run.tokenizer, *data.evaluation())):
             # forward and backward of each micro-batch, clipping, and the optimizer's update
