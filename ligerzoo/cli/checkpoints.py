@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +45,9 @@ def find_base_model(options: argparse.Namespace) -> None:
     elif not Path(base).is_dir() and (base.startswith((".", "/", "~")) or base.count("/") != 1):
         problem = "the base model of the adapter is not here"
     if problem:
-        raise LigerzooError(
-            problem, where=f"{options.model}, base_model_name_or_path", got=repr(base)[:200],
-            remedy=f"Merge them and use the result: `ligerzoo fuse BASE {options.model} OUTPUT`.",
-        )  # fmt: skip
+        where, got = f"{options.model}, base_model_name_or_path", repr(base)[:200]
+        remedy = f"Merge them and use the result: `ligerzoo fuse BASE {options.model} OUTPUT`."
+        raise LigerzooError(problem, where=where, got=got, remedy=remedy)
     if not Path(options.model).is_dir():
         directory, options.revision = _download_adapter(options.model, directory.name), None
     if options.revision is None and isinstance(raw.get("revision"), str):
@@ -135,9 +136,8 @@ def find_device(name: str | None) -> torch.device:
 
     device = available_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), where="--device")
     if device.type == "meta":
-        raise LigerzooError(
-            "the meta device has no memory for weights", where="--device", got=name, expected="cpu or cuda"
-        )
+        what = "the meta device has no memory for weights"
+        raise LigerzooError(what, where="--device", got=name, expected="cpu or cuda")
     return device
 
 
@@ -148,14 +148,29 @@ def find_cache_dtype(name: str) -> torch.dtype | None:
     return None if name == "auto" else getattr(torch, name)
 
 
-def refuse_existing_files(target: Path, command: str) -> None:
-    """Raises LigerzooError unless the target of a command is a new or empty directory."""
+@contextmanager
+def new_directory(target: Path, command: str) -> Iterator[Path]:
+    """Gives the target of a command, a new or empty directory, to the block that writes it, and prints its size.
+
+    Raises:
+        LigerzooError: the target has files.
+    """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         remedy = f"Choose another directory; {command} never overwrites files."
         raise LigerzooError("already exists", where=target, expected="a new or empty directory", remedy=remedy)
+    yield target
+    sizes = [path.stat().st_size for path in target.iterdir()]
+    print(f"{target}: {len(sizes)} files, {sum(sizes):,} bytes")
 
 
-def print_size(directory: Path) -> None:
-    """Prints the number and size of the files in a new checkpoint."""
-    size = sum(path.stat().st_size for path in directory.iterdir())
-    print(f"{directory}: {len(list(directory.iterdir()))} files, {size:,} bytes")
+@contextmanager
+def package_of(extra: str, *packages: str, what: str, where: str | None = None) -> Iterator[None]:
+    """Names the extra of ligerzoo to install if an import in the block lacks one of its packages."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in packages:
+            raise
+        what = f"{what} the package {package}, which is not installed"
+        raise LigerzooError(what, where=where, remedy=f"Run `pip install ligerzoo[{extra}]`.") from error

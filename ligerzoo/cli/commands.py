@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,8 +19,8 @@ from ligerzoo.cli.checkpoints import (
     load_model,
     load_tokenizer,
     model_name,
-    print_size,
-    refuse_existing_files,
+    new_directory,
+    package_of,
     text_source,
 )
 from ligerzoo.errors import LigerzooError
@@ -28,7 +28,7 @@ from ligerzoo.errors import LigerzooError
 if TYPE_CHECKING:
     import torch
 
-    from ligerzoo.generate import ConversationCache
+    from ligerzoo.generate import ConversationCache, Scheduler
     from ligerzoo.models import CausalLM
     from ligerzoo.serve.prompts import PromptEncoder
     from ligerzoo.text.conversation import Conversation
@@ -47,9 +47,8 @@ NO_LIMIT = 2**31 - 1
 def standard_input() -> TextIO:
     """Returns standard input; raises LigerzooError if it is closed."""
     if sys.stdin is None:
-        raise LigerzooError(
-            "standard input is closed", remedy="Pass the text with --prompt, or redirect a file or pipe."
-        )
+        remedy = "Pass the text with --prompt, or redirect a file or pipe."
+        raise LigerzooError("standard input is closed", remedy=remedy)
     return sys.stdin
 
 
@@ -58,15 +57,8 @@ def info(options: argparse.Namespace) -> int:
     from ligerzoo.info import describe, describe_architectures, describe_training
 
     if options.train:
-        setting = {
-            "batch_size": options.batch, "seq_length": options.seq, "gpus": options.gpus, "method": options.method,
-            "lora_rank": options.lora_rank, "optimizer": options.optimizer,
-        }  # fmt: skip
-        print(
-            describe_training(
-                options.model, dtype=options.dtype, gpu_memory=options.gpu_memory, revision=options.revision, **setting
-            )
-        )
+        setting = {name: getattr(options, name) for name, _ in options.training.values()}
+        print(describe_training(options.model, revision=options.revision, **setting))
     elif options.architectures:
         print(describe_architectures())
     else:
@@ -81,15 +73,12 @@ def generate(options: argparse.Namespace) -> int:
         return generate_batch(options)
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
     inputs, tokenizer = (prepare_images if options.image else prepare_text)(prompt, options)
-    model = load_model(options)
-    if not (options.image or options.chat) and tokenizer.chat_templates:
+    continuation = Continuation(options, tokenizer, GENERATED_TOKENS)
+    continuation.decoding["cache_dtype"] = find_cache_dtype(options.cache_dtype)
+    is_question = bool(options.image or options.chat)
+    if not is_question and tokenizer.chat_templates:
         print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
-    decoding = {**load_drafts(options), "cache_dtype": find_cache_dtype(options.cache_dtype)}
-    set_default_length(model, options, GENERATED_TOKENS)
-    print_continuation(
-        model, tokenizer, inputs, options, random_generator(model, options), decoding,
-        skip_prompt=bool(options.image or options.chat),
-    )  # fmt: skip
+    continuation.print(inputs, skip_prompt=is_question)
     return 0
 
 
@@ -99,7 +88,6 @@ def generate_batch(options: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from ligerzoo.generate import Scheduler
     from ligerzoo.serve import batch
     from ligerzoo.serve.options import VALUES
 
@@ -108,24 +96,13 @@ def generate_batch(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(options)
     model = load_model(options)
     defaults.setdefault("max_new_tokens", model.generation_config.get("max_new_tokens") or GENERATED_TOKENS)
-    scheduler = Scheduler(
-        model,
-        batch_size=options.batch_size,
-        max_cache_tokens=options.max_cache_tokens,
-        cache_dtype=find_cache_dtype(options.cache_dtype),
-        tokenizer=tokenizer,
-    )
+    scheduler = scheduler_maker(model, tokenizer, options)(max_cache_tokens=options.max_cache_tokens)
     encoder = prompt_encoder(model, tokenizer, scheduler.max_length)
     entries = results.remaining(batch.read_batch(options.batch, defaults, encoder, scheduler))
     start, new_tokens = time.perf_counter(), 0
-    with (
-        results,
-        scheduler,
-        tqdm(total=len(entries), unit="prompt", disable=None) as progress,
-    ):
+    with results, scheduler, tqdm(total=len(entries), unit="prompt", disable=None) as progress:
         try:
-            progress_of_steps = batch.run_batch(entries, scheduler, options.batch_size, tokenizer, results)
-            for count, has_finished in progress_of_steps:
+            for count, has_finished in batch.run_batch(entries, scheduler, options.batch_size, tokenizer, results):
                 new_tokens += count
                 rate = new_tokens / (time.perf_counter() - start)
                 progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
@@ -140,17 +117,10 @@ def generate_batch(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serves a model over HTTP until Ctrl-C."""
-    try:
+    with package_of("serve", "starlette", "uvicorn", what="serving needs"):
         from ligerzoo.serve.access import Access, names_of
         from ligerzoo.serve.app import Service
         from ligerzoo.serve.server import Server, is_local, listen, url
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("starlette", "uvicorn"):
-            raise
-        what = f"serving needs the package {package}, which is not installed"
-        raise LigerzooError(what, remedy="Run `pip install ligerzoo[serve]`.") from error
-    from ligerzoo.generate import Scheduler
     from ligerzoo.serve.engine import Engine
     from ligerzoo.text.chat_template import ChatTemplate, read_template
 
@@ -161,10 +131,7 @@ def serve(options: argparse.Namespace) -> int:
             source = read_template(options.chat_template)
             tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
         model = load_model(options)
-        cache_dtype = find_cache_dtype(options.cache_dtype)
-        make_scheduler = partial(
-            Scheduler, model, batch_size=options.batch_size, cache_dtype=cache_dtype, tokenizer=tokenizer
-        )
+        make_scheduler = scheduler_maker(model, tokenizer, options)
         scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)
         encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
         max_requests = options.batch_size + options.max_queue
@@ -195,18 +162,15 @@ def chat(options: argparse.Namespace) -> int:
     conversation = Conversation(tokenizer, processor, system=options.system)
     for file in options.image:
         conversation.add_image(file)
-    model = load_model(options)
-    set_default_length(model, options, ANSWER_TOKENS)
-    generator, drafts, cache = random_generator(model, options), load_drafts(options), ConversationCache(model)
+    continuation = Continuation(options, tokenizer, ANSWER_TOKENS)
+    cache = ConversationCache(continuation.model)
     images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
     for line in input_lines("Ctrl-D ends the conversation." + images):
         command, _, file = line.partition(" ")
         if command == "/image":
             add_image(file.strip(), conversation)
         else:
-            inputs = conversation.ask(line)
-            answer = print_continuation(model, tokenizer, inputs, options, generator, drafts, cache=cache)
-            conversation.add_answer(answer)
+            conversation.add_answer(continuation.print(conversation.ask(line), cache=cache))
     return 0
 
 
@@ -214,14 +178,12 @@ def convert(options: argparse.Namespace) -> int:
     """Writes a checkpoint to a new directory."""
     from ligerzoo import hub
 
-    target: Path = options.target
-    refuse_existing_files(target, "convert")
-    preprocessor = find_preprocessor(options.model, options.revision)
-    model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
-    hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
-    if preprocessor is not None:
-        preprocessor.save_pretrained(target)
-    print_size(target)
+    with new_directory(options.target, "convert") as target:
+        preprocessor = find_preprocessor(options.model, options.revision)
+        model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
+        hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
+        if preprocessor is not None:
+            preprocessor.save_pretrained(target)
     return 0
 
 
@@ -229,26 +191,20 @@ def fuse(options: argparse.Namespace) -> int:
     """Merges an adapter into its base model, and writes a checkpoint to a new directory."""
     from ligerzoo.adapters import fuse as fuse_adapter
 
-    target: Path = options.output
-    refuse_existing_files(target, "fuse")
-    preprocessor = find_preprocessor(options.base, None)
-    merged = fuse_adapter(options.base, options.adapter, target, max_shard_size=options.max_shard_size)
-    if preprocessor is not None:
-        preprocessor.save_pretrained(target)
-    print(f"{len(merged)} merged weights")
-    print_size(target)
+    with new_directory(options.output, "fuse") as target:
+        preprocessor = find_preprocessor(options.base, None)
+        merged = fuse_adapter(options.base, options.adapter, target, max_shard_size=options.max_shard_size)
+        if preprocessor is not None:
+            preprocessor.save_pretrained(target)
+        print(f"{len(merged)} merged weights")
     return 0
 
 
 def demo(options: argparse.Namespace) -> int:
     """Runs the text demo or the vision demo."""
-    if options.vision:
-        from ligerzoo.demo import vision as demo_vision
+    from ligerzoo.demo import text, vision
 
-        return demo_vision.run(options.seed)
-    from ligerzoo.demo.text import run
-
-    return run(options.text)
+    return vision.run(options.seed) if options.vision else text.run(options.text)
 
 
 def prompt_encoder(
@@ -273,6 +229,14 @@ def prompt_encoder(
         raise LigerzooError("invalid value", where="--max-context", got=max_context, expected=expected)
     new_tokens = model.generation_config.get("max_new_tokens")
     return PromptEncoder(tokenizer, embedding_rows(model), max_context or longest, new_tokens)
+
+
+def scheduler_maker(model: CausalLM, tokenizer: Tokenizer, options: argparse.Namespace) -> Callable[..., Scheduler]:
+    """Returns the function that makes the scheduler of a batch or server, given `max_cache_tokens`."""
+    from ligerzoo.generate import Scheduler
+
+    cache_dtype = find_cache_dtype(options.cache_dtype)
+    return partial(Scheduler, model, batch_size=options.batch_size, cache_dtype=cache_dtype, tokenizer=tokenizer)
 
 
 def embedding_rows(model: CausalLM) -> int:
@@ -304,58 +268,62 @@ def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, To
     return conversation.ask(prompt), processor.tokenizer
 
 
-def set_default_length(model: CausalLM, options: argparse.Namespace, max_new_tokens: int) -> None:
-    """Sets the largest number of new tokens, unless the user or generation_config.json has set it."""
-    from ligerzoo.generate.options import limits_length
+class Continuation:
+    """Prints continuations of prompts as the options say, with the model that they name.
 
-    if options.max_new_tokens is None and not limits_length(model.generation_config):
-        options.max_new_tokens = max_new_tokens
+    Args:
+        options: of the command.
+        tokenizer: the model's tokenizer.
+        max_new_tokens: largest number of new tokens, unless the user or generation_config.json has set it.
 
-
-def random_generator(model: CausalLM, options: argparse.Namespace) -> torch.Generator | None:
-    """Returns a random number generator with the seed of the options, or None."""
-    import torch
-
-    return None if options.seed is None else torch.Generator(model.device).manual_seed(options.seed)
-
-
-def print_continuation(
-    model: CausalLM,
-    tokenizer: Tokenizer,
-    inputs: Inputs,
-    options: argparse.Namespace,
-    generator: torch.Generator | None,
-    decoding: dict[str, Any],
-    skip_prompt: bool = True,
-    cache: ConversationCache | None = None,
-) -> str:
-    """Prints the model's continuation of a prompt during generation, and returns it.
-
-    Reuses the KV cache of the conversation, if there are no images. `decoding` has options of `generate` that change
-    how fast it decodes.
+    Attributes:
+        model: the model.
+        decoding: options of `generate`.
     """
-    from ligerzoo.generate import TextStreamer
-    from ligerzoo.generate.options import SAMPLING_OPTIONS, infer_do_sample
 
-    tokenizer.check_ids(inputs["input_ids"], embedding_rows(model))
-    sampling = infer_do_sample({name: getattr(options, name, None) for name in SAMPLING_OPTIONS})
-    if cache is not None and inputs.keys() & set(model.modalities):
-        cache = None
-    ids = model.generate(
-        **{name: tensor.to(model.device) for name, tensor in inputs.items()},
-        max_new_tokens=options.max_new_tokens,
-        num_return_sequences=1,
-        **sampling,
-        **decoding,
-        stop_strings=options.stop,
-        tokenizer=tokenizer,
-        generator=generator,
-        streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt),
-        past_key_values=None if cache is None else cache.shared_with(inputs["input_ids"]),
-    )
-    if cache is not None:
-        cache.keep(ids)
-    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer, max_new_tokens: int) -> None:
+        import torch
+
+        from ligerzoo.generate.options import SAMPLING_OPTIONS, infer_do_sample, limits_length
+
+        self.model, self.tokenizer = load_model(options), tokenizer
+        length: int | None = options.max_new_tokens
+        if length is None and not limits_length(self.model.generation_config):
+            length = max_new_tokens
+        seed = options.seed
+        self.decoding: dict[str, Any] = {
+            **infer_do_sample({name: getattr(options, name, None) for name in SAMPLING_OPTIONS}),
+            **load_drafts(options),
+            "max_new_tokens": length,
+            "stop_strings": options.stop,
+            "generator": None if seed is None else torch.Generator(self.model.device).manual_seed(seed),
+        }
+
+    def print(self, inputs: Inputs, *, skip_prompt: bool = True, cache: ConversationCache | None = None) -> str:
+        """Prints the continuation during generation, and returns it.
+
+        Args:
+            inputs: model inputs of the prompt.
+            skip_prompt: print the new tokens only.
+            cache: the KV cache of the conversation, which is reused if there are no images.
+        """
+        from ligerzoo.generate import TextStreamer
+
+        prompt = inputs["input_ids"]
+        self.tokenizer.check_ids(prompt, embedding_rows(self.model))
+        if cache is not None and inputs.keys() & set(self.model.modalities):
+            cache = None
+        ids = self.model.generate(
+            **{name: tensor.to(self.model.device) for name, tensor in inputs.items()},
+            **self.decoding,
+            num_return_sequences=1,
+            tokenizer=self.tokenizer,
+            streamer=TextStreamer(self.tokenizer, skip_prompt=skip_prompt),
+            past_key_values=None if cache is None else cache.shared_with(prompt),
+        )
+        if cache is not None:
+            cache.keep(ids)
+        return self.tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
 def add_image(file: str, conversation: Conversation) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ligerzoo.cli import commands
 from ligerzoo.cli.options import (
@@ -24,28 +24,23 @@ from ligerzoo.cli.options import (
     add_dtype_option,
     add_image_option,
     add_model_arguments,
+    add_option,
     add_parser,
     add_revision_option,
 )
 from ligerzoo.optimizer_table import OPTIMIZERS
 
-TRAINING_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
-    "batch": ({"metavar": "B", "type": AT_LEAST_1, "help": "rows of a batch on one GPU (default {})"}, 1),
-    "seq": ({"metavar": "T", "type": AT_LEAST_1, "help": "tokens of a row (default {})"}, 2048),
-    "gpus": ({"metavar": "N", "type": AT_LEAST_1, "help": "GPUs that share the weights, by FSDP2 (default {})"}, 1),
-    "method": ({"choices": ["full", "lora"], "help": "train all weights, or adapters (default {})"}, "full"),
-    "lora-rank": ({"metavar": "R", "type": AT_LEAST_1, "help": "rank of the adapters (default {})"}, 16),
-    "optimizer": (
-        {"metavar": "NAME", "help": f"{', '.join(OPTIMIZERS)} (default {{}})"}, "adamw",
-    ),
-    "dtype": (
-        {"metavar": "DTYPE", "help": "dtype of the weights (default: that of config.json, or else bfloat16)"}, "auto",
-    ),
-    "gpu-memory": (
-        {"metavar": "GIB", "type": POSITIVE, "help": "memory of a GPU: also show the setting that fits it"}, None,
-    ),
-}  # fmt: skip
-"""Options of `info --train`: arguments of argparse, and defaults."""
+TRAINING: dict[str, tuple[str, object]] = {
+    "--batch": ("batch_size", 1),
+    "--seq": ("seq_length", 2048),
+    "--gpus": ("gpus", 1),
+    "--method": ("method", "full"),
+    "--lora-rank": ("lora_rank", 16),
+    "--optimizer": ("optimizer", "adamw"),
+    "--dtype": ("dtype", "auto"),
+    "--gpu-memory": ("gpu_memory", None),
+}
+"""Options of `info --train`: argument of `describe_training`, and default."""
 
 
 def add_info(subparsers: Subparsers) -> None:
@@ -65,24 +60,34 @@ Reads the configs, the tokenizer and the headers of the weight files only. With 
 counts the memory of a training step on an H100 or H200; see docs/memory.md.""",
         check=check_training,
     )
+    parser.set_defaults(training=TRAINING)
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     subject.add_argument("--architectures", action="store_true", help="list all supported architectures instead")
     add_revision_option(parser)
     training = parser.add_argument_group("training")
     training.add_argument("--train", action="store_true", help="predict the FLOPs and memory of training instead")
-    for name, (options, default) in TRAINING_OPTIONS.items():
-        training.add_argument(f"--{name}", **{**options, "help": options["help"].format(default)})
+    training.add_argument("--method", choices=("full", "lora"), help="train all weights, or adapters (default full)")
+    for flag, kind, metavar, description in (
+        ("--batch", AT_LEAST_1, "B", "rows of a batch on one GPU (default {})"),
+        ("--seq", AT_LEAST_1, "T", "tokens of a row (default {})"),
+        ("--gpus", AT_LEAST_1, "N", "GPUs that share the weights, by FSDP2 (default {})"),
+        ("--lora-rank", AT_LEAST_1, "R", "rank of the adapters (default {})"),
+        ("--optimizer", str, "NAME", f"{', '.join(OPTIMIZERS)} (default {{}})"),
+        ("--dtype", str, "DTYPE", "dtype of the weights (default: that of config.json, or else bfloat16)"),
+        ("--gpu-memory", POSITIVE, "GIB", "memory of a GPU: also show the setting that fits it"),
+    ):
+        dest, default = TRAINING[flag]
+        add_option(training, flag, kind, description.format(default), metavar=metavar, dest=dest)
 
 
 def check_training(options: argparse.Namespace) -> None:
     """Completes the options of --train. Raises SystemExit if one is given without it."""
-    for name, (_, default) in TRAINING_OPTIONS.items():
-        attribute = name.replace("-", "_")
-        if getattr(options, attribute) is None:
-            setattr(options, attribute, default)
+    for flag, (name, default) in TRAINING.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
         elif not options.train:
-            options.parser.error(f"argument --{name}: only allowed with --train")
+            options.parser.error(f"argument {flag}: only allowed with --train")
     if options.train and options.model is None:
         options.parser.error("argument --train: only allowed with MODEL")
 
@@ -122,7 +127,7 @@ written in the order in which they finish, with the number of the line. After an
     prompt.add_argument("--prompt", metavar="TEXT", help='text to continue; "-" reads standard input')
     prompt.add_argument("--batch", type=Path, metavar="FILE", help="JSONL file with one prompt in each line")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
-    add_image_option(parser, "image to ask about; may be repeated")
+    add_image_option(parser, "image to ask about")
     add_generation_options(parser, max_new_tokens=commands.GENERATED_TOKENS)
     add_cache_dtype_option(parser)
     batch = parser.add_argument_group("batch", "Options of --batch.")
@@ -133,26 +138,14 @@ written in the order in which they finish, with the number of the line. After an
 
 def check_batch(options: argparse.Namespace) -> None:
     """Completes the options of a batch. Raises SystemExit if one is missing, or given without --batch."""
-    if options.batch is None:
-        given = {
-            "--output": options.output, "--resume": options.resume, "--batch-size": options.batch_size,
-            "--max-cache-tokens": options.max_cache_tokens,
-        }  # fmt: skip
-        for name, value in given.items():
-            if value:
-                options.parser.error(f"argument {name}: only allowed with --batch")
-    else:
-        given = {
-            "--chat": options.chat,
-            "--image": options.image,
-            "--draft": options.draft,
-            "--prompt-lookup": options.prompt_lookup,
-        }
-        for name, value in given.items():
-            if value:
-                options.parser.error(f"argument {name}: not allowed with --batch")
-        if options.output is None:
-            options.parser.error("argument --output: required with --batch")
+    names = ("output", "resume", "batch_size", "max_cache_tokens"), ("chat", "image", "draft", "prompt_lookup")
+    is_batch = options.batch is not None
+    for name in names[is_batch]:
+        if getattr(options, name):
+            only = "not allowed" if is_batch else "only allowed"
+            options.parser.error(f"argument --{name.replace('_', '-')}: {only} with --batch")
+    if is_batch and options.output is None:
+        options.parser.error("argument --output: required with --batch")
     options.batch_size = options.batch_size or DEFAULT_BATCH_SIZE
 
 
@@ -173,7 +166,7 @@ The model must have a chat template. The conversation ends with the input. If th
 adds an image to the next question. Repeat it to add several.""",
     )
     add_model_arguments(parser)
-    add_image_option(parser, "image for the first question; may be repeated")
+    add_image_option(parser, "image for the first question")
     parser.add_argument("--system", metavar="TEXT", help="system message: instructions for the whole conversation")
     add_generation_options(parser, max_new_tokens=commands.ANSWER_TOKENS)
 
@@ -193,36 +186,18 @@ can reach it can use the model, unless it has a key. Needs the packages of `pip 
 it.""",
     )
     add_model_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=PORT, default=8000, metavar="N", help="port; 0 finds a free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="further name of the server that clients may use, such as lab.example.org; may be repeated",
-    )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="key that clients must have (default: $LIGERZOO_API_KEY, else no key)"
-    )
-    parser.add_argument("--name", help="the model's name for clients (default: MODEL, of a directory its last part)")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="jinja file instead of the model's template")
+    add = partial(add_option, parser)
+    add("--host", str, "address to listen on", "127.0.0.1", metavar="HOST")
+    add("--port", PORT, "port; 0 finds a free one", 8000)
+    allowed_host = "further name of the server that clients may use, such as lab.example.org; may be repeated"
+    add("--allowed-host", str, allowed_host, metavar="NAME", repeats=True)
+    add("--api-key", str, "key that clients must have (default: $LIGERZOO_API_KEY, else no key)", metavar="KEY")
+    add("--name", str, "the model's name for clients (default: MODEL, of a directory its last part)", metavar="NAME")
+    add("--chat-template", Path, "jinja file instead of the model's template", metavar="FILE")
     add_batching_options(parser, batch_size=DEFAULT_BATCH_SIZE)
-    parser.add_argument(
-        "--max-queue",
-        type=COUNT,
-        default=256,
-        metavar="N",
-        help="continuations that may wait; clients get status 503 for more (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-context", type=AT_LEAST_1, metavar="N", help="tokens of prompt and continuation (default: the model's)"
-    )
-    parser.add_argument(
-        "--max-body-mib", type=AT_LEAST_1, default=10, metavar="N", help="largest request in MiB (default: %(default)s)"
-    )
+    add("--max-queue", COUNT, "continuations that may wait; clients get status 503 for more", 256)
+    add("--max-context", AT_LEAST_1, "tokens of prompt and continuation (default: the model's)")
+    add("--max-body-mib", AT_LEAST_1, "largest request in MiB", 10)
     add_dtype_option(parser)
     add_cache_dtype_option(parser)
     add_device_option(parser)
@@ -247,9 +222,7 @@ Also copies the tokenizer and the processor. The model's files appear at once, w
     parser.add_argument(
         "--to", choices=("hf", "native"), default="hf", help="tensor names: Hugging Face's (default) or ligerzoo's"
     )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a weight file (default: %(default)s)"
-    )
+    add_option(parser, "--max-shard-size", str, "largest size of a weight file", "5GB", metavar="SIZE")
     add_dtype_option(parser)
 
 
@@ -269,9 +242,7 @@ rounded once, to the dtype of the base. Also copies the tokenizer and the proces
     parser.add_argument("base", metavar="BASE", help=MODEL_HELP)
     parser.add_argument("adapter", metavar="ADAPTER", help="directory or hub id of an adapter of PEFT")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="new or empty directory")
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a weight file (default: %(default)s)"
-    )
+    add_option(parser, "--max-shard-size", str, "largest size of a weight file", "5GB", metavar="SIZE")
 
 
 def add_demo(subparsers: Subparsers) -> None:
@@ -304,37 +275,20 @@ def check_seed(options: argparse.Namespace) -> None:
 
 
 def add_cache_dtype_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--cache-dtype",
-        choices=("auto", "float8_e4m3fn"),
-        default="auto",
-        help="dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and values)",
-    )
+    text = "dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and values)"
+    parser.add_argument("--cache-dtype", choices=("auto", "float8_e4m3fn"), default="auto", help=text)
 
 
 def add_batching_options(parser: argparse._ActionsContainer, batch_size: int | None) -> None:
-    parser.add_argument(
-        "--batch-size",
-        type=AT_LEAST_1,
-        default=batch_size,
-        metavar="N",
-        help=f"prompts that are decoded at a time (default: {DEFAULT_BATCH_SIZE})",
-    )
-    parser.add_argument(
-        "--max-cache-tokens",
-        type=AT_LEAST_1,
-        metavar="N",
-        help="tokens for which KV caches take up memory; longer prompts wait (default: 3/4 of the GPU's free memory)",
-    )
+    size = f"prompts that are decoded at a time (default: {DEFAULT_BATCH_SIZE})"
+    parser.add_argument("--batch-size", type=AT_LEAST_1, default=batch_size, metavar="N", help=size)
+    tokens = "tokens for which KV caches take up memory; longer prompts wait (default: 3/4 of the GPU's free memory)"
+    add_option(parser, "--max-cache-tokens", AT_LEAST_1, tokens)
 
 
 def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    parser.add_argument(
-        "--max-new-tokens",
-        type=COUNT,
-        metavar="N",
-        help=f"largest number of new tokens (default: that of generation_config.json, or else {max_new_tokens})",
-    )
+    length = f"largest number of new tokens (default: that of generation_config.json, or else {max_new_tokens})"
+    add_option(parser, "--max-new-tokens", COUNT, length)
     add_dtype_option(parser)
     add_device_option(parser)
     parser.add_argument(
@@ -343,35 +297,18 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     sampling = parser.add_argument_group(
         "sampling", "The first four options enable sampling. Defaults are those of generation_config.json."
     )
-    sampling.add_argument(
-        "--temperature",
-        type=NOT_NEGATIVE,
-        metavar="T",
-        help="less than 1: more predictable; greater than 1: more varied; 0: the most likely token",
-    )
-    sampling.add_argument("--top-k", type=AT_LEAST_1, metavar="K", help="sample from the K most likely tokens")
-    sampling.add_argument(
-        "--top-p", type=TOP_P, metavar="P", help="sample from the most likely tokens with total probability P"
-    )
-    sampling.add_argument(
-        "--min-p", type=MIN_P, metavar="P", help="drop tokens less than P times as likely as the most likely one"
-    )
-    sampling.add_argument("--seed", type=SEED, help="seed of the random numbers that sampling draws")
-    sampling.add_argument(
-        "--repetition-penalty",
-        type=POSITIVE,
-        metavar="R",
-        help="greater than 1: make tokens that have occurred less likely",
-    )
-    sampling.add_argument(
-        "--min-new-tokens", type=COUNT, metavar="N", help="no end of the sequence before N new tokens"
-    )
-    sampling.add_argument(
-        "--no-repeat-ngram-size", type=COUNT, metavar="N", help="never repeat N tokens in a row; 0 allows all"
-    )
+    add = partial(add_option, sampling)
+    temperature = "less than 1: more predictable; greater than 1: more varied; 0: the most likely token"
+    add("--temperature", NOT_NEGATIVE, temperature, metavar="T")
+    add("--top-k", AT_LEAST_1, "sample from the K most likely tokens", metavar="K")
+    add("--top-p", TOP_P, "sample from the most likely tokens with total probability P", metavar="P")
+    add("--min-p", MIN_P, "drop tokens less than P times as likely as the most likely one", metavar="P")
+    add("--seed", SEED, "seed of the random numbers that sampling draws", metavar="SEED")
+    penalty = "greater than 1: make tokens that have occurred less likely"
+    add("--repetition-penalty", POSITIVE, penalty, metavar="R")
+    add("--min-new-tokens", COUNT, "no end of the sequence before N new tokens")
+    add("--no-repeat-ngram-size", COUNT, "never repeat N tokens in a row; 0 allows all")
     group = parser.add_argument_group("speculative decoding", "Less time for each token, and the same result.")
     drafts = group.add_mutually_exclusive_group()
-    drafts.add_argument("--draft", metavar="MODEL", help="smaller checkpoint of the same vocabulary")
-    drafts.add_argument(
-        "--prompt-lookup", type=AT_LEAST_1, metavar="N", help="draft N tokens from where the last ones have occurred"
-    )
+    add_option(drafts, "--draft", str, "smaller checkpoint of the same vocabulary", metavar="MODEL")
+    add_option(drafts, "--prompt-lookup", AT_LEAST_1, "draft N tokens from where the last ones have occurred")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ligerzoo import checks
 from ligerzoo.checks import argument_type, integer
@@ -58,6 +58,35 @@ def add_parser(
     return parser
 
 
+def add_option(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    kind: Callable[[str], object],
+    description: str,
+    default: object = None,
+    metavar: str = "N",
+    *,
+    repeats: bool = False,
+    dest: str | None = None,
+) -> None:
+    """Adds an option with a value. The help names its default.
+
+    Args:
+        parser: the parser, or a group of its options.
+        flag: such as "--port".
+        kind: converts and checks the text.
+        description: the help.
+        default: the default; None for none, or for one that the description says.
+        metavar: the value in the help.
+        repeats: collect the values of an option that may be repeated.
+        dest: name of the parsed value, if it is not that of the option.
+    """
+    shown = "" if default is None else " (default: %(default)s)"
+    several = {"action": "append", "default": []} if repeats else {"default": default}
+    given: dict[str, Any] = several if kind is str else {"type": kind, **several}
+    parser.add_argument(flag, metavar=metavar, dest=dest, help=description + shown, **given)
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_revision_option(parser)
@@ -68,7 +97,7 @@ def add_revision_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_option(parser: argparse.ArgumentParser, description: str) -> None:
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=description)
+    add_option(parser, "--image", str, f"{description}; may be repeated", metavar="FILE", repeats=True)
 
 
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ligerzoo.cli import training_commands
@@ -15,6 +16,7 @@ from ligerzoo.cli.options import (
     add_device_option,
     add_dtype_option,
     add_model_arguments,
+    add_option,
     add_parser,
 )
 from ligerzoo.train.methods import METHODS
@@ -82,27 +84,21 @@ given their prompts. For preference pairs, the accuracy is the share of pairs wh
         check=check_subject,
     )
     add_model_arguments(parser)
-    parser.add_argument("--data", action="append", metavar="FILE", help="held-out data; may be repeated")
+    add = partial(add_option, parser)
+    add("--data", str, "held-out data; may be repeated", metavar="FILE", repeats=True)
     kinds = ("auto", *DATA_KINDS)
     parser.add_argument("--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)")
-    parser.add_argument("--adapter", metavar="DIR", help="directory or hub id of a LoRA adapter of PEFT")
-    parser.add_argument("--tokenizer", metavar="DIR", help="checkpoint of the tokenizer (default: MODEL)")
-    parser.add_argument(
-        "--seq-length",
-        type=AT_LEAST_2,
-        metavar="T",
-        help="the most tokens of a sequence (default: up to 2048)",
-    )
-    parser.add_argument(
-        "--batch-size", type=AT_LEAST_1, default=8, metavar="B", help="rows of a batch (default: %(default)s)"
-    )
+    add("--adapter", str, "directory or hub id of a LoRA adapter of PEFT", metavar="DIR")
+    add("--tokenizer", str, "checkpoint of the tokenizer (default: MODEL)", metavar="DIR")
+    add("--seq-length", AT_LEAST_2, "the most tokens of a sequence (default: up to 2048)", metavar="T")
+    add("--batch-size", AT_LEAST_1, "rows of a batch", 8, metavar="B")
     add_dtype_option(parser)
     add_device_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     tasks = parser.add_argument_group("tasks of lm-eval")
-    tasks.add_argument("--tasks", metavar="NAMES", help="names of tasks, separated by commas")
-    tasks.add_argument("--task-directory", metavar="DIR", help="directory with YAML files of further tasks")
-    tasks.add_argument("--limit", type=AT_LEAST_1, metavar="N", help="use the first N records of each task only")
+    add_option(tasks, "--tasks", str, "names of tasks, separated by commas", metavar="NAMES")
+    add_option(tasks, "--task-directory", str, "directory with YAML files of further tasks", metavar="DIR")
+    add_option(tasks, "--limit", AT_LEAST_1, "use the first N records of each task only")
 
 
 def check_subject(options: argparse.Namespace) -> None:
@@ -127,9 +123,7 @@ and tokenizer_config.json, which transformers reads too, and a chat template in 
     parser.add_argument("files", metavar="FILE", nargs="+", help="text: .txt, .jsonl or a directory")
     parser.add_argument("--vocab-size", type=AT_LEAST_1, required=True, metavar="N", help="number of tokens")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty directory")
-    parser.add_argument(
-        "--chat-template", default="chatml", metavar="NAME", help="chatml (default), none, or a jinja file"
-    )
+    add_option(parser, "--chat-template", str, "chatml, none, or a jinja file", "chatml", metavar="NAME")
 
 
 def add_tokenize(subparsers: Subparsers) -> None:

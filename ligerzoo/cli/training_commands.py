@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligerzoo.cli.checkpoints import find_base_model, find_device, load_model, print_size, refuse_existing_files
+from ligerzoo.cli.checkpoints import find_base_model, find_device, load_model, new_directory, package_of
 from ligerzoo.errors import LigerzooError
 
 if TYPE_CHECKING:
@@ -81,20 +81,17 @@ def task_results(model: CausalLM, options: argparse.Namespace, seq_length: int) 
     Raises:
         LigerzooError: lm-eval is not installed, or a task is unknown.
     """
-    try:
+    with package_of("integrations", "lm_eval", "transformers", what="tasks need", where="--tasks"):
         from ligerzoo.integrations.tasks import run_tasks
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("lm_eval", "transformers"):
-            raise
-        what = f"tasks need the package {package}, which is not installed"
-        raise LigerzooError(what, where="--tasks", remedy="Run `pip install ligerzoo[integrations]`.") from error
 
-    results = run_tasks(
-        model, options.tokenizer or options.model, options.tasks.split(","), batch_size=options.batch_size,
-        max_length=seq_length, task_directory=options.task_directory, limit=options.limit,
-    )  # fmt: skip
-    return {task: {name: plain(value) for name, value in entries.items()} for task, entries in results.items()}
+    found = run_tasks(
+        model,
+        options.tokenizer or options.model,
+        options.tasks.split(","),
+        max_length=seq_length,
+        **{name: getattr(options, name) for name in ("batch_size", "task_directory", "limit")},
+    )
+    return {task: {name: plain(value) for name, value in entries.items()} for task, entries in found.items()}
 
 
 def plain(value: Any) -> Any:
@@ -107,16 +104,12 @@ def tokenizer(options: argparse.Namespace) -> int:
     from ligerzoo.text.chat_template import read_template
     from ligerzoo.train.new_tokenizer import CHATML, train_tokenizer
 
-    target: Path = options.output
-    refuse_existing_files(target, "tokenizer")
-    template: str | None = {"chatml": CHATML, "none": None}.get(options.chat_template, options.chat_template)
-    if options.chat_template not in ("chatml", "none"):
-        template = read_template(options.chat_template)
-    with warnings_as_lines():
+    name, built_in = options.chat_template, {"chatml": CHATML, "none": None}
+    with new_directory(options.output, "tokenizer") as target, warnings_as_lines():
+        template = built_in[name] if name in built_in else read_template(name)
         trained = train_tokenizer(options.files, options.vocab_size, chat_template=template)
-    trained.save_pretrained(target)
-    print(f"{len(trained):,} tokens; {trained.eos_token} ends texts and messages")
-    print_size(target)
+        trained.save_pretrained(target)
+        print(f"{len(trained):,} tokens; {trained.eos_token} ends texts and messages")
     return 0
 
 
@@ -128,10 +121,9 @@ def tokenize(options: argparse.Namespace) -> int:
     target: Path = options.output
     if target.exists():
         raise LigerzooError("already exists", where=target, remedy="Choose another file, or delete this one.")
+    tokenizer = Tokenizer.from_pretrained(options.tokenizer)
     with warnings_as_lines():
-        count = write_tokens(
-            options.files, target, Tokenizer.from_pretrained(options.tokenizer), text_unit=options.text_unit
-        )
+        count = write_tokens(options.files, target, tokenizer, text_unit=options.text_unit)
     print(f"{target}: {count:,} tokens, {target.stat().st_size:,} bytes")
     return 0
 
@@ -141,14 +133,12 @@ def config(options: argparse.Namespace) -> int:
     from ligerzoo.text.tokenizer import Tokenizer
     from ligerzoo.train.new_config import new_config, parse_field, write_config
 
-    target: Path = options.output
-    refuse_existing_files(target, "config")
-    loaded = Tokenizer.from_pretrained(options.tokenizer)
-    content = new_config(options.model_type, loaded, dict(map(parse_field, options.fields)))
-    loaded.save_pretrained(target)
-    write_config(target, content)
-    print(json.dumps(content, indent=2))
-    print_size(target)
+    with new_directory(options.output, "config") as target:
+        loaded = Tokenizer.from_pretrained(options.tokenizer)
+        content = new_config(options.model_type, loaded, dict(map(parse_field, options.fields)))
+        loaded.save_pretrained(target)
+        write_config(target, content)
+        print(json.dumps(content, indent=2))
     return 0
 
 
