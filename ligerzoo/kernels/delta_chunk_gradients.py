@@ -38,39 +38,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.delta_chunks import (
-    SEGMENT_PROGRAMS,
-    Launch,
-    Prepared,
-    Tokens,
-    is_exact,
-    launch_of,
-    optional,
-)
+from ligerzoo.kernels.delta_chunks import Launch, chunk_programs, launch_of, segment_shares, tile_sizes
 from ligerzoo.kernels.delta_tiles import (
     CHUNK,
     FEATURES,
     ChunkTable,
+    DeltaRule,
+    by_head,
+    by_token,
     chunk_count,
-    chunk_tokens,
+    chunk_span,
     continues,
     decay_over,
     decays,
+    gate_offsets,
     head_rows,
     inner_products,
     load_betas,
     load_columns,
     load_factors,
+    load_last_total,
     load_state,
     load_tile,
     load_total,
     segment_chunks,
     segment_count,
     split_program,
+    square_ptrs,
     state_block,
+    store_columns,
+    store_tile,
 )
-from ligerzoo.kernels.dispatch import cdiv, padded_size
+from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.strided import strided
 
 LOCAL = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=8, stages=1)}
 REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=8, stages=1)}
@@ -85,345 +86,274 @@ ROWS = 32
 
 @kernel
 def _local_kernel(
-    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, starts_ptr, counts_ptr, errors_ptr, dout_ptr,
-    ddelta_ptr, dattention_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
-    CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    rule, dout, errors_ptr, ddelta_ptr, dattention_ptr,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    head, slot, batch = split_program(n_heads, n_slots)
-    row, key_head, key_row = head_rows(batch, head, n_heads, group)
+    head, slot, batch = split_program(rule.n_heads, rule.n_slots)
+    row, key_head, key_row = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-        total = load_total(total_ptr, row, tokens, end, n_tokens)
-        q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        products = inner_products(
-            q_ptr, k_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, k_batch_stride,
-            k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
-        )  # fmt: skip
-        products *= decays(total, rows, EXACT) * (q_factor * scale)[:, None] * k_factor[None, :]
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        total = load_total(rule, span, row)
+        q_factor = load_factors(rule.q_factor, rule, span, key_row)
+        k_factor = load_factors(rule.k_factor, rule, span, key_row)
+        products = inner_products(rule.q, rule.k, span, key_head, rule.key_dim, FEATURES)
+        products *= decays(total, rows) * (q_factor * rule.scale)[:, None] * k_factor[None, :]
         transposed = tl.trans(products.to(ddelta_ptr.dtype.element_ty))  # P^T
         dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
-        for first in range(0, value_dim, VALUES):
+        for first in range(0, rule.value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
-            mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            dout = load_tile(dout_ptr, batch, start, rows, head, dout_batch_stride, dout_token_stride, dout_head_stride,
-                             values, in_chunk, value_dim).to(transposed.dtype)  # fmt: skip
-            errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
-            ddelta = tl.dot(transposed, dout, input_precision="ieee")
-            tl.store(ddelta_ptr + first_value + offsets, ddelta.to(ddelta_ptr.dtype.element_ty), mask=mask)
-            dattention = tl.dot(dout, tl.trans(errors), dattention, input_precision="ieee")
-        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        dattention *= decays(total, rows, EXACT) * (beta * scale)[None, :]
-        squares = rows[:, None] * CHUNK + rows[None, :]
-        dattention_ptrs = dattention_ptr + (row * n_tokens + start) * CHUNK + squares
-        tl.store(dattention_ptrs, dattention.to(dattention_ptr.dtype.element_ty), mask=in_chunk[:, None])
+            dout_tile = load_tile(dout, span, head, values, rule.value_dim).to(transposed.dtype)
+            errors = load_tile(by_token(errors_ptr, rule), span, head, values, rule.value_dim)
+            ddelta = tl.dot(transposed, dout_tile, input_precision="ieee")
+            store_tile(by_token(ddelta_ptr, rule), ddelta, span, head, values, rule.value_dim)
+            dattention = tl.dot(dout_tile, tl.trans(errors), dattention, input_precision="ieee")
+        beta = load_betas(rule, span, head)
+        dattention *= decays(total, rows) * (beta * rule.scale)[None, :]
+        ptrs = square_ptrs(dattention_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
+        tl.store(ptrs, dattention.to(dattention_ptr.dtype.element_ty), mask=span.mask[:, None])
 
 
 @kernel
 def _reverse_scan_kernel(
-    q_ptr, k_ptr, beta_ptr, readers_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr,
-    segments_ptr, counts_ptr, dout_ptr, ddelta_ptr, dfinal_ptr, dstates_ptr, dinitial_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
-    n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks, scale,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    rule, dout, readers_ptr, ddelta_ptr, dstates_ptr, dfinal_ptr, dinitial_ptr, n_shares, n_blocks,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     block, share, row = split_program(n_blocks, n_shares)
-    batch, head = row // n_heads, row % n_heads
-    _, key_head, key_row = head_rows(batch, head, n_heads, group)
+    batch, head = row // rule.n_heads, row % rule.n_heads
+    _, key_head, key_row = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
-    features, values, state_mask = state_block(block, key_dim, value_dim, KEYS, VALUES)
-    state_offsets = values[:, None] * key_dim + features[None, :]
-    outer_offsets = features[None, :] * value_dim + values[:, None]  # of (d_k, d_v)
-    n_segments = segment_count(counts_ptr, table_stride, batch)
+    features, values, state_mask = state_block(rule, block, KEYS, VALUES)
+    state_size = rule.key_dim * rule.value_dim
+    state_offsets = values[:, None] * rule.key_dim + features[None, :]
+    outer_offsets = features[None, :] * rule.value_dim + values[:, None]  # of (d_k, d_v)
+    n_segments = segment_count(rule.table, batch)
     for segment in range(share, n_segments, n_shares):
-        first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
+        first, after_last = segment_chunks(rule.table, rule.n_tokens, batch, segment, CHUNK)
         dstate = tl.zeros((VALUES, KEYS), dtype=tl.float32)  # transposed
         if dfinal_ptr is not None:
             is_last = segment == n_segments - 1
-            dfinal = dfinal_ptr + row * key_dim * value_dim + outer_offsets
+            dfinal = dfinal_ptr + row * state_size + outer_offsets
             dstate = tl.load(dfinal, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
-            chunk = after_last - 1 - reverse
-            start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-            ddelta_ptrs = ddelta_ptr + ((batch * n_tokens + start) * n_heads + head) * value_dim
-            ddelta_ptrs += rows[None, :] * (n_heads * value_dim) + values[:, None]
-            mask = in_chunk[None, :] & (values < value_dim)[:, None]
-            total = load_total(total_ptr, row, tokens, end, n_tokens)
-            last_total = tl.load(total_ptr + row * n_tokens + end - 1)
-            beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-            q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-            k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
+            span = chunk_span(rule.table, rule.n_tokens, batch, after_last - 1 - reverse, rows, CHUNK)
+            total, last_total = load_total(rule, span, row), load_last_total(rule, span, row)
+            beta = load_betas(rule, span, head)
+            q_factor = load_factors(rule.q_factor, rule, span, key_row)
+            k_factor = load_factors(rule.k_factor, rule, span, key_row)
 
-            rounded = dstate.to(q_ptr.dtype.element_ty)
-            slot, exists = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots, CHUNK)
-            dstates = dstates_ptr + (row * n_slots + slot) * key_dim * value_dim + state_offsets
+            rounded = dstate.to(rule.q.ptr.dtype.element_ty)
+            slot, exists = _slot_of_gradient(rule, span, CHUNK)
+            dstates = dstates_ptr + (row * (rule.n_slots + 1) + slot) * state_size + state_offsets
             tl.store(dstates, rounded, mask=state_mask & exists)
 
-            q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                          in_chunk, key_dim)  # fmt: skip
-            dout = load_columns(dout_ptr, batch, start, rows, head, dout_batch_stride, dout_token_stride,
-                                dout_head_stride, values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
-            dout *= (decay_over(total, EXACT) * q_factor * scale)[None, :]
-            dstate = tl.dot(dout.to(q.dtype), q, decay_over(last_total, EXACT) * dstate, input_precision="ieee")
+            q = load_tile(rule.q, span, key_head, features, rule.key_dim)
+            scaled_dout = load_columns(dout, span, head, values, rule.value_dim).to(tl.float32)
+            scaled_dout *= (decay_over(total) * q_factor * rule.scale)[None, :]
+            dstate = tl.dot(scaled_dout.to(q.dtype), q, decay_over(last_total) * dstate, input_precision="ieee")
 
-            k = load_columns(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride,
-                             features, in_chunk, key_dim)  # fmt: skip
-            ddelta = tl.load(ddelta_ptrs, mask=mask, other=0.0).to(tl.float32)
+            k = load_columns(rule.k, span, key_head, features, rule.key_dim)
+            ddelta = load_columns(by_token(ddelta_ptr, rule), span, head, values, rule.value_dim).to(tl.float32)
             read = tl.dot(rounded, k, input_precision="ieee")
-            ddelta += (decay_over(last_total - total, EXACT) * k_factor)[None, :] * read
-            tl.store(ddelta_ptrs, ddelta.to(k.dtype), mask=mask)
+            ddelta += (decay_over(last_total - total) * k_factor)[None, :] * read
+            store_columns(by_token(ddelta_ptr, rule), ddelta, span, head, values, rule.value_dim)
 
-            readers = load_tile(readers_ptr, row, start, rows, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
-                                key_dim)  # fmt: skip
+            readers = load_tile(by_head(readers_ptr, rule), span, head, features, rule.key_dim)
             dstate = tl.dot((ddelta * -beta[None, :]).to(k.dtype), readers, dstate, input_precision="ieee")
         if dinitial_ptr is not None:
-            dinitial = dinitial_ptr + row * key_dim * value_dim + outer_offsets
+            dinitial = dinitial_ptr + row * state_size + outer_offsets
             tl.store(dinitial, dstate.to(dinitial_ptr.dtype.element_ty), mask=state_mask & (segment == 0))
 
 
 @jit
-def _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots, CHUNK: tl.constexpr):
-    """The slot of the gradient of the state before token `end`, and whether this state has an effect.
+def _slot_of_gradient(rule, span, CHUNK: tl.constexpr):
+    """The slot of the gradient of the state after a chunk, and whether this state has an effect.
 
     The last slot is that of the final state. A state at the end of any other segment has no effect.
     """
-    is_last = end == n_tokens
-    slot = tl.where(is_last, n_slots - 1, end // CHUNK)
-    exists = is_last | continues(segment_start_ptr, table_stride, batch, tl.minimum(end, n_tokens - 1), n_tokens)
-    return slot, exists
+    is_last = span.end == rule.n_tokens
+    slot = tl.where(is_last, rule.n_slots, span.end // CHUNK)
+    return slot, is_last | continues(rule, span.batch, tl.minimum(span.end, rule.n_tokens - 1))
 
 
 @kernel
 def _value_gradients_kernel(
-    k_ptr, beta_ptr, inverse_ptr, total_ptr, k_factor_ptr, starts_ptr, counts_ptr, errors_ptr, ddelta_ptr, dv_ptr,
-    dbeta_ptr, dsystem_ptr,
-    k_batch_stride, k_token_stride, k_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, value_dim,
-    CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    rule, inverse_ptr, errors_ptr, ddelta_ptr, dv_ptr, dbeta_ptr, dsystem_ptr,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    head, slot, batch = split_program(n_heads, n_slots)
-    row, key_head, key_row = head_rows(batch, head, n_heads, group)
+    head, slot, batch = split_program(rule.n_heads, rule.n_slots)
+    row, key_head, key_row = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        first_square = (row * n_tokens + start) * CHUNK
-        transposed = tl.load(inverse_ptr + first_square + rows[None, :] * CHUNK + rows[:, None],
-                             mask=in_chunk[None, :], other=0.0)  # fmt: skip
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        beta = load_betas(rule, span, head)
+        inverse_ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[None, :], rows[:, None], CHUNK)
+        transposed = tl.load(inverse_ptrs, mask=span.mask[None, :], other=0.0)
         products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)  # dV E^T
         dbeta = tl.zeros((CHUNK,), dtype=tl.float32)
-        first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
-        for first in range(0, value_dim, VALUES):
+        for first in range(0, rule.value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
-            mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
-            ddelta = tl.load(ddelta_ptr + first_value + offsets, mask=mask, other=0.0).to(tl.float32)
+            errors = load_tile(by_token(errors_ptr, rule), span, head, values, rule.value_dim)
+            ddelta = load_tile(by_token(ddelta_ptr, rule), span, head, values, rule.value_dim).to(tl.float32)
             derrors = (ddelta * beta[:, None]).to(errors.dtype)
             dv = tl.dot(transposed, derrors, input_precision="ieee").to(errors.dtype)
-            tl.store(dv_ptr + first_value + offsets, dv, mask=mask)
+            store_tile(by_token(dv_ptr, rule), dv, span, head, values, rule.value_dim)
             dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
             products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
-        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        total = load_total(total_ptr, row, tokens, end, n_tokens)
-        products = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products, 0.0)
+        k_factor = load_factors(rule.k_factor, rule, span, key_row)
+        total = load_total(rule, span, row)
+        products = tl.where(rows[:, None] > rows[None, :], decays(total, rows) * products, 0.0)
         dsystem = products * beta[None, :]
-        dsystem_ptrs = dsystem_ptr + first_square + rows[:, None] * CHUNK + rows[None, :]
-        tl.store(dsystem_ptrs, dsystem.to(dsystem_ptr.dtype.element_ty), mask=in_chunk[:, None])
-        products *= k_factor[:, None] * inner_products(
-            k_ptr, k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
-            k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
-        )  # fmt: skip
+        dsystem_ptrs = square_ptrs(dsystem_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
+        tl.store(dsystem_ptrs, dsystem.to(dsystem_ptr.dtype.element_ty), mask=span.mask[:, None])
+        products *= k_factor[:, None] * inner_products(rule.k, rule.k, span, key_head, rule.key_dim, FEATURES)
         dbeta -= tl.sum(products, 0) * k_factor
-        gates = (batch * n_tokens + tokens) * n_heads + head
-        tl.store(dbeta_ptr + gates, dbeta.to(dbeta_ptr.dtype.element_ty), mask=in_chunk)
+        tl.store(dbeta_ptr + gate_offsets(rule, span, head), dbeta.to(dbeta_ptr.dtype.element_ty), mask=span.mask)
 
 
 @kernel
 def _query_gradients_kernel(
-    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, states_ptr,
-    dout_ptr, dattention_ptr, dq_ptr, dtotals_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    rule, dout, states_ptr, dattention_ptr, dq, dtotals_ptr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    first_row, key_head, slot, batch = _part_of_chunk(n_slots, n_heads // group, CHUNK, ROWS)
-    n_key_heads = n_heads // group
-    key_row = batch * n_key_heads + key_head
+    first_row, key_head, slot, batch = _part_of_chunk(rule, CHUNK, ROWS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, own_rows, n_tokens, CHUNK)
-        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
-        q, q_factor = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, own_rows, key_head, q_batch_stride,
-                                       q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, own_rows, key_head, k_batch_stride,
-                                k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, rows, key_head, k_batch_stride,
-                                    k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        dq = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q
-        for head in range(key_head * group, (key_head + 1) * group):
-            row = batch * n_heads + head
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
+        has_state = continues(rule, batch, own.start)
+        q, q_factor = _load_normalized(rule.q, rule.q_factor, rule, own, key_head, features)
+        k, _ = _load_normalized(rule.k, rule.k_factor, rule, own, key_head, features)
+        all_k, _ = _load_normalized(rule.k, rule.k_factor, rule, whole, key_head, features)
+        gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q
+        for head in range(key_head * rule.group, (key_head + 1) * rule.group):
+            row = batch * rule.n_heads + head
+            slot_of_state = row * rule.n_slots + own.start // CHUNK
             product = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dO S^T
-            for first in range(0, value_dim, VALUES):
+            for first in range(0, rule.value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
-                dout = load_tile(dout_ptr, batch, start, own_rows, head, dout_batch_stride, dout_token_stride,
-                                 dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
-                state = load_state(states_ptr, row * n_slots + start // CHUNK, features[None, :], values[:, None],
-                                   key_dim, value_dim, has_state)  # fmt: skip
-                product = tl.dot(dout, state, product, input_precision="ieee")
-            product *= (decay_over(load_total(total_ptr, row, tokens, end, n_tokens), EXACT) * scale)[:, None]
-            squares = dattention_ptr + (row * n_tokens + start) * CHUNK
+                dout_tile = load_tile(dout, own, head, values, rule.value_dim).to(k.dtype)
+                state = load_state(states_ptr, rule, slot_of_state, features[None, :], values[:, None], has_state)
+                product = tl.dot(dout_tile, state, product, input_precision="ieee")
+            product *= (decay_over(load_total(rule, own, row)) * rule.scale)[:, None]
+            squares = square_ptrs(dattention_ptr, rule, own, row, own_rows[:, None], rows[None, :], CHUNK)
             is_before = own_rows[:, None] > rows[None, :]
-            dattention = tl.load(squares + own_rows[:, None] * CHUNK + rows[None, :],
-                                 mask=in_chunk[:, None] & is_before, other=0.0)  # fmt: skip
+            dattention = tl.load(squares, mask=own.mask[:, None] & is_before, other=0.0)
             product = tl.dot(dattention, all_k, product, input_precision="ieee")
             # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
             dtotal = tl.sum(q.to(tl.float32) * product, 1)
-            tl.store(dtotals_ptr + row * n_tokens + tokens, dtotal, mask=in_chunk)
-            diagonal = tl.load(squares + own_rows * (CHUNK + 1), mask=in_chunk, other=0.0).to(tl.float32)
-            dq += product + diagonal[:, None] * k.to(tl.float32)
-        _store_unnormalized(dq_ptr, dq, q, q_factor, q_factor_ptr, batch * n_tokens + start, own_rows, in_chunk,
-                            n_key_heads, key_head, features, key_dim)  # fmt: skip
+            tl.store(dtotals_ptr + row * rule.n_tokens + own.tokens, dtotal, mask=own.mask)
+            diagonal = square_ptrs(dattention_ptr, rule, own, row, own_rows, own_rows, CHUNK)
+            dattention = tl.load(diagonal, mask=own.mask, other=0.0).to(tl.float32)
+            gradient += product + dattention[:, None] * k.to(tl.float32)
+        _store_unnormalized(dq, gradient, q, q_factor, rule, own, key_head, features)
 
 
 @kernel
 def _key_gradients_kernel(
-    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
-    errors_ptr, states_ptr, dv_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dk_ptr, dtotals_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, n_rows, group, key_dim, value_dim,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    rule, errors_ptr, dv_ptr, states_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dk, dtotals_ptr, n_rows,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    first_row, key_head, slot, batch = _part_of_chunk(n_slots, n_heads // group, CHUNK, ROWS)
-    n_key_heads = n_heads // group
-    key_row = batch * n_key_heads + key_head
+    first_row, key_head, slot, batch = _part_of_chunk(rule, CHUNK, ROWS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, own_rows, n_tokens, CHUNK)
-        all_in_chunk = start + rows < end
-        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
-        dslot, has_dstate = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots + 1, CHUNK)
-        q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, own_rows, key_head, q_batch_stride,
-                                q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        k, k_factor = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, own_rows, key_head, k_batch_stride,
-                                       k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        all_q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, rows, key_head, q_batch_stride,
-                                    q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, rows, key_head, k_batch_stride,
-                                    k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        dk = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized k
-        for head in range(key_head * group, (key_head + 1) * group):
-            row = batch * n_heads + head
-            first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
+        has_state = continues(rule, batch, own.start)
+        dslot, has_dstate = _slot_of_gradient(rule, own, CHUNK)
+        q, _ = _load_normalized(rule.q, rule.q_factor, rule, own, key_head, features)
+        k, k_factor = _load_normalized(rule.k, rule.k_factor, rule, own, key_head, features)
+        all_q, _ = _load_normalized(rule.q, rule.q_factor, rule, whole, key_head, features)
+        all_k, _ = _load_normalized(rule.k, rule.k_factor, rule, whole, key_head, features)
+        gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized k
+        for head in range(key_head * rule.group, (key_head + 1) * rule.group):
+            row = batch * rule.n_heads + head
+            slot_of_state, slot_of_dstate = row * rule.n_slots + own.start // CHUNK, row * (rule.n_slots + 1) + dslot
             read = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dV S^T
             written = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # E dS'^T
             kept = tl.zeros((KEYS,), dtype=tl.float32)  # <S, dS'>
-            for first in range(0, value_dim, VALUES):
+            for first in range(0, rule.value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
-                offsets = own_rows[:, None] * (n_heads * value_dim) + values[None, :]
-                mask = in_chunk[:, None] & (values < value_dim)[None, :]
-                dv = tl.load(dv_ptr + first_value + offsets, mask=mask, other=0.0)
-                errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
-                state = load_state(states_ptr, row * n_slots + start // CHUNK, features[None, :], values[:, None],
-                                   key_dim, value_dim, has_state)  # fmt: skip
-                dstate = load_state(dstates_ptr, row * (n_slots + 1) + dslot, features[None, :], values[:, None],
-                                    key_dim, value_dim, has_dstate)  # fmt: skip
+                dv = load_tile(by_token(dv_ptr, rule), own, head, values, rule.value_dim)
+                errors = load_tile(by_token(errors_ptr, rule), own, head, values, rule.value_dim)
+                state = load_state(states_ptr, rule, slot_of_state, features[None, :], values[:, None], has_state)
+                dstate = load_state(dstates_ptr, rule, slot_of_dstate, features[None, :], values[:, None], has_dstate)
                 read = tl.dot(dv, state, read, input_precision="ieee")
                 written = tl.dot(errors, dstate, written, input_precision="ieee")
                 kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
 
-            total = load_total(total_ptr, row, tokens, end, n_tokens)
-            last_total = tl.load(total_ptr + row * n_tokens + end - 1)
-            beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-            first_square = (row * n_tokens + start) * CHUNK
-            squares, transposed = own_rows[:, None] * CHUNK + rows[None, :], rows[None, :] * CHUNK + own_rows[:, None]
-            dsystem = tl.load(dsystem_ptr + first_square + squares, mask=in_chunk[:, None], other=0.0)
-            read = tl.dot(dsystem, all_k, read * decay_over(total, EXACT)[:, None], input_precision="ieee")
+            total, last_total = load_total(rule, own, row), load_last_total(rule, own, row)
+            beta = load_betas(rule, own, head)
+            squares = square_ptrs(dsystem_ptr, rule, own, row, own_rows[:, None], rows[None, :], CHUNK)
+            dsystem = tl.load(squares, mask=own.mask[:, None], other=0.0)
+            read = tl.dot(dsystem, all_k, read * decay_over(total)[:, None], input_precision="ieee")
 
-            written *= (decay_over(last_total - total, EXACT) * beta)[:, None]
+            written *= (decay_over(last_total - total) * beta)[:, None]
             dlast = tl.sum(tl.sum(k.to(tl.float32) * written, 1), 0)
-            dlast += tl.where(first_row == 0, tl.sum(kept, 0) * decay_over(last_total, EXACT), 0.0)
+            dlast += tl.where(first_row == 0, tl.sum(kept, 0) * decay_over(last_total), 0.0)
             is_after = own_rows[:, None] < rows[None, :]
-            dattention = tl.load(dattention_ptr + first_square + transposed, mask=all_in_chunk[None, :] & is_after,
-                                 other=0.0)  # fmt: skip
-            dsystem = tl.load(dsystem_ptr + first_square + transposed, mask=all_in_chunk[None, :], other=0.0)
+            transposed = square_ptrs(dattention_ptr, rule, own, row, rows[None, :], own_rows[:, None], CHUNK)
+            dattention = tl.load(transposed, mask=whole.mask[None, :] & is_after, other=0.0)
+            transposed = square_ptrs(dsystem_ptr, rule, own, row, rows[None, :], own_rows[:, None], CHUNK)
+            dsystem = tl.load(transposed, mask=whole.mask[None, :], other=0.0)
             written = tl.dot(dattention, all_q, written, input_precision="ieee")
             written -= tl.dot(dsystem, all_k, input_precision="ieee")
 
             dtotal = -tl.sum(k.to(tl.float32) * (read + written), 1)
-            tl.store(dtotals_ptr + (n_rows + row) * n_tokens + tokens, dtotal, mask=in_chunk)
-            tl.store(dtotals_ptr + ((2 + first_row // ROWS) * n_rows + row) * n_tokens + start, dlast)
-            diagonal = tl.load(dattention_ptr + first_square + own_rows * (CHUNK + 1), mask=in_chunk, other=0.0)
-            dk += written - read + diagonal.to(tl.float32)[:, None] * q.to(tl.float32)
-        _store_unnormalized(dk_ptr, dk, k, k_factor, k_factor_ptr, batch * n_tokens + start, own_rows, in_chunk,
-                            n_key_heads, key_head, features, key_dim)  # fmt: skip
+            tl.store(dtotals_ptr + (n_rows + row) * rule.n_tokens + own.tokens, dtotal, mask=own.mask)
+            part = dtotals_ptr + ((2 + first_row // ROWS) * n_rows + row) * rule.n_tokens
+            tl.store(part + own.start, dlast)
+            diagonal = square_ptrs(dattention_ptr, rule, own, row, own_rows, own_rows, CHUNK)
+            dattention = tl.load(diagonal, mask=own.mask, other=0.0).to(tl.float32)
+            gradient += written - read + dattention[:, None] * q.to(tl.float32)
+        _store_unnormalized(dk, gradient, k, k_factor, rule, own, key_head, features)
 
 
 @jit
-def _part_of_chunk(n_slots, n_key_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+def _part_of_chunk(rule, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """The first row of the program's part of a chunk, its key head, slot and batch element."""
-    program = tl.program_id(0).to(tl.int64)
+    program, n_key_heads = tl.program_id(0).to(tl.int64), rule.n_heads // rule.group
     PARTS: tl.constexpr = CHUNK // ROWS
     first_row, program = (program % PARTS).to(tl.int32) * ROWS, program // PARTS
-    return first_row, program % n_key_heads, program // n_key_heads % n_slots, program // n_key_heads // n_slots
+    key_head, chunk = program % n_key_heads, program // n_key_heads
+    return first_row, key_head, chunk % rule.n_slots, chunk // rule.n_slots
 
 
 @jit
-def _load_normalized(ptr, factor_ptr, batch, key_row, start, rows, head, batch_stride, token_stride, head_stride,
-                     features, end, key_dim, n_tokens):  # fmt: skip
+def _load_normalized(x, factor_ptr, rule, span, key_head, features):
     """Normalized q or k of some tokens, and the factors of the normalization."""
-    in_chunk = start + rows < end
-    factors = load_factors(factor_ptr, key_row, start + rows, in_chunk, n_tokens)
-    tile = load_tile(
-        ptr, batch, start, rows, head, batch_stride, token_stride, head_stride, features, in_chunk, key_dim
-    )
+    factors = load_factors(factor_ptr, rule, span, span.batch * (rule.n_heads // rule.group) + key_head)
+    tile = load_tile(x, span, key_head, features, rule.key_dim)
     return (tile * factors[:, None]).to(tile.dtype), factors
 
 
 @jit
-def _store_unnormalized(ptr, gradient, normalized, factors, factor_ptr, first_token, rows, mask, n_heads, head,
-                        features, key_dim):  # fmt: skip
+def _store_unnormalized(x, gradient, normalized, factors, rule, span, key_head, features):
     """Stores the gradient of q or k, given that of its normalized rows."""
-    if factor_ptr is not None:
+    if rule.k_factor is not None:
         normalized = normalized.to(tl.float32)
         gradient = factors[:, None] * (gradient - normalized * tl.sum(normalized * gradient, 1)[:, None])
-    ptr += (first_token * n_heads + head) * key_dim
-    offsets = rows[:, None] * (n_heads * key_dim) + features[None, :]
-    tl.store(ptr + offsets, gradient.to(ptr.dtype.element_ty), mask=mask[:, None] & (features < key_dim)[None, :])
+    store_tile(x, gradient, span, key_head, features, rule.key_dim)
 
 
 @kernel(unspecialized=("n_tokens",))  # so that a segment is added up as the segment alone
 def _gate_gradients_kernel(
-    dtotals_ptr, starts_ptr, counts_ptr, dg_ptr, table_stride, n_tokens, n_slots, n_heads, n_rows,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    dtotals_ptr, dg_ptr, table, n_tokens, n_slots, n_heads, n_rows, CHUNK: tl.constexpr, PARTS: tl.constexpr
+):
     head, slot, batch = split_program(n_heads, n_slots)
     row = batch * n_heads + head
     rows = tl.arange(0, CHUNK)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-        dtotal = tl.load(dtotals_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
-        dtotal += tl.load(dtotals_ptr + (n_rows + row) * n_tokens + tokens, mask=in_chunk, other=0.0)
+    for chunk in range(slot, chunk_count(table, n_tokens, batch, CHUNK), n_slots):
+        span = chunk_span(table, n_tokens, batch, chunk, rows, CHUNK)
+        dtotal = tl.load(dtotals_ptr + row * n_tokens + span.tokens, mask=span.mask, other=0.0)
+        dtotal += tl.load(dtotals_ptr + (n_rows + row) * n_tokens + span.tokens, mask=span.mask, other=0.0)
         for part in tl.static_range(PARTS):
-            dlast = tl.load(dtotals_ptr + ((2 + part) * n_rows + row) * n_tokens + start)
-            dtotal += tl.where(tokens == end - 1, dlast, 0.0)
+            dlast = tl.load(dtotals_ptr + ((2 + part) * n_rows + row) * n_tokens + span.start)
+            dtotal += tl.where(span.tokens == span.end - 1, dlast, 0.0)
         dg = tl.cumsum(dtotal, 0, reverse=True)
-        gates = (batch * n_tokens + tokens) * n_heads + head
-        tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=in_chunk)
+        gates = (batch * n_tokens + span.tokens) * n_heads + head
+        tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=span.mask)
 
 
 class Gradients(NamedTuple):
@@ -446,69 +376,44 @@ class Gradients(NamedTuple):
     dinitial: Tensor
 
 
-def local_gradients(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, dout: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns P^T dO, (B, T, V, D_v), and scale e o dO D^T, (B, V, T, 64)."""
-    q, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    launch = launch_of(LOCAL, tokens)
-    slots = cdiv(n_tokens, CHUNK)
-    ddelta, dattention = v.new_empty(v.shape), v.new_empty(prepared.inverse.shape)
-    _local_kernel[batch * slots * heads](
-        q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.starts,
-        table.counts, errors, dout, ddelta, dattention, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3],
-        table.stride, n_tokens, slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK,
-        min(FEATURES, padded_size(k.shape[3])), min(launch.values, padded_size(value_dim)), is_exact(tokens),
-        num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+def local_gradients(rule: DeltaRule, errors: Tensor, dout: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns P^T dO, (B, T, V, D_v), and scale e o dO D^T, (B, V, T, 64), as `inverse`."""
+    launch = launch_of(LOCAL, rule)
+    keys, values = tile_sizes(launch, rule)
+    ddelta, dattention = torch.empty_like(errors), torch.empty_like(inverse)
+    _local_kernel[chunk_programs(rule)](
+        rule, strided(dout), errors, ddelta, dattention, CHUNK, min(FEATURES, keys), values, **launch.options
+    )
     return ddelta, dattention
 
 
 def reverse_scan(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, readers: Tensor, dout: Tensor,
-    ddelta: Tensor, dfinal: Tensor | None, dinitial: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
+    rule: DeltaRule, readers: Tensor, dout: Tensor, ddelta: Tensor, dfinal: Tensor | None, dinitial: Tensor | None
+) -> Tensor:
     """Completes `ddelta`, P^T dO, to dD in place, and writes the gradient of the initial state.
 
     Returns:
         (B, V, slots + 1, D_v, D_k) gradient of the state before each chunk and, in the last slot, of the final state,
         transposed.
     """
-    q, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    key_dim = k.shape[3]
-    launch = launch_of(REVERSE_SCAN, tokens)
-    slots, shares = cdiv(n_tokens, CHUNK) + 1, 1 if table.starts is None else SEGMENT_PROGRAMS
-    values = min(launch.values, padded_size(value_dim))
-    blocks = cdiv(value_dim, values)
-    dstates = v.new_empty((batch, heads, slots, value_dim, key_dim))
-    _reverse_scan_kernel[batch * heads * shares * blocks](
-        q, k, beta, readers, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor),
-        table.segment_start, table.starts, table.segments, table.counts, dout, ddelta, dfinal, dstates, dinitial,
-        *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, shares, heads,
-        heads // k.shape[2], key_dim, value_dim, blocks, scale, CHUNK, padded_size(key_dim), values, is_exact(tokens),
-        num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    launch = launch_of(REVERSE_SCAN, rule)
+    sizes = CHUNK, *tile_sizes(launch, rule)
+    shares, blocks = segment_shares(rule), cdiv(rule.value_dim, sizes[-1])
+    dstates = ddelta.new_empty((len(ddelta), rule.n_heads, rule.n_slots + 1, rule.value_dim, rule.key_dim))
+    _reverse_scan_kernel[len(ddelta) * rule.n_heads * shares * blocks](
+        rule, strided(dout), readers, ddelta, dstates, dfinal, dinitial, shares, blocks, *sizes, **launch.options
+    )
     return dstates
 
 
-def value_gradients(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, ddelta: Tensor,
-    gradients: Gradients,
-) -> Tensor:  # fmt: skip
+def value_gradients(rule: DeltaRule, inverse: Tensor, errors: Tensor, ddelta: Tensor, gradients: Gradients) -> Tensor:
     """Writes the gradients of v and beta. Returns e o dV D^T, (B, V, T, 64)."""
-    _, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    launch = launch_of(VALUE_GRADIENTS, tokens)
-    slots = cdiv(n_tokens, CHUNK)
-    dsystem = v.new_empty(prepared.inverse.shape)
-    _value_gradients_kernel[batch * slots * heads](
-        k, beta, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, errors,
-        ddelta, gradients.dv, gradients.dbeta, dsystem, *k.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], value_dim, CHUNK, min(FEATURES, padded_size(k.shape[3])),
-        min(launch.values, padded_size(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    launch = launch_of(VALUE_GRADIENTS, rule)
+    keys, values = tile_sizes(launch, rule)
+    dsystem, sizes = torch.empty_like(inverse), (CHUNK, min(FEATURES, keys), values)
+    _value_gradients_kernel[chunk_programs(rule)](
+        rule, inverse, errors, ddelta, gradients.dv, gradients.dbeta, dsystem, *sizes, **launch.options
+    )
     return dsystem
 
 
@@ -521,39 +426,41 @@ def allocate_dtotals(v: Tensor) -> Tensor:
 
 
 def query_gradients(
-    tokens: Tokens, prepared: Prepared, table: ChunkTable, states: Tensor, dout: Tensor, dattention: Tensor,
-    gradients: Gradients, dtotals: Tensor, scale: float,
-) -> None:  # fmt: skip
+    rule: DeltaRule, states: Tensor, dout: Tensor, dattention: Tensor, gradients: Gradients, dtotals: Tensor
+) -> None:
     """Writes the gradient of q, and its part of `dtotals`."""
-    q, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    launch = launch_of(QUERY_GRADIENTS, tokens)
-    slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
-    _query_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
-        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
-        table.starts, table.counts, states, dout, dattention, gradients.dq, dtotals, *q.stride()[:3],
-        *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads, heads // key_heads, k.shape[3],
-        value_dim, scale, CHUNK, ROWS, padded_size(k.shape[3]), min(launch.values, padded_size(value_dim)),
-        is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    launch = launch_of(QUERY_GRADIENTS, rule)
+    sizes = CHUNK, ROWS, *tile_sizes(launch, rule)
+    _query_gradients_kernel[_key_programs(rule)](
+        rule, strided(dout), states, dattention, strided(gradients.dq), dtotals, *sizes, **launch.options
+    )
 
 
 def key_gradients(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, states: Tensor,
-    dstates: Tensor, dattention: Tensor, dsystem: Tensor, gradients: Gradients, dtotals: Tensor,
+    rule: DeltaRule, errors: Tensor, states: tuple[Tensor, Tensor], squares: tuple[Tensor, Tensor],
+    gradients: Gradients, dtotals: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the gradient of k, and its part of `dtotals`."""
-    q, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    launch = launch_of(KEY_GRADIENTS, tokens)
-    slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
-    _key_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
-        q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
-        table.starts, table.counts, errors, states, gradients.dv, dstates, dattention, dsystem, gradients.dk, dtotals,
-        *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads, batch * heads, heads // key_heads,
-        k.shape[3], value_dim, CHUNK, ROWS, padded_size(k.shape[3]), min(launch.values, padded_size(value_dim)),
-        is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    """Writes the gradient of k, and its part of `dtotals`.
+
+    Args:
+        rule: what kernels read.
+        errors: E.
+        states: of each chunk, and their gradients.
+        squares: scale e o dO D^T and e o dV D^T.
+        gradients: has the gradient of v.
+        dtotals: see `allocate_dtotals`.
+    """
+    launch = launch_of(KEY_GRADIENTS, rule)
+    sizes = CHUNK, ROWS, *tile_sizes(launch, rule)
+    dk, n_rows = strided(gradients.dk), len(errors) * rule.n_heads
+    _key_gradients_kernel[_key_programs(rule)](
+        rule, errors, gradients.dv, *states, *squares, dk, dtotals, n_rows, *sizes, **launch.options
+    )
+
+
+def _key_programs(rule: DeltaRule) -> int:
+    """Programs of a kernel with one for each half chunk and key head."""
+    return len(rule.v.ptr) * rule.n_slots * (rule.n_heads // rule.group) * (CHUNK // ROWS)
 
 
 def gate_gradients(table: ChunkTable, dtotals: Tensor, gradients: Gradients) -> None:
@@ -561,6 +468,5 @@ def gate_gradients(table: ChunkTable, dtotals: Tensor, gradients: Gradients) -> 
     _, batch, heads, n_tokens = dtotals.shape
     slots = cdiv(n_tokens, CHUNK)
     _gate_gradients_kernel[batch * slots * heads](
-        dtotals, table.starts, table.counts, gradients.dg, table.stride, n_tokens, slots, heads, batch * heads, CHUNK,
-        CHUNK // ROWS, num_warps=1,
-    )  # fmt: skip
+        dtotals, gradients.dg, table, n_tokens, slots, heads, batch * heads, CHUNK, CHUNK // ROWS, num_warps=1
+    )

@@ -35,28 +35,37 @@ from ligerzoo.kernels.delta_tiles import (
     CHUNK,
     FEATURES,
     NORMALIZATION_EPS,
-    ChunkTable,
+    DeltaRule,
+    by_head,
+    by_token,
     chunk_count,
-    chunk_tokens,
+    chunk_span,
+    chunk_table,
     continues,
     decay_over,
     decays,
+    gate_offsets,
     head_rows,
     inner_products,
     inverse_norm,
     load_betas,
     load_columns,
     load_factors,
+    load_last_total,
     load_state,
     load_tile,
     load_total,
     segment_chunks,
     segment_count,
     split_program,
+    square_ptrs,
     state_block,
+    store_columns,
+    store_tile,
 )
 from ligerzoo.kernels.dispatch import cdiv, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.strided import strided
 
 
 class Launch(NamedTuple):
@@ -71,6 +80,11 @@ class Launch(NamedTuple):
     values: int
     warps: int
     stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of Triton's launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 PREPARE = {2: Launch(values=0, warps=2, stages=1), 4: Launch(values=0, warps=8, stages=1)}
@@ -118,189 +132,154 @@ def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @kernel
-def _prepare_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, starts_ptr, counts_ptr, inverse_ptr, total_ptr, q_factor_ptr, k_factor_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, eps,
-    CHUNK: tl.constexpr, FEATURES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    head, slot, batch = split_program(n_heads, n_slots)
-    row, key_head, key_row = head_rows(batch, head, n_heads, group)
+def _prepare_kernel(rule, g_ptr, inverse_ptr, eps, CHUNK: tl.constexpr, FEATURES: tl.constexpr):
+    EXACT: tl.constexpr = rule.k.ptr.dtype.element_ty == tl.float32
+    head, slot, batch = split_program(rule.n_heads, rule.n_slots)
+    row, key_head, key_row = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, _, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-        gates = (batch * n_tokens + tokens) * n_heads + head
-        total = tl.cumsum(tl.load(g_ptr + gates, mask=in_chunk, other=0.0).to(total_ptr.dtype.element_ty), 0)
-        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        tl.store(total_ptr + row * n_tokens + tokens, total, mask=in_chunk)
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        g = tl.load(g_ptr + gate_offsets(rule, span, head), mask=span.mask, other=0.0)
+        total = tl.cumsum(g.to(rule.total.dtype.element_ty), 0)
+        beta = load_betas(rule, span, head)
+        tl.store(rule.total + row * rule.n_tokens + span.tokens, total, mask=span.mask)
 
-        products = inner_products(
-            k_ptr, k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
-            k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
-        )  # fmt: skip
-        if k_factor_ptr is not None:
+        products = inner_products(rule.k, rule.k, span, key_head, rule.key_dim, FEATURES)
+        if rule.k_factor is not None:
             squares = tl.sum(tl.where(rows[:, None] == rows[None, :], products, 0.0), 1)
             k_factor = inverse_norm(squares, eps, EXACT)
             products *= k_factor[:, None] * k_factor[None, :]
-            if head % group == 0:
+            if head % rule.group == 0:
                 squares = tl.zeros((CHUNK,), dtype=tl.float32)
-                for first in range(0, key_dim, FEATURES):
+                for first in range(0, rule.key_dim, FEATURES):
                     features = first + tl.arange(0, FEATURES)
-                    q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride,
-                                  features, in_chunk, key_dim).to(tl.float32)  # fmt: skip
+                    q = load_tile(rule.q, span, key_head, features, rule.key_dim).to(tl.float32)
                     squares += tl.sum(q * q, 1)
-                factors = key_row * n_tokens + tokens
-                tl.store(k_factor_ptr + factors, k_factor, mask=in_chunk)
-                tl.store(q_factor_ptr + factors, inverse_norm(squares, eps, EXACT), mask=in_chunk)
+                factors = key_row * rule.n_tokens + span.tokens
+                tl.store(rule.k_factor + factors, k_factor, mask=span.mask)
+                tl.store(rule.q_factor + factors, inverse_norm(squares, eps, EXACT), mask=span.mask)
 
-        system = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products * beta[None, :], 0.0)
-        inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION)
-        inverse_of_chunk = inverse_ptr + (row * n_tokens + start) * CHUNK
-        offsets = rows[:, None] * CHUNK + rows[None, :]
-        tl.store(inverse_of_chunk + offsets, inverse.to(inverse_ptr.dtype.element_ty), mask=in_chunk[:, None])
+        system = tl.where(rows[:, None] > rows[None, :], decays(total, rows) * products * beta[None, :], 0.0)
+        inverse = _inverse_of_unit_lower(system, CHUNK, "ieee" if EXACT else "tf32")
+        ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
+        tl.store(ptrs, inverse.to(inverse_ptr.dtype.element_ty), mask=span.mask[:, None])
 
 
 @kernel
-def _solve_kernel(
-    k_ptr, v_ptr, inverse_ptr, total_ptr, k_factor_ptr, starts_ptr, counts_ptr, readers_ptr, errors_ptr,
-    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, value_dim,
-    CHUNK: tl.constexpr, FEATURES: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    head, slot, batch = split_program(n_heads, n_slots)
-    row, key_head, key_row = head_rows(batch, head, n_heads, group)
+def _solve_kernel(rule, inverse_ptr, readers_ptr, errors_ptr, CHUNK: tl.constexpr, FEATURES: tl.constexpr):
+    head, slot, batch = split_program(rule.n_heads, rule.n_slots)
+    row, key_head, key_row = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-        inverse = tl.load(inverse_ptr + (row * n_tokens + start) * CHUNK + rows[:, None] * CHUNK + rows[None, :],
-                          mask=in_chunk[:, None], other=0.0)  # fmt: skip
-        total = load_total(total_ptr, row, tokens, end, n_tokens)
-        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        scaled = (inverse.to(tl.float32) * (decay_over(total, EXACT) * k_factor)[None, :]).to(inverse.dtype)
-        for first in range(0, key_dim, FEATURES):
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        inverse_ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
+        inverse = tl.load(inverse_ptrs, mask=span.mask[:, None], other=0.0)
+        total = load_total(rule, span, row)
+        k_factor = load_factors(rule.k_factor, rule, span, key_row)
+        scaled = (inverse.to(tl.float32) * (decay_over(total) * k_factor)[None, :]).to(inverse.dtype)
+        for first in range(0, rule.key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
-            k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                          in_chunk, key_dim)  # fmt: skip
-            readers = tl.dot(scaled, k, input_precision="ieee").to(readers_ptr.dtype.element_ty)
-            offsets = rows[:, None] * key_dim + features[None, :]
-            tl.store(
-                readers_ptr + (row * n_tokens + start) * key_dim + offsets,
-                readers,
-                mask=in_chunk[:, None] & (features < key_dim)[None, :],
-            )
-        for first in range(0, value_dim, FEATURES):
+            k = load_tile(rule.k, span, key_head, features, rule.key_dim)
+            readers = tl.dot(scaled, k, input_precision="ieee")
+            store_tile(by_head(readers_ptr, rule), readers, span, head, features, rule.key_dim)
+        for first in range(0, rule.value_dim, FEATURES):
             values = first + tl.arange(0, FEATURES)
-            v = load_tile(v_ptr, batch, start, rows, head, v_batch_stride, v_token_stride, v_head_stride, values,
-                          in_chunk, value_dim)  # fmt: skip
-            errors = tl.dot(inverse, v, input_precision="ieee").to(errors_ptr.dtype.element_ty)
-            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
-            first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
-            tl.store(errors_ptr + first_value + offsets, errors, mask=in_chunk[:, None] & (values < value_dim)[None, :])
+            v = load_tile(rule.v, span, head, values, rule.value_dim)
+            errors = tl.dot(inverse, v, input_precision="ieee")
+            store_tile(by_token(errors_ptr, rule), errors, span, head, values, rule.value_dim)
 
 
 @kernel
 def _scan_kernel(
-    k_ptr, beta_ptr, readers_ptr, total_ptr, k_factor_ptr, initial_ptr, segment_start_ptr, starts_ptr, segments_ptr,
-    counts_ptr, errors_ptr, states_ptr, final_ptr,
-    k_batch_stride, k_token_stride, k_head_stride, table_stride,
-    n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    rule, readers_ptr, errors_ptr, states_ptr, initial_ptr, final_ptr, n_shares, n_blocks,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     block, share, row = split_program(n_blocks, n_shares)
-    batch, head = row // n_heads, row % n_heads
-    _, key_head, key_row = head_rows(batch, head, n_heads, group)
+    batch, head = row // rule.n_heads, row % rule.n_heads
+    _, key_head, key_row = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
-    features, values, state_mask = state_block(block, key_dim, value_dim, KEYS, VALUES)
-    state_offsets = values[:, None] * key_dim + features[None, :]
-    outer_offsets = features[None, :] * value_dim + values[:, None]  # of (d_k, d_v)
-    n_segments = segment_count(counts_ptr, table_stride, batch)
+    features, values, state_mask = state_block(rule, block, KEYS, VALUES)
+    state_size = rule.key_dim * rule.value_dim
+    state_offsets = values[:, None] * rule.key_dim + features[None, :]
+    outer_offsets = features[None, :] * rule.value_dim + values[:, None]  # of (d_k, d_v)
+    n_segments = segment_count(rule.table, batch)
     for segment in range(share, n_segments, n_shares):
-        first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
+        first, after_last = segment_chunks(rule.table, rule.n_tokens, batch, segment, CHUNK)
         state = tl.zeros((VALUES, KEYS), dtype=tl.float32)  # transposed
         if initial_ptr is not None:
-            state = tl.load(initial_ptr + row * key_dim * value_dim + outer_offsets, mask=state_mask & (segment == 0),
-                            other=0.0).to(tl.float32)  # fmt: skip
+            initial = initial_ptr + row * state_size + outer_offsets
+            state = tl.load(initial, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
         for chunk in range(first, after_last):
-            start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-            k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                          in_chunk, key_dim)  # fmt: skip
-            readers = load_columns(readers_ptr, row, start, rows, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
-                                   key_dim)  # fmt: skip
-            error_ptrs = errors_ptr + ((batch * n_tokens + start) * n_heads + head) * value_dim
-            error_ptrs += rows[None, :] * (n_heads * value_dim) + values[:, None]
-            mask = in_chunk[None, :] & (values < value_dim)[:, None]
-            errors = tl.load(error_ptrs, mask=mask, other=0.0).to(tl.float32)
-            total = load_total(total_ptr, row, tokens, end, n_tokens)
-            last_total = tl.load(total_ptr + row * n_tokens + end - 1)
-            beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-            k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
+            span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+            k = load_tile(rule.k, span, key_head, features, rule.key_dim)
+            readers = load_columns(by_head(readers_ptr, rule), span, head, features, rule.key_dim)
+            errors = load_columns(by_token(errors_ptr, rule), span, head, values, rule.value_dim).to(tl.float32)
+            total, last_total = load_total(rule, span, row), load_last_total(rule, span, row)
+            beta = load_betas(rule, span, head)
+            k_factor = load_factors(rule.k_factor, rule, span, key_row)
 
             rounded = state.to(k.dtype)
-            has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
-            slot = (row * n_slots + start // CHUNK) * key_dim * value_dim
-            tl.store(states_ptr + slot + state_offsets, rounded, mask=state_mask & has_state)
+            slot = (row * rule.n_slots + span.start // CHUNK) * state_size
+            stored = state_mask & continues(rule, batch, span.start)
+            tl.store(states_ptr + slot + state_offsets, rounded, mask=stored)
             errors -= tl.dot(rounded, readers, input_precision="ieee")
-            tl.store(error_ptrs, errors.to(k.dtype), mask=mask)
-            written = errors * (decay_over(last_total - total, EXACT) * k_factor * beta)[None, :]
-            state = tl.dot(written.to(k.dtype), k, decay_over(last_total, EXACT) * state, input_precision="ieee")
+            store_columns(by_token(errors_ptr, rule), errors, span, head, values, rule.value_dim)
+            written = errors * (decay_over(last_total - total) * k_factor * beta)[None, :]
+            state = tl.dot(written.to(k.dtype), k, decay_over(last_total) * state, input_precision="ieee")
         if final_ptr is not None:
-            final = final_ptr + row * key_dim * value_dim + outer_offsets
+            final = final_ptr + row * state_size + outer_offsets
             tl.store(final, state, mask=state_mask & (segment == n_segments - 1))
 
 
 @kernel
 def _outputs_kernel(
-    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
-    errors_ptr, states_ptr, out_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    head, slot, batch = split_program(n_heads, n_slots)
-    row, key_head, key_row = head_rows(batch, head, n_heads, group)
+    rule, errors_ptr, states_ptr, out_ptr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr
+):
+    head, slot, batch = split_program(rule.n_heads, rule.n_slots)
+    row, key_head, key_row = head_rows(rule, batch, head)
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
-    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
-    for chunk in range(slot, n_chunks, n_slots):
-        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
-        q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        total = load_total(total_ptr, row, tokens, end, n_tokens)
-        q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        attention = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, rows, EXACT)
-        attention = (attention * (q_factor * scale)[:, None] * (k_factor * beta)[None, :]).to(q.dtype)
-        state_factor = decay_over(total, EXACT) * q_factor * scale
-        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
-        first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
-        for first in range(0, value_dim, VALUES):
+    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
+        span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+        q = load_tile(rule.q, span, key_head, features, rule.key_dim)
+        k = load_tile(rule.k, span, key_head, features, rule.key_dim)
+        total = load_total(rule, span, row)
+        q_factor = load_factors(rule.q_factor, rule, span, key_row)
+        k_factor = load_factors(rule.k_factor, rule, span, key_row)
+        beta = load_betas(rule, span, head)
+        attention = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, rows)
+        attention = (attention * (q_factor * rule.scale)[:, None] * (k_factor * beta)[None, :]).to(q.dtype)
+        state_factor = decay_over(total) * q_factor * rule.scale
+        has_state = continues(rule, batch, span.start)
+        slot_of_state = row * rule.n_slots + span.start // CHUNK
+        for first in range(0, rule.value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            state = load_state(states_ptr, row * n_slots + start // CHUNK, features[:, None], values[None, :], key_dim,
-                               value_dim, has_state)  # fmt: skip
-            mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
-            errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
+            state = load_state(states_ptr, rule, slot_of_state, features[:, None], values[None, :], has_state)
+            errors = load_tile(by_token(errors_ptr, rule), span, head, values, rule.value_dim)
             out = tl.dot(q, state, input_precision="ieee") * state_factor[:, None]
             out = tl.dot(attention, errors, out, input_precision="ieee")
-            tl.store(out_ptr + first_value + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+            store_tile(by_token(out_ptr, rule), out, span, head, values, rule.value_dim)
 
 
-class Tokens(NamedTuple):
-    """The tensors of the tokens, with adjacent features.
+class Inputs(NamedTuple):
+    """The inputs of `gated_delta_rule` that both passes read, in one dtype and with adjacent features.
 
     Attributes:
         q: (B, T, K, D_k).
         k: (B, T, K, D_k).
         v: (B, T, V, D_v).
+        beta: (B, T, V), of any dtype, contiguous.
+        initial_state: (B, V, D_k, D_v), of any dtype, contiguous; or None.
+        segment_start: (B or 1, T) integers, or None.
+        scale: factor of the outputs.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    segment_start: Tensor | None
+    scale: float
 
 
 class Prepared(NamedTuple):
@@ -337,93 +316,74 @@ def allocate_prepared(k: Tensor, v: Tensor, normalize: bool) -> Prepared:
     )
 
 
-def optional(tensor: Tensor) -> Tensor | None:
-    """None for a tensor without elements."""
-    return tensor if tensor.numel() > 0 else None
+def rule_of(inputs: Inputs, prepared: Prepared) -> DeltaRule:
+    """What kernels read."""
+    q, k, v = map(strided, inputs[:3])
+    q_factor, k_factor = (factor if factor.numel() > 0 else None for factor in prepared[2:])
+    (_, n_tokens, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
+    sizes = n_tokens, cdiv(n_tokens, CHUNK), heads, heads // key_heads, key_dim, value_dim
+    table = chunk_table(inputs.segment_start)
+    return DeltaRule(q, k, v, inputs.beta, prepared.total, q_factor, k_factor, table, *sizes, inputs.scale)
 
 
-def is_exact(tokens: Tokens) -> bool:
-    """Whether elementwise functions must be exact in fp32."""
-    return tokens.v.dtype == torch.float32
-
-
-def launch_of(launches: dict[int, Launch], tokens: Tokens) -> Launch:
+def launch_of(launches: dict[int, Launch], rule: DeltaRule) -> Launch:
     """The launch for these tokens. Tiles of more than 128 keys must leave shared memory for the others."""
-    launch = launches[tokens.v.element_size()]
-    return launch if tokens.k.shape[3] <= 128 else Launch(min(launch.values, 16), launch.warps, stages=1)
+    launch = launches[rule.v.ptr.element_size()]
+    return launch if rule.key_dim <= 128 else Launch(min(launch.values, 16), launch.warps, stages=1)
 
 
-def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normalize: bool) -> Prepared:
-    """Computes the triangular inverses, the sums of g and the norms; `g` and `beta` are (B, T, V), contiguous."""
-    q, k, v = tokens
-    batch, n_tokens, heads, _ = v.shape
-    launch = launch_of(PREPARE, tokens)
-    prepared = allocate_prepared(k, v, normalize)
-    slots = cdiv(n_tokens, CHUNK)
-    _prepare_kernel[batch * slots * heads](
-        q, k, g, beta, table.starts, table.counts, prepared.inverse, prepared.total, optional(prepared.q_factor),
-        optional(prepared.k_factor), *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, min(FEATURES, padded_size(k.shape[3])),
-        is_exact(tokens), "ieee" if is_exact(tokens) else "tf32", num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
-    return prepared
+def tile_sizes(launch: Launch, rule: DeltaRule) -> tuple[int, int]:
+    """Features of a tile of all keys, and of the values per program, or per iteration."""
+    return padded_size(rule.key_dim), min(launch.values, padded_size(rule.value_dim))
 
 
-def solve(tokens: Tokens, prepared: Prepared, table: ChunkTable) -> tuple[Tensor, Tensor]:
+def chunk_programs(rule: DeltaRule) -> int:
+    """Programs of a kernel with one for each chunk and value head."""
+    return len(rule.v.ptr) * rule.n_slots * rule.n_heads
+
+
+def prepare(rule: DeltaRule, g: Tensor, inverse: Tensor) -> None:
+    """Computes the triangular inverses, the sums of g, (B, T, V) and contiguous, and the norms."""
+    features = min(FEATURES, padded_size(rule.key_dim))
+    options = launch_of(PREPARE, rule).options
+    _prepare_kernel[chunk_programs(rule)](rule, g, inverse, NORMALIZATION_EPS, CHUNK, features, **options)
+
+
+def solve(rule: DeltaRule, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Returns W, (B, V, T, D_k), and X V, (B, T, V, D_v)."""
-    _, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    key_dim = k.shape[3]
-    launch = launch_of(SOLVE, tokens)
-    slots = cdiv(n_tokens, CHUNK)
-    readers, errors = v.new_empty((batch, heads, n_tokens, key_dim)), v.new_empty(v.shape)
-    _solve_kernel[batch * slots * heads](
-        k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, readers,
-        errors, *k.stride()[:3], *v.stride()[:3], table.stride, n_tokens, slots, heads, heads // k.shape[2], key_dim,
-        value_dim, CHUNK, min(launch.values, padded_size(key_dim, value_dim)), is_exact(tokens),
-        num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    launch, v = launch_of(SOLVE, rule), rule.v.ptr
+    readers, errors = v.new_empty((len(v), rule.n_heads, rule.n_tokens, rule.key_dim)), v.new_empty(v.shape)
+    features = min(launch.values, padded_size(rule.key_dim, rule.value_dim))
+    _solve_kernel[chunk_programs(rule)](rule, inverse, readers, errors, CHUNK, features, **launch.options)
     return readers, errors
 
 
 def scan(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, readers: Tensor, errors: Tensor,
-    initial_state: Tensor | None, final_state: Tensor | None,
-) -> Tensor:  # fmt: skip
+    rule: DeltaRule, readers: Tensor, errors: Tensor, initial_state: Tensor | None, final_state: Tensor | None
+) -> Tensor:
     """Returns the state before each chunk, transposed, (B, V, slots, D_v, D_k).
 
     Completes `errors`, X V, to E in place, and writes the (B, V, D_k, D_v) `final_state`.
     """
-    _, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    key_dim = k.shape[3]
-    launch = launch_of(SCAN, tokens)
-    slots, shares = cdiv(n_tokens, CHUNK), 1 if table.starts is None else SEGMENT_PROGRAMS
-    values = min(launch.values, padded_size(value_dim))
-    blocks = cdiv(value_dim, values)
-    states = v.new_empty((batch, heads, slots, value_dim, key_dim))
-    _scan_kernel[batch * heads * shares * blocks](
-        k, beta, readers, prepared.total, optional(prepared.k_factor), initial_state, table.segment_start,
-        table.starts, table.segments, table.counts, errors, states, final_state, *k.stride()[:3], table.stride,
-        n_tokens, slots, shares, heads, heads // k.shape[2], key_dim, value_dim, blocks, CHUNK, padded_size(key_dim),
-        values, is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    launch = launch_of(SCAN, rule)
+    keys, values = tile_sizes(launch, rule)
+    v, shares, blocks = rule.v.ptr, segment_shares(rule), cdiv(rule.value_dim, values)
+    states = v.new_empty((len(v), rule.n_heads, rule.n_slots, rule.value_dim, rule.key_dim))
+    _scan_kernel[len(v) * rule.n_heads * shares * blocks](
+        rule, readers, errors, states, initial_state, final_state, shares, blocks, CHUNK, keys, values, **launch.options
+    )
     return states
 
 
-def outputs(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, states: Tensor, scale: float
-) -> Tensor:
+def segment_shares(rule: DeltaRule) -> int:
+    """Programs per row, head and block of values of a scan."""
+    return 1 if rule.table.starts is None else SEGMENT_PROGRAMS
+
+
+def outputs(rule: DeltaRule, errors: Tensor, states: Tensor) -> Tensor:
     """Returns the (B, T, V, D_v) outputs."""
-    q, k, v = tokens
-    batch, n_tokens, heads, value_dim = v.shape
-    launch = launch_of(OUTPUTS, tokens)
-    slots = cdiv(n_tokens, CHUNK)
-    out = v.new_empty(v.shape)
-    _outputs_kernel[batch * slots * heads](
-        q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
-        table.starts, table.counts, errors, states, out, *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens,
-        slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_size(k.shape[3]),
-        min(launch.values, padded_size(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    launch = launch_of(OUTPUTS, rule)
+    keys, values = tile_sizes(launch, rule)
+    out = torch.empty_like(errors)
+    _outputs_kernel[chunk_programs(rule)](rule, errors, states, out, CHUNK, keys, values, **launch.options)
     return out

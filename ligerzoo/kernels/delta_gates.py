@@ -49,41 +49,59 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
+class _Gates(NamedTuple):
+    """The inputs, a and b as rows of adjacent columns."""
+
+    a: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    a_stride: int
+    b_stride: int
+    n_rows: int
+    n_cols: int
+
+
+@jit
+def _load_vectors(gates, cols):
+    """exp(A_log) and dt_bias, in fp32."""
+    rate = exp(tl.load(gates.a_log + cols, mask=cols < gates.n_cols, other=0.0).to(tl.float32), True)
+    return rate, tl.load(gates.dt_bias + cols, mask=cols < gates.n_cols, other=0.0).to(tl.float32)
+
+
+@jit
+def _load_rows(gates, rows, cols, mask):
+    """a and b, in fp32."""
+    a = tl.load(gates.a + rows[:, None] * gates.a_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(gates.b + rows[:, None] * gates.b_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
 @kernel
-def _forward_kernel(
-    a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, a_stride, b_stride, n_rows, n_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def _forward_kernel(gates, g_ptr, beta_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
-    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    rate = exp(tl.load(a_log_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32), True)
-    dt_bias = tl.load(dt_bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    a = tl.load(a_ptr + rows[:, None] * a_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + rows[:, None] * b_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    offsets = rows[:, None] * n_cols + cols[None, :]
+    mask = (rows < gates.n_rows)[:, None] & (cols < gates.n_cols)[None, :]
+    rate, dt_bias = _load_vectors(gates, cols)
+    a, b = _load_rows(gates, rows, cols, mask)
+    offsets = rows[:, None] * gates.n_cols + cols[None, :]
     beta, _ = sigmoids(b, True)
     tl.store(g_ptr + offsets, -rate[None, :] * _softplus(a + dt_bias[None, :]), mask=mask)
     tl.store(beta_ptr + offsets, beta.to(beta_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
-def _backward_kernel(
-    dg_ptr, dbeta_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, da_ptr, db_ptr, sums_ptr, a_stride, b_stride, n_rows,
-    n_cols, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def _backward_kernel(gates, dg_ptr, dbeta_ptr, da_ptr, db_ptr, sums_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, COLS)
-    rate = exp(tl.load(a_log_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32), True)
-    dt_bias = tl.load(dt_bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    rate, dt_bias = _load_vectors(gates, cols)
     da_log = tl.zeros((COLS,), dtype=tl.float32)
     ddt_bias = tl.zeros((COLS,), dtype=tl.float32)
-    for block in range(program, tl.cdiv(n_rows, ROWS), programs):
+    for block in range(program, tl.cdiv(gates.n_rows, ROWS), programs):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        offsets = rows[:, None] * n_cols + cols[None, :]
-        a = tl.load(a_ptr + rows[:, None] * a_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + rows[:, None] * b_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = (rows < gates.n_rows)[:, None] & (cols < gates.n_cols)[None, :]
+        offsets = rows[:, None] * gates.n_cols + cols[None, :]
+        a, b = _load_rows(gates, rows, cols, mask)
         dg = tl.load(dg_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * -rate[None, :]
         dbeta = tl.load(dbeta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         a += dt_bias[None, :]
@@ -94,9 +112,14 @@ def _backward_kernel(
         tl.store(db_ptr + offsets, (dbeta * beta * complement).to(db_ptr.dtype.element_ty), mask=mask)
         da_log += tl.sum(dg * _softplus(a), 0)
         ddt_bias += tl.sum(da, 0)
-    sums_ptr += program.to(tl.int64) * 2 * n_cols + cols
-    tl.store(sums_ptr, da_log, mask=cols < n_cols)
-    tl.store(sums_ptr + n_cols, ddt_bias, mask=cols < n_cols)
+    sums_ptr += program.to(tl.int64) * 2 * gates.n_cols + cols
+    tl.store(sums_ptr, da_log, mask=cols < gates.n_cols)
+    tl.store(sums_ptr + gates.n_cols, ddt_bias, mask=cols < gates.n_cols)
+
+
+def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gates:
+    a, b = as_rows(a), as_rows(b)
+    return _Gates(a, b, a_log.contiguous(), dt_bias.contiguous(), a.stride(0), b.stride(0), *a.shape)
 
 
 def _allocate_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,13 +129,9 @@ def _allocate_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 @register("delta_gates_forward", fake=_allocate_forward)
 def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     g, beta = _allocate_forward(a, b)
-    a, b = as_rows(a), as_rows(b)
-    n_rows, n_cols = a.shape
-    tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-    _forward_kernel[cdiv(n_rows, tile_rows)](
-        a, b, a_log.contiguous(), dt_bias.contiguous(), g, beta, a.stride(0), b.stride(0), n_rows, n_cols, tile_rows,
-        tile_cols, num_warps=warps,
-    )  # fmt: skip
+    gates = _gates(a, b, a_log, dt_bias)
+    rows, cols, warps = tile(gates.n_cols, FORWARD_TILE)
+    _forward_kernel[cdiv(gates.n_rows, rows)](gates, g, beta, rows, cols, num_warps=warps)
     return g, beta
 
 
@@ -130,15 +149,14 @@ def _allocate_backward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> 
 @register("delta_gates_backward", fake=_allocate_backward)
 def _backward(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gradients:
     gradients = _allocate_backward(a, b, a_log, dt_bias)
-    a, b = as_rows(a), as_rows(b)
-    n_rows, n_cols = a.shape
-    tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
-    programs = persistent_programs(n_rows, tile_rows, a)
+    gates = _gates(a, b, a_log, dt_bias)
+    n_cols = gates.n_cols
+    rows, cols, warps = tile(n_cols, BACKWARD_TILE)
+    programs = persistent_programs(gates.n_rows, rows, a)
     sums = a.new_empty((programs, 2 * n_cols), dtype=torch.float32)
     _backward_kernel[programs](
-        dg.contiguous(), dbeta.contiguous(), a, b, a_log.contiguous(), dt_bias.contiguous(), gradients.da,
-        gradients.db, sums, a.stride(0), b.stride(0), n_rows, n_cols, tile_rows, tile_cols, num_warps=warps,
-    )  # fmt: skip
+        gates, dg.contiguous(), dbeta.contiguous(), gradients.da, gradients.db, sums, rows, cols, num_warps=warps
+    )
     totals = sums.new_empty(2 * n_cols)
     column_sums_(totals, sums)
     gradients.da_log.copy_(totals[:n_cols])

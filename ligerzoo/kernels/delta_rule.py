@@ -25,8 +25,8 @@ from ligerzoo.kernels import delta_chunk_gradients as backward_pass
 from ligerzoo.kernels import delta_chunks as forward_pass
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
-from ligerzoo.kernels.delta_chunks import Prepared, Tokens, allocate_prepared, total_dtype
-from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
+from ligerzoo.kernels.delta_chunks import Inputs, Prepared, allocate_prepared, rule_of, total_dtype
+from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS
 from ligerzoo.kernels.delta_torch import chunked
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.registration import register
@@ -82,124 +82,116 @@ class _Output(NamedTuple):
     k_factor: Tensor
 
 
-def _allocate_forward(tokens: Tokens, normalize: bool, needs_final: bool) -> _Output:
-    _, k, v = tokens
+def _allocate_forward(inputs: Inputs, normalize: bool, needs_final: bool) -> _Output:
+    k, v = inputs.k, inputs.v
     final_shape = (len(v), v.shape[2], k.shape[3], v.shape[3]) if needs_final else (0,)
     final_state = v.new_empty(final_shape, dtype=torch.float32)
     return _Output(v.new_empty(v.shape), final_state, *allocate_prepared(k, v, normalize))
 
 
-def _flops(tokens: Tokens) -> int:
+def _flops(inputs: Inputs) -> int:
     """Of the rule itself, token by token: reading, writing and querying the state."""
-    return 6 * tokens.v.numel() * tokens.k.shape[3]
+    return 6 * inputs.v.numel() * inputs.k.shape[3]
 
 
-def _scan_bytes(tokens: Tokens) -> int:
+def _scan_bytes(inputs: Inputs) -> int:
     """The bytes of the errors and of the states between chunks."""
-    _, k, v = tokens
+    k, v = inputs.k, inputs.v
     states = v.shape[0] * v.shape[2] * cdiv(v.shape[1], CHUNK) * k.shape[3] * v.shape[3]
     return v.element_size() * (v.numel() + states)
 
 
-def _readers_bytes(tokens: Tokens) -> int:
+def _readers_bytes(inputs: Inputs) -> int:
     """The bytes of W."""
-    return tokens.v.nbytes // tokens.v.shape[3] * tokens.k.shape[3]
+    return inputs.v.nbytes // inputs.v.shape[3] * inputs.k.shape[3]
 
 
-def _prepared_bytes(tokens: Tokens) -> int:
-    _, k, v = tokens
+def _prepared_bytes(inputs: Inputs) -> int:
+    k, v = inputs.k, inputs.v
     n_tokens = v.shape[0] * v.shape[1]
     return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + total_dtype(v).itemsize) + 8 * k.shape[2])
 
 
-def _forward_peak(tokens: Tokens) -> int:
+def _forward_peak(inputs: Inputs) -> int:
     """At `scan` or `outputs`: results, errors and states, and W or the outputs."""
-    v = tokens.v
-    final_state = 4 * v.shape[0] * v.shape[2] * tokens.k.shape[3] * v.shape[3]
-    return max(v.nbytes, _readers_bytes(tokens)) + final_state + _prepared_bytes(tokens) + _scan_bytes(tokens)
+    v = inputs.v
+    final_state = 4 * v.shape[0] * v.shape[2] * inputs.k.shape[3] * v.shape[3]
+    return max(v.nbytes, _readers_bytes(inputs)) + final_state + _prepared_bytes(inputs) + _scan_bytes(inputs)
 
 
 @register("delta_rule_forward", fake=_allocate_forward, flops=_flops, peak=_forward_peak)
-def _forward(
-    tokens: Tokens, g: Tensor, beta: Tensor, initial_state: Tensor | None, segment_start: Tensor | None, scale: float,
-    normalize: bool, needs_final: bool,
-) -> _Output:  # fmt: skip
-    final_state = _allocate_forward(tokens, normalize, needs_final).final_state
-    table = chunk_table(segment_start)
-    prepared = forward_pass.prepare(tokens, g, beta, table, normalize)
-    readers, errors = forward_pass.solve(tokens, prepared, table)
-    states = forward_pass.scan(
-        tokens, beta, prepared, table, readers, errors, initial_state, final_state if needs_final else None
-    )
+def _forward(inputs: Inputs, g: Tensor, normalize: bool, needs_final: bool) -> _Output:
+    final_state = _allocate_forward(inputs, normalize, needs_final).final_state
+    prepared = allocate_prepared(inputs.k, inputs.v, normalize)
+    rule = rule_of(inputs, prepared)
+    forward_pass.prepare(rule, g, prepared.inverse)
+    readers, errors = forward_pass.solve(rule, prepared.inverse)
+    states = forward_pass.scan(rule, readers, errors, inputs.initial_state, final_state if needs_final else None)
     del readers
-    o = forward_pass.outputs(tokens, beta, prepared, table, errors, states, scale)
-    return _Output(o, final_state, *prepared)
+    return _Output(forward_pass.outputs(rule, errors, states), final_state, *prepared)
 
 
-def _allocate_backward(
-    tokens: Tokens, beta: Tensor, initial_state: Tensor | None, g_dtype: torch.dtype, needs_initial: bool
-) -> Gradients:
-    q, k, v = tokens
-    initial = v if initial_state is None else initial_state
-    return Gradients(
-        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), v.new_empty(v.shape[:3], dtype=g_dtype),
-        torch.empty_like(beta), empty_gradient(initial, needs_initial),
-    )  # fmt: skip
+def _allocate_backward(inputs: Inputs, g_dtype: torch.dtype, needs_initial: bool) -> Gradients:
+    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    dg, dbeta = dv.new_empty(dv.shape[:3], dtype=g_dtype), torch.empty_like(inputs.beta)
+    initial = inputs.v if inputs.initial_state is None else inputs.initial_state
+    return Gradients(dq, dk, dv, dg, dbeta, empty_gradient(initial, needs_initial))
 
 
-def _backward_flops(tokens: Tokens) -> int:
-    return 2 * _flops(tokens)
+def _backward_flops(inputs: Inputs) -> int:
+    return 2 * _flops(inputs)
 
 
-def _backward_peak(tokens: Tokens) -> int:
+def _backward_peak(inputs: Inputs) -> int:
     """At `reverse_scan` or `value_gradients`: results; errors, states, their gradients; a square; W or a second one."""
-    q, k, v = tokens
+    q, k, v = inputs[:3]
     heads = v.shape[0] * v.shape[2]
     gates = 8 * heads * v.shape[1]
     last_states = (v.element_size() + 4) * heads * k.shape[3] * v.shape[3]  # of the tokens' dtype, and the result
     square = CHUNK * heads * v.shape[1] * v.element_size()
     results = q.nbytes + k.nbytes + v.nbytes + gates
-    return results + last_states + 2 * _scan_bytes(tokens) + square + max(square, _readers_bytes(tokens))
+    return results + last_states + 2 * _scan_bytes(inputs) + square + max(square, _readers_bytes(inputs))
 
 
 @register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops, peak=_backward_peak)
 def _backward(
-    do: Tensor, dfinal: Tensor | None, tokens: Tokens, beta: Tensor, prepared: Prepared, initial_state: Tensor | None,
-    segment_start: Tensor | None, scale: float, g_dtype: torch.dtype, needs_initial: bool,
-) -> Gradients:  # fmt: skip
-    gradients = _allocate_backward(tokens, beta, initial_state, g_dtype, needs_initial)
-    do = do if do.stride(-1) == 1 else do.contiguous()
+    do: Tensor,
+    dfinal: Tensor | None,
+    inputs: Inputs,
+    prepared: Prepared,
+    g_dtype: torch.dtype,
+    needs_initial: bool,
+) -> Gradients:
+    gradients = _allocate_backward(inputs, g_dtype, needs_initial)
+    do = with_adjacent_features(do)
     dfinal = None if dfinal is None else dfinal.contiguous()
     dinitial = gradients.dinitial if needs_initial else None
-    table = chunk_table(segment_start)
-    readers, errors = forward_pass.solve(tokens, prepared, table)
-    states = forward_pass.scan(tokens, beta, prepared, table, readers, errors, initial_state, None)
-    ddelta, dattention = backward_pass.local_gradients(tokens, beta, prepared, table, errors, do, scale)
-    dstates = backward_pass.reverse_scan(tokens, beta, prepared, table, readers, do, ddelta, dfinal, dinitial, scale)
+    rule, inverse = rule_of(inputs, prepared), prepared.inverse
+    readers, errors = forward_pass.solve(rule, inverse)
+    states = forward_pass.scan(rule, readers, errors, inputs.initial_state, None)
+    ddelta, dattention = backward_pass.local_gradients(rule, errors, do, inverse)
+    dstates = backward_pass.reverse_scan(rule, readers, do, ddelta, dfinal, dinitial)
     del readers
-    dsystem = backward_pass.value_gradients(tokens, beta, prepared, table, errors, ddelta, gradients)
+    dsystem = backward_pass.value_gradients(rule, inverse, errors, ddelta, gradients)
     del ddelta
-    dtotals = backward_pass.allocate_dtotals(tokens.v)
-    backward_pass.query_gradients(tokens, prepared, table, states, do, dattention, gradients, dtotals, scale)
-    backward_pass.key_gradients(
-        tokens, beta, prepared, table, errors, states, dstates, dattention, dsystem, gradients, dtotals
-    )
-    backward_pass.gate_gradients(table, dtotals, gradients)
+    dtotals = backward_pass.allocate_dtotals(inputs.v)
+    backward_pass.query_gradients(rule, states, do, dattention, gradients, dtotals)
+    backward_pass.key_gradients(rule, errors, (states, dstates), (dattention, dsystem), gradients, dtotals)
+    backward_pass.gate_gradients(rule.table, dtotals, gradients)
     return gradients
 
 
 class _GatedDeltaRule(FusedFunction):
+    """The arguments are those of the op, with the fields of `Inputs` last."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
-        segment_start: Tensor | None, scale: float, normalize: bool, needs_final: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        tokens = Tokens(q, k, v)
-        o, final_state, *prepared = _forward(
-            tokens, g, beta, initial_state, segment_start, scale, normalize, needs_final
-        )
-        ctx.save_for_backward(q, k, v, beta, initial_state, segment_start, *prepared)
-        ctx.options = scale, g.dtype, needs_final
+        ctx: Any, g: Tensor, normalize: bool, needs_final: bool, *fields: Tensor | float | None
+    ) -> tuple[Tensor, Tensor]:
+        inputs = Inputs._make(fields)
+        o, final_state, *prepared = _forward(inputs, g, normalize, needs_final)
+        ctx.save_for_backward(*inputs[:6], *prepared)
+        ctx.options = inputs.scale, g.dtype, needs_final
         if not needs_final:
             ctx.mark_non_differentiable(final_state)
         return o, final_state
@@ -207,14 +199,14 @@ class _GatedDeltaRule(FusedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, initial_state, segment_start, *prepared = ctx.saved_tensors
         scale, g_dtype, needs_final = ctx.options
-        gradients = _backward(
-            do, dfinal if needs_final else None, Tokens(q, k, v), beta, Prepared(*prepared), initial_state,
-            segment_start, scale, g_dtype, ctx.needs_input_grad[5],
-        )  # fmt: skip
-        needed = zip(gradients, ctx.needs_input_grad[:6], strict=True)
-        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        inputs, prepared = Inputs._make([*saved[:6], scale]), Prepared(*saved[6:])
+        dq, dk, dv, dg, dbeta, dinitial = _backward(
+            do, dfinal if needs_final else None, inputs, prepared, g_dtype, needs[7]
+        )
+        gradients = dg, None, None, dq, dk, dv, dbeta, dinitial, None, None
+        return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
 
 def gated_delta_rule(
@@ -273,10 +265,8 @@ def gated_delta_rule(
         wide_q, wide_k, wide_v = (with_adjacent_features(x.to(dtype)) for x in (q, k, v))
         initial_state = None if initial_state is None else initial_state.contiguous()
         segment_start = None if v.shape[1] == 0 else segment_start  # without segments, none would write the state
-        o, state = _GatedDeltaRule.apply(
-            wide_q, wide_k, wide_v, g.contiguous(), beta.contiguous(), initial_state, segment_start, scale, normalize,
-            output_final_state,
-        )  # fmt: skip
+        inputs = Inputs(wide_q, wide_k, wide_v, beta.contiguous(), initial_state, segment_start, scale)
+        o, state = _GatedDeltaRule.apply(g.contiguous(), normalize, output_final_state, *inputs)
     else:
         plain = chunked if segment_start is None or _is_readable(segment_start) else reference
         o, state = plain(q, k, v, g, beta, initial_state, segment_start, scale, normalize)

@@ -5,6 +5,8 @@ A program holds a block of a head's state in registers, and reads and writes it 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,55 +15,71 @@ from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS, inverse_norm
 from ligerzoo.kernels.dispatch import Backend, cdiv, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.kernels.strided import StridedFeatures, strided
 from ligerzoo.tensor_checks import check_tensor
 
 VALUES, WARPS = 16, 4
 """Features of the values per program, and warps. To be tuned on a GPU."""
 
 
+class _State(NamedTuple):
+    """(B, V, D_k, D_v), any strides."""
+
+    ptr: Tensor
+    batch_stride: int
+    head_stride: int
+    row_stride: int
+    column_stride: int
+
+
+class _Sizes(NamedTuple):
+    n_tokens: int
+    n_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    n_blocks: int
+
+
 @jit
-def _load_vector(ptr, features, n_features, feature_stride):
-    return tl.load(ptr + features * feature_stride, mask=features < n_features, other=0.0).to(tl.float32)
+def _load_vector(x, batch, token, head, features, n_features):
+    ptr = x.ptr + batch * x.batch_stride + token * x.token_stride + head * x.head_stride
+    return tl.load(ptr + features * x.feature_stride, mask=features < n_features, other=0.0).to(tl.float32)
+
+
+@jit
+def _load_gate(x, batch, token, head):
+    return tl.load(x.ptr + batch * x.batch_stride + token * x.token_stride + head * x.head_stride).to(tl.float32)
 
 
 @kernel
 def _kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, q_feature_stride,
-    k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
-    v_batch_stride, v_token_stride, v_head_stride, v_feature_stride,
-    g_batch_stride, g_token_stride, g_head_stride, beta_batch_stride, beta_token_stride, beta_head_stride,
-    state_batch_stride, state_head_stride, state_row_stride, state_column_stride,
-    n_tokens, n_heads, group, key_dim, value_dim, n_blocks, scale, eps,
+    q, k, v, g, beta, state, out_ptr, sizes, scale, eps,
     KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    block, head, batch = program % n_blocks, program // n_blocks % n_heads, program // n_blocks // n_heads
-    key_head = head // group
+    block, row = program % sizes.n_blocks, program // sizes.n_blocks
+    head, batch = row % sizes.n_heads, row // sizes.n_heads
+    key_head = head // sizes.group
     features, values = tl.arange(0, KEYS).to(tl.int64), block * VALUES + tl.arange(0, VALUES)
-    mask = (features < key_dim)[:, None] & (values < value_dim)[None, :]
-    state_ptr += batch * state_batch_stride + head * state_head_stride
-    state_ptr += features[:, None] * state_row_stride + values[None, :] * state_column_stride
-    state = tl.load(state_ptr, mask=mask, other=0.0).to(tl.float32)
-    for token in range(n_tokens):
-        q = _load_vector(q_ptr + batch * q_batch_stride + token * q_token_stride + key_head * q_head_stride, features,
-                         key_dim, q_feature_stride)  # fmt: skip
-        k = _load_vector(k_ptr + batch * k_batch_stride + token * k_token_stride + key_head * k_head_stride, features,
-                         key_dim, k_feature_stride)  # fmt: skip
-        v = _load_vector(v_ptr + batch * v_batch_stride + token * v_token_stride + head * v_head_stride, values,
-                         value_dim, v_feature_stride)  # fmt: skip
-        g = tl.load(g_ptr + batch * g_batch_stride + token * g_token_stride + head * g_head_stride).to(tl.float32)
-        beta = tl.load(beta_ptr + batch * beta_batch_stride + token * beta_token_stride + head * beta_head_stride)
+    mask = (features < sizes.key_dim)[:, None] & (values < sizes.value_dim)[None, :]
+    state_ptrs = state.ptr + batch * state.batch_stride + head * state.head_stride
+    state_ptrs += features[:, None] * state.row_stride + values[None, :] * state.column_stride
+    s = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for token in range(sizes.n_tokens):
+        query = _load_vector(q, batch, token, key_head, features, sizes.key_dim)
+        key = _load_vector(k, batch, token, key_head, features, sizes.key_dim)
+        value = _load_vector(v, batch, token, head, values, sizes.value_dim)
         if NORMALIZE:
-            q *= inverse_norm(tl.sum(q * q, 0), eps, EXACT)
-            k *= inverse_norm(tl.sum(k * k, 0), eps, EXACT)
-        state *= tl.exp(g)
-        delta = beta.to(tl.float32) * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * delta[None, :]
-        out = tl.sum(state * (q * scale)[:, None], 0)
-        offsets = ((batch * n_tokens + token) * n_heads + head) * value_dim + values
-        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=values < value_dim)
-    tl.store(state_ptr, state.to(state_ptr.dtype.element_ty), mask=mask)
+            query *= inverse_norm(tl.sum(query * query, 0), eps, EXACT)
+            key *= inverse_norm(tl.sum(key * key, 0), eps, EXACT)
+        s *= tl.exp(_load_gate(g, batch, token, head))
+        delta = _load_gate(beta, batch, token, head) * (value - tl.sum(s * key[:, None], 0))
+        s += key[:, None] * delta[None, :]
+        out = tl.sum(s * (query * scale)[:, None], 0)
+        offsets = ((batch * sizes.n_tokens + token) * sizes.n_heads + head) * sizes.value_dim + values
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=values < sizes.value_dim)
+    tl.store(state_ptrs, s.to(state.ptr.dtype.element_ty), mask=mask)
 
 
 def gated_delta_step(
@@ -113,13 +131,11 @@ def _step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, normalize: bool
 ) -> Tensor:
     batch, tokens, heads, value_dim = v.shape
-    key_dim = k.shape[3]
-    values = min(VALUES, padded_size(value_dim))
-    blocks = cdiv(value_dim, values)
-    o = v.new_empty(v.shape)
-    _kernel[batch * heads * blocks](
-        q, k, v, g, beta, state, o, *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(), *state.stride(),
-        tokens, heads, heads // k.shape[2], key_dim, value_dim, blocks, scale, NORMALIZATION_EPS,
-        padded_size(key_dim), values, normalize, v.dtype == torch.float32, num_warps=WARPS,
-    )  # fmt: skip
+    key_dim, values = k.shape[3], min(VALUES, padded_size(value_dim))
+    o, blocks = v.new_empty(v.shape), cdiv(value_dim, values)
+    sizes = _Sizes(tokens, heads, heads // k.shape[2], key_dim, value_dim, blocks)
+    tokens_of_heads = (StridedFeatures(x, *x.stride()) for x in (q, k, v))
+    operands = *tokens_of_heads, strided(g), strided(beta), _State(state, *state.stride()), o
+    constants = padded_size(key_dim), values, normalize, v.dtype == torch.float32
+    _kernel[batch * heads * blocks](*operands, sizes, scale, NORMALIZATION_EPS, *constants, num_warps=WARPS)
     return o

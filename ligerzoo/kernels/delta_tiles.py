@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp
+from ligerzoo.kernels.strided import Strided
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -45,13 +46,70 @@ class ChunkTable(NamedTuple):
     stride: int = 0
 
 
+class DeltaRule(NamedTuple):
+    """What all kernels of a call read.
+
+    Attributes:
+        q: (B, T, K, D_k).
+        k: (B, T, K, D_k).
+        v: (B, T, V, D_v).
+        beta: (B, T, V), contiguous.
+        total: (B, V, T) G.
+        q_factor: (B, K, T), 1 / norm of q; None if q and k are not normalized.
+        k_factor: (B, K, T), 1 / norm of k, likewise.
+        table: the chunks.
+        n_tokens: T.
+        n_slots: chunks of a row of T tokens without segments.
+        n_heads: V.
+        group: V / K.
+        key_dim: D_k.
+        value_dim: D_v.
+        scale: factor of the outputs.
+    """
+
+    q: Strided
+    k: Strided
+    v: Strided
+    beta: Tensor
+    total: Tensor
+    q_factor: Tensor | None
+    k_factor: Tensor | None
+    table: ChunkTable
+    n_tokens: int
+    n_slots: int
+    n_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    scale: float
+
+
+class Span(NamedTuple):
+    """Tokens of a chunk, in a kernel.
+
+    Attributes:
+        batch: the batch element.
+        start: the chunk's first token.
+        end: one past its last token.
+        rows: the tokens, counted from `start`.
+        tokens: the tokens, int64.
+        mask: which of them are in the chunk.
+    """
+
+    batch: tl.tensor
+    start: tl.tensor
+    end: tl.tensor
+    rows: tl.tensor
+    tokens: tl.tensor
+    mask: tl.tensor
+
+
 @kernel
-def _table_kernel(segment_start_ptr, starts_ptr, segments_ptr, counts_ptr, n_tokens,
-                  CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _table_kernel(table, n_tokens, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    segment_start_ptr += row * n_tokens
-    starts_ptr += row * (n_tokens + 1)
-    segments_ptr += row * (n_tokens + 1)
+    segment_start_ptr = table.segment_start + row * n_tokens
+    starts_ptr = table.starts + row * (n_tokens + 1)
+    segments_ptr = table.segments + row * (n_tokens + 1)
     n_chunks = tl.full((), 0, dtype=tl.int32)
     n_segments = tl.full((), 0, dtype=tl.int32)
     for first in range(0, n_tokens, BLOCK):
@@ -68,8 +126,8 @@ def _table_kernel(segment_start_ptr, starts_ptr, segments_ptr, counts_ptr, n_tok
         n_segments += tl.sum(begins_segment.to(tl.int32), 0)
     tl.store(starts_ptr + n_chunks, n_tokens)
     tl.store(segments_ptr + n_segments, n_chunks)
-    tl.store(counts_ptr + row * 2, n_chunks)
-    tl.store(counts_ptr + row * 2 + 1, n_segments)
+    tl.store(table.counts + row * 2, n_chunks)
+    tl.store(table.counts + row * 2 + 1, n_segments)
 
 
 def chunk_table(segment_start: Tensor | None) -> ChunkTable:
@@ -80,8 +138,9 @@ def chunk_table(segment_start: Tensor | None) -> ChunkTable:
     rows, tokens = segment_start.shape
     starts, segments = (segment_start.new_empty((rows, tokens + 1), dtype=torch.int32) for _ in range(2))
     counts = segment_start.new_empty((rows, 2), dtype=torch.int32)
-    _table_kernel[rows](segment_start, starts, segments, counts, tokens, CHUNK, 1024, num_warps=4)
-    return ChunkTable(segment_start, starts, segments, counts, tokens + 1 if rows > 1 else 0)
+    table = ChunkTable(segment_start, starts, segments, counts, tokens + 1 if rows > 1 else 0)
+    _table_kernel[rows](table, tokens, CHUNK, 1024, num_warps=4)
+    return table
 
 
 @jit
@@ -92,38 +151,38 @@ def split_program(n_inner, n_middle):
 
 
 @jit
-def head_rows(batch, head, n_heads, group):
+def head_rows(rule, batch, head):
     """The row of a value head in (B, V, ...), its key head, and the row of the key head in (B, K, ...)."""
-    key_head = head // group
-    return batch * n_heads + head, key_head, batch * (n_heads // group) + key_head
+    key_head = head // rule.group
+    return batch * rule.n_heads + head, key_head, batch * (rule.n_heads // rule.group) + key_head
 
 
 @jit
-def chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK: tl.constexpr):
+def chunk_count(table, n_tokens, batch, CHUNK: tl.constexpr):
     """The number of chunks of a row."""
-    if counts_ptr is not None:
-        n_chunks = tl.load(counts_ptr + tl.where(table_stride > 0, batch, 0) * 2)
+    if table.counts is not None:
+        n_chunks = tl.load(table.counts + tl.where(table.stride > 0, batch, 0) * 2)
     else:
         n_chunks = tl.cdiv(n_tokens, CHUNK)
     return n_chunks
 
 
 @jit
-def segment_count(counts_ptr, table_stride, batch):
+def segment_count(table, batch):
     """The number of segments of a row."""
-    if counts_ptr is not None:
-        n_segments = tl.load(counts_ptr + tl.where(table_stride > 0, batch, 0) * 2 + 1)
+    if table.counts is not None:
+        n_segments = tl.load(table.counts + tl.where(table.stride > 0, batch, 0) * 2 + 1)
     else:
         n_segments = tl.full((), 1, dtype=tl.int32)
     return n_segments
 
 
 @jit
-def segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK: tl.constexpr):
+def segment_chunks(table, n_tokens, batch, segment, CHUNK: tl.constexpr):
     """The first chunk of a segment, and the one after its last."""
-    if segments_ptr is not None:
-        first = tl.load(segments_ptr + batch * table_stride + segment)
-        end = tl.load(segments_ptr + batch * table_stride + segment + 1)
+    if table.segments is not None:
+        first = tl.load(table.segments + batch * table.stride + segment)
+        end = tl.load(table.segments + batch * table.stride + segment + 1)
     else:
         first = 0
         end = tl.cdiv(n_tokens, CHUNK)
@@ -131,23 +190,23 @@ def segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK: 
 
 
 @jit
-def chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK: tl.constexpr):
-    """The first token of a chunk, the one after its last, the tokens `start + rows`, int64, and which are in it."""
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + batch * table_stride + chunk).to(tl.int64)
-        end = tl.load(starts_ptr + batch * table_stride + chunk + 1).to(tl.int64)
+def chunk_span(table, n_tokens, batch, chunk, rows, CHUNK: tl.constexpr):
+    """These rows of a chunk."""
+    if table.starts is not None:
+        start = tl.load(table.starts + batch * table.stride + chunk).to(tl.int64)
+        end = tl.load(table.starts + batch * table.stride + chunk + 1).to(tl.int64)
     else:
         start = tl.cast(chunk, tl.int64) * CHUNK
         end = tl.minimum(start + CHUNK, n_tokens)
     tokens = start + rows
-    return start, end, tokens, tokens < end
+    return Span(batch, start, end, rows, tokens, tokens < end)
 
 
 @jit
-def continues(segment_start_ptr, table_stride, batch, token, n_tokens):
+def continues(rule, batch, token):
     """Whether the chunk that begins at the token has a state before it: that of its segment, or the initial one."""
-    if segment_start_ptr is not None:
-        row = segment_start_ptr + tl.where(table_stride > 0, batch, 0) * n_tokens
+    if rule.table.segment_start is not None:
+        row = rule.table.segment_start + tl.where(rule.table.stride > 0, batch, 0) * rule.n_tokens
         has_state = (tl.load(row + token) != token) | (token == 0)
     else:
         has_state = token >= 0
@@ -155,93 +214,141 @@ def continues(segment_start_ptr, table_stride, batch, token, n_tokens):
 
 
 @jit
-def load_tile(ptr, batch, start, rows, head, batch_stride, token_stride, head_stride, features, in_chunk, n_features):
-    """The features of a head of the tokens `start + rows` of (B, T, heads, D); zeros beyond chunk and features.
+def by_token(ptr, rule):
+    """A contiguous (B, T, V, D_v)."""
+    token_stride = rule.n_heads * rule.value_dim
+    return Strided(ptr, tl.cast(rule.n_tokens, tl.int64) * token_stride, token_stride, rule.value_dim)
+
+
+@jit
+def by_head(ptr, rule):
+    """A contiguous (B, V, T, D_k)."""
+    head_stride = tl.cast(rule.n_tokens, tl.int64) * rule.key_dim
+    return Strided(ptr, rule.n_heads * head_stride, rule.key_dim, head_stride)
+
+
+@jit
+def tile_ptr(x, span, head):
+    """The first feature of a head of the span's first token."""
+    return x.ptr + (span.batch * x.batch_stride + span.start * x.token_stride + head * x.head_stride)
+
+
+@jit
+def load_tile(x, span, head, features, n_features):
+    """The features of a head of the span's tokens; zeros beyond chunk and features.
 
     Offsets within a chunk have 32 bits, which takes fewer registers.
     """
-    ptr += batch * batch_stride + start * token_stride + head * head_stride
-    offsets = rows[:, None] * token_stride + features[None, :]
-    return tl.load(ptr + offsets, mask=in_chunk[:, None] & (features < n_features)[None, :], other=0.0)
+    offsets = span.rows[:, None] * x.token_stride + features[None, :]
+    mask = span.mask[:, None] & (features < n_features)[None, :]
+    return tl.load(tile_ptr(x, span, head) + offsets, mask=mask, other=0.0)
 
 
 @jit
-def load_columns(ptr, batch, start, rows, head, batch_stride, token_stride, head_stride, features, in_chunk,
-                 n_features):  # fmt: skip
+def store_tile(x, tile, span, head, features, n_features):
+    """Stores what `load_tile` loads."""
+    offsets = span.rows[:, None] * x.token_stride + features[None, :]
+    mask = span.mask[:, None] & (features < n_features)[None, :]
+    tl.store(tile_ptr(x, span, head) + offsets, tile.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def load_columns(x, span, head, features, n_features):
     """`load_tile`, transposed: (features, tokens). Triton overlaps the loads of an operand, but not of a transpose."""
-    ptr += batch * batch_stride + start * token_stride + head * head_stride
-    offsets = rows[None, :] * token_stride + features[:, None]
-    return tl.load(ptr + offsets, mask=in_chunk[None, :] & (features < n_features)[:, None], other=0.0)
+    offsets = span.rows[None, :] * x.token_stride + features[:, None]
+    mask = span.mask[None, :] & (features < n_features)[:, None]
+    return tl.load(tile_ptr(x, span, head) + offsets, mask=mask, other=0.0)
 
 
 @jit
-def inner_products(a_ptr, b_ptr, batch, start, rows, head, a_batch_stride, a_token_stride, a_head_stride,
-                   b_batch_stride, b_token_stride, b_head_stride, in_chunk, n_features,
-                   CHUNK: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
+def store_columns(x, tile, span, head, features, n_features):
+    """Stores what `load_columns` loads."""
+    offsets = span.rows[None, :] * x.token_stride + features[:, None]
+    mask = span.mask[None, :] & (features < n_features)[:, None]
+    tl.store(tile_ptr(x, span, head) + offsets, tile.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def inner_products(a, b, span, head, n_features, FEATURES: tl.constexpr):
     """a_i . b_j of the tokens of a chunk, by blocks of features, which takes fewer registers."""
-    products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    products = tl.zeros((span.rows.shape[0], span.rows.shape[0]), dtype=tl.float32)
     for first in range(0, n_features, FEATURES):
         features = first + tl.arange(0, FEATURES)
-        a = load_tile(a_ptr, batch, start, rows, head, a_batch_stride, a_token_stride, a_head_stride, features,
-                      in_chunk, n_features)  # fmt: skip
-        b = load_tile(b_ptr, batch, start, rows, head, b_batch_stride, b_token_stride, b_head_stride, features,
-                      in_chunk, n_features)  # fmt: skip
-        products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+        a_tile = load_tile(a, span, head, features, n_features)
+        b_tile = load_tile(b, span, head, features, n_features)
+        products = tl.dot(a_tile, tl.trans(b_tile), products, input_precision="ieee")
     return products
 
 
 @jit
-def load_factors(ptr, row, tokens, in_chunk, n_tokens):
+def square_ptrs(ptr, rule, span, row, rows, cols, CHUNK: tl.constexpr):
+    """Elements of a square of (B, V, T, 64), that of a chunk."""
+    return ptr + (row * rule.n_tokens + span.start) * CHUNK + (rows * CHUNK + cols)
+
+
+@jit
+def load_factors(ptr, rule, span, row):
     """A factor per token of (rows, T); ones for a null pointer."""
     if ptr is not None:
-        factors = tl.load(ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+        factors = tl.load(ptr + row * rule.n_tokens + span.tokens, mask=span.mask, other=0.0)
     else:
-        factors = tl.where(in_chunk, 1.0, 0.0)
+        factors = tl.where(span.mask, 1.0, 0.0)
     return factors
 
 
 @jit
-def load_total(ptr, row, tokens, end, n_tokens):
-    """G of (rows, T); that of the last token beyond the chunk, so that no difference is positive."""
-    return tl.load(ptr + row * n_tokens + tl.minimum(tokens, end - 1))
+def load_total(rule, span, row):
+    """G of a row of (B, V, T); that of the last token beyond the chunk, so that no difference is positive."""
+    return tl.load(rule.total + row * rule.n_tokens + tl.minimum(span.tokens, span.end - 1))
 
 
 @jit
-def load_state(states_ptr, slot, features, values, key_dim, value_dim, exists):
+def load_last_total(rule, span, row):
+    """G of the chunk's last token."""
+    return tl.load(rule.total + row * rule.n_tokens + span.end - 1)
+
+
+@jit
+def load_state(states_ptr, rule, slot, features, values, exists):
     """The block of a state in this slot; zeros if it does not exist.
 
     `features[:, None]` and `values[None, :]` load (features, values); `features[None, :]` and `values[:, None]` load
     the transpose, (values, features).
     """
-    mask = (features < key_dim) & (values < value_dim) & exists
-    offsets = values * key_dim + features  # of 32 bits, so that the tile takes one sum of 64 bits, not two
-    return tl.load(states_ptr + slot * key_dim * value_dim + offsets, mask=mask, other=0.0)
+    mask = (features < rule.key_dim) & (values < rule.value_dim) & exists
+    offsets = values * rule.key_dim + features  # of 32 bits, so that the tile takes one sum of 64 bits, not two
+    return tl.load(states_ptr + slot * rule.key_dim * rule.value_dim + offsets, mask=mask, other=0.0)
 
 
 @jit
-def state_block(block, key_dim, value_dim, KEYS: tl.constexpr, VALUES: tl.constexpr):
+def state_block(rule, block, KEYS: tl.constexpr, VALUES: tl.constexpr):
     """A block of the values of a state, (values, features): its features, its values, and which elements exist."""
     features, values = tl.arange(0, KEYS), block.to(tl.int32) * VALUES + tl.arange(0, VALUES)
-    return features, values, (values < value_dim)[:, None] & (features < key_dim)[None, :]
+    return features, values, (values < rule.value_dim)[:, None] & (features < rule.key_dim)[None, :]
 
 
 @jit
-def load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens):
-    """beta of (B, T, V), in fp32; zeros beyond the chunk."""
-    gates = (batch * n_tokens + tokens) * n_heads + head
-    return tl.load(beta_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32)
+def gate_offsets(rule, span, head):
+    """Of (B, T, V)."""
+    return (span.batch * rule.n_tokens + span.tokens) * rule.n_heads + head
 
 
 @jit
-def decay_over(difference, EXACT: tl.constexpr):
-    """The exponential of a difference of sums of g, in fp32."""
-    return exp(difference.to(tl.float32), EXACT)
+def load_betas(rule, span, head):
+    """beta, in fp32; zeros beyond the chunk."""
+    return tl.load(rule.beta + gate_offsets(rule, span, head), mask=span.mask, other=0.0).to(tl.float32)
 
 
 @jit
-def decays(total, rows, EXACT: tl.constexpr):
+def decay_over(difference):
+    """The exponential of a difference of sums of g, in fp32. It is exact for sums in fp64, those of fp32 tokens."""
+    return exp(difference.to(tl.float32), difference.dtype == tl.float64)
+
+
+@jit
+def decays(total, rows):
     """e_ij = exp(G_i - G_j) for j <= i, else 0."""
-    return tl.where(rows[:, None] >= rows[None, :], decay_over(total[:, None] - total[None, :], EXACT), 0.0)
+    return tl.where(rows[:, None] >= rows[None, :], decay_over(total[:, None] - total[None, :]), 0.0)
 
 
 @jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import ClampedSwiGLU, route
 from ligerzoo.kernels.causal_conv import ConvInputs
-from ligerzoo.kernels.delta_chunks import Prepared, Tokens
+from ligerzoo.kernels.delta_chunks import Inputs, Prepared
 from ligerzoo.kernels.experts import _Needs
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
@@ -409,48 +409,42 @@ def _sink_gradients(device: str) -> Samples:
     return [{"y": sample.pop("out"), **sample} for sample in samples]
 
 
-def _delta_tokens(device: str, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tokens:
+def _delta_inputs(device: str, batch: int = 1, dtype: torch.dtype = torch.float32, **others: Any) -> Inputs:
     t = partial(new, device=device, dtype=dtype)
     fused = t(batch, 5, 24)  # the tokens are views of it
     q, k = (fused[..., start : start + 4].unflatten(-1, (1, 4)) for start in (0, 4))
-    return Tokens(q, k, fused[..., 8:18].unflatten(-1, (2, 5)))
+    inputs = Inputs(q, k, fused[..., 8:18].unflatten(-1, (2, 5)), t(batch, 5, 2).sigmoid(), None, None, 0.5)
+    return inputs._replace(**others)
 
 
 def _delta_rule_forward(device: str) -> Samples:
-    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    t = partial(new, device=device)
+    common = {"inputs": _delta_inputs(device), "g": -t(1, 5, 2).abs(), "normalize": True, "needs_final": True}
     segment_start = torch.tensor([[0, 0, 2, 2, 2]], device=device)
-    common = {"tokens": _delta_tokens(device), "g": -t(1, 5, 2).abs(), "beta": t(1, 5, 2).sigmoid()}
-    common |= {"initial_state": None, "segment_start": None, "scale": 0.5, "normalize": True, "needs_final": True}
-    halves = {"tokens": _delta_tokens(device, dtype=torch.float16), "beta": half(1, 5, 2).sigmoid()}
-    empty = {"tokens": _delta_tokens(device, batch=0), "g": t(0, 5, 2), "beta": t(0, 5, 2)}
+    halves = _delta_inputs(device, dtype=torch.float16, initial_state=t(1, 2, 4, 5), segment_start=segment_start)
     return [
         common,
-        common | halves | {"initial_state": t(1, 2, 4, 5), "segment_start": segment_start, "needs_final": False},
+        common | {"inputs": halves, "needs_final": False},
         common | {"normalize": False},
-        common | empty,
+        common | {"inputs": _delta_inputs(device, batch=0), "g": t(0, 5, 2)},
     ]
 
 
 def _delta_rule_backward(device: str) -> Samples:
     t = partial(new, device=device)
 
-    def sample(dtype: torch.dtype, normalize: bool, **others: Any) -> dict[str, Any]:
-        tokens = _delta_tokens(device, dtype=dtype)
-        gates = -t(1, 5, 2).abs(), t(1, 5, 2).sigmoid()
-        state, segment_start = others["initial_state"], others["segment_start"]
-        forward = OPS["delta_rule_forward"](tokens, *gates, state, segment_start, 0.5, normalize, False)
-        prepared = Prepared(*forward[2:])
-        options = {"beta": gates[1], "scale": 0.5, "g_dtype": torch.float32}
-        return {"do": t(1, 5, 2, 5).to(dtype), "tokens": tokens, "prepared": prepared, **options, **others}
+    def sample(inputs: Inputs, normalize: bool, **others: Any) -> dict[str, Any]:
+        prepared = Prepared(*OPS["delta_rule_forward"](inputs, -t(1, 5, 2).abs(), normalize, False)[2:])
+        do = t(1, 5, 2, 5).to(inputs.v.dtype)
+        return {"do": do, "inputs": inputs, "prepared": prepared, "g_dtype": torch.float32, **others}
 
     segment_start = torch.tensor([[0, 0, 2, 2, 2]], device=device)
+    packed = _delta_inputs(device, initial_state=t(1, 2, 4, 5), segment_start=segment_start)
+    halves = _delta_inputs(device, dtype=torch.float16, beta=t(1, 5, 2).sigmoid())
     return [
-        sample(
-            torch.float32, True, initial_state=t(1, 2, 4, 5), segment_start=segment_start, dfinal=t(1, 2, 4, 5),
-            needs_initial=True,
-        ),
-        sample(torch.float16, False, initial_state=None, segment_start=None, dfinal=None, needs_initial=False),
-    ]  # fmt: skip
+        sample(packed, True, dfinal=t(1, 2, 4, 5), needs_initial=True),
+        sample(halves, False, dfinal=None, needs_initial=False),
+    ]
 
 
 def _conv_inputs(device: str, **others: Any) -> ConvInputs:

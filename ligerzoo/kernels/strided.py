@@ -1,0 +1,38 @@
+"""`Strided`: a tensor of heads with its strides, which kernels and their device functions take as one argument."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A tensor of (batch, token, head, feature) with adjacent features.
+
+    Attributes:
+        ptr: the tensor, in a kernel the pointer.
+        batch_stride: distance of batch elements.
+        token_stride: distance of tokens.
+        head_stride: distance of heads.
+    """
+
+    ptr: Tensor
+    batch_stride: int
+    token_stride: int
+    head_stride: int
+
+
+class StridedFeatures(NamedTuple):
+    """A tensor of (batch, token, head, feature) with any strides, see `Strided`."""
+
+    ptr: Tensor
+    batch_stride: int
+    token_stride: int
+    head_stride: int
+    feature_stride: int
+
+
+def strided(x: Tensor) -> Strided:
+    """(B, T, heads, D), or (B, T, heads)."""
+    return Strided(x, *x.stride()[:3])
