@@ -27,12 +27,13 @@ from ligerzoo.kernels.dispatch import (
     cdiv,
     empty_gradient,
     multiprocessors,
+    next_power_of_2,
     uses_triton,
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.recompute import recomputable
-from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.registration import needs_dispatch, register
 from ligerzoo.kernels.tiling import column_sums_
 from ligerzoo.kernels.torch_math import silu
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
@@ -48,6 +49,9 @@ TOKENS, CHANNELS, WARPS = 16, 128, 2
 BACKWARD_CHANNELS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 256, 4, 8
 FEWEST_TOKENS = 32
 """A backward program goes through this many tokens or more, and sums its part of the weight gradient."""
+
+STEP_CHANNELS, STEP_WARPS = 256, 4
+"""Channels per program of a step, which computes all its tokens, and warps. To be tuned on a GPU."""
 
 
 def reference(
@@ -115,95 +119,60 @@ class ConvInputs(NamedTuple):
     segment_start: Tensor | None
 
 
+class _Rows(NamedTuple):
+    """(B, T, C), as kernels read it."""
+
+    ptr: Tensor
+    batch_stride: int
+    token_stride: int
+    channel_stride: int
+
+
+class _Convolution(NamedTuple):
+    """What the kernels of both passes read: see `ConvInputs`. A `segment_stride` of 0: one row describes all."""
+
+    x: _Rows
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor | None
+    segment_start: Tensor | None
+    segment_stride: int
+    n_tokens: int
+    n_channels: int
+
+    @staticmethod
+    def of(inputs: ConvInputs) -> _Convolution:
+        x, weight, bias, state, segment_start = inputs
+        segment_stride = 0 if segment_start is None or len(segment_start) == 1 else segment_start.stride(0)
+        return _Convolution(_rows(x), weight, bias, state, segment_start, segment_stride, *x.shape[1:])
+
+
+def _rows(x: Tensor) -> _Rows:
+    return _Rows(x, *x.stride())
+
+
 @jit
-def _load_inputs(x_ptr, state_ptr, batch, tokens, first_of_segment, channels, n_tokens, n_channels, x_batch_stride,
-                 x_token_stride, mask, TAPS: tl.constexpr):  # fmt: skip
-    """The inputs at these tokens, in fp32: zeros before the segment, and those of the state before the row."""
-    visible = mask & (tokens >= first_of_segment)[:, None]
-    in_row = (tokens >= 0) & (tokens < n_tokens)
-    offsets = batch * x_batch_stride + tokens[:, None] * x_token_stride + channels[None, :]
-    x = tl.load(x_ptr + offsets, mask=visible & in_row[:, None], other=0.0).to(tl.float32)
-    if state_ptr is not None:
-        in_state = (tokens < 0) & (tokens > -TAPS) & (first_of_segment == 0)
-        offsets = (batch * (TAPS - 1) + TAPS - 1 + tokens[:, None]) * n_channels + channels[None, :]
-        x += tl.load(state_ptr + offsets, mask=mask & in_state[:, None], other=0.0).to(tl.float32)
+def _load_inputs(conv, batch, tokens, channels, mask, TAPS):
+    """The inputs at these tokens, in fp32: those of the state, or zeros, before the row."""
+    in_row = (tokens >= 0) & (tokens < conv.n_tokens)
+    offsets = batch * conv.x.batch_stride + tokens * conv.x.token_stride + channels
+    x = tl.load(conv.x.ptr + offsets, mask=mask & in_row, other=0.0).to(tl.float32)
+    if conv.state is not None:
+        in_state = (tokens < 0) & (tokens > -TAPS)
+        offsets = (batch * (TAPS - 1) + TAPS - 1 + tokens) * conv.n_channels + channels
+        x += tl.load(conv.state + offsets, mask=mask & in_state, other=0.0).to(tl.float32)
     return x
 
 
 @jit
-def _first_of_segment(segment_start_ptr, segment_stride, batch, tokens, n_tokens):
-    if segment_start_ptr is not None:
-        in_row = (tokens >= 0) & (tokens < n_tokens)
-        first = tl.load(segment_start_ptr + batch * segment_stride + tokens, mask=in_row, other=0).to(tl.int64)
+def _first_of_segment(conv, batch, tokens):
+    if conv.segment_start is not None:
+        in_row = (tokens >= 0) & (tokens < conv.n_tokens)
+        first_ptr = conv.segment_start + batch * conv.segment_stride
+        first = tl.load(first_ptr + tokens, mask=in_row, other=0).to(tl.int64)
     else:
         first = tokens * 0
     return first
-
-
-@jit
-def _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, tokens, first_of_segment, channels, n_tokens, n_channels,
-              x_batch_stride, x_token_stride, mask, TAPS: tl.constexpr):  # fmt: skip
-    """The sums z at these tokens."""
-    z = tl.zeros(mask.shape, dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        weight = tl.load(weight_ptr + channels * TAPS + tap, mask=channels < n_channels, other=0.0).to(tl.float32)
-        x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first_of_segment, channels, n_tokens,
-                         n_channels, x_batch_stride, x_token_stride, mask, TAPS)  # fmt: skip
-        z = tl.fma(x, weight[None, :], z)
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + channels, mask=channels < n_channels, other=0.0).to(tl.float32)[None, :]
-    return z
-
-
-@kernel
-def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, segment_start_ptr, y_ptr, x_batch_stride, x_token_stride, segment_stride,
-    n_tokens, n_channels, n_token_blocks, n_channel_blocks,
-    TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    channels = program % n_channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
-    tokens = program // n_channel_blocks % n_token_blocks * TOKENS + tl.arange(0, TOKENS)
-    batch = program // n_channel_blocks // n_token_blocks
-    mask = (tokens < n_tokens)[:, None] & (channels < n_channels)[None, :]
-    first = _first_of_segment(segment_start_ptr, segment_stride, batch, tokens, n_tokens)
-    y = _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, tokens, first, channels, n_tokens, n_channels,
-                  x_batch_stride, x_token_stride, mask, TAPS)  # fmt: skip
-    if SILU:
-        sigmoid, _ = sigmoids(y, EXACT)
-        y *= sigmoid
-    offsets = (batch * n_tokens + tokens[:, None]) * n_channels + channels[None, :]
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@jit
-def _load_input(x_ptr, state_ptr, batch, token, channels, n_tokens, n_channels, x_batch_stride, x_token_stride, TAPS):
-    """The inputs at one token, in fp32: those of the state, or zeros, before the row."""
-    mask = channels < n_channels
-    in_row = (token >= 0) & (token < n_tokens)
-    offset = batch * x_batch_stride + token * x_token_stride
-    x = tl.load(x_ptr + offset + channels, mask=mask & in_row, other=0.0).to(tl.float32)
-    if state_ptr is not None:
-        in_state = (token < 0) & (token > -TAPS)
-        offset = (batch * (TAPS - 1) + TAPS - 1 + token) * n_channels
-        x += tl.load(state_ptr + offset + channels, mask=mask & in_state, other=0.0).to(tl.float32)
-    return x
-
-
-@jit
-def _pushed(values, value, TAPS):
-    """The values with a new one in front, without the last one."""
-    return (value,) + values[: TAPS - 1]  # noqa: RUF005 (Triton compiles no starred expressions)
-
-
-@jit
-def _load_weights(weight_ptr, channels, n_channels, TAPS):
-    """The weights of x_t, x_(t-1), ..., in fp32."""
-    weights = (0.0,) * TAPS
-    for tap in tl.static_range(TAPS):
-        weight = tl.load(weight_ptr + channels * TAPS + tap, mask=channels < n_channels, other=0.0)
-        weights = _pushed(weights, weight.to(tl.float32), TAPS)
-    return weights
 
 
 @jit
@@ -213,8 +182,55 @@ def _reads(token, first_of_segment):
 
 
 @jit
+def _pushed(values, value, TAPS):
+    """The values with a new one in front, without the last one."""
+    return (value,) + values[: TAPS - 1]  # noqa: RUF005 (Triton compiles no starred expressions)
+
+
+@jit
+def _load_weights(conv, channels, TAPS):
+    """The weights of x_t, x_(t-1), ..., in fp32."""
+    weights = (0.0,) * TAPS
+    for tap in tl.static_range(TAPS):
+        weight = tl.load(conv.weight + channels * TAPS + tap, mask=channels < conv.n_channels, other=0.0)
+        weights = _pushed(weights, weight.to(tl.float32), TAPS)
+    return weights
+
+
+@jit
+def _load_bias(bias_ptr, channels, n_channels):
+    return tl.load(bias_ptr + channels, mask=channels < n_channels, other=0.0).to(tl.float32)
+
+
+@kernel
+def _forward_kernel(
+    conv, y_ptr, n_token_blocks, n_channel_blocks,
+    TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    channels = program % n_channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
+    tokens = program // n_channel_blocks % n_token_blocks * TOKENS + tl.arange(0, TOKENS)
+    batch = program // n_channel_blocks // n_token_blocks
+    mask = (tokens < conv.n_tokens)[:, None] & (channels < conv.n_channels)[None, :]
+    first = _first_of_segment(conv, batch, tokens)
+    weights = _load_weights(conv, channels, TAPS)
+    y = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    for j in tl.static_range(TAPS - 1, -1, -1):
+        is_read = mask & _reads(tokens - j, first)[:, None]
+        x = _load_inputs(conv, batch, (tokens - j)[:, None], channels[None, :], is_read, TAPS)
+        y = tl.fma(x, weights[j][None, :], y)
+    if conv.bias is not None:
+        y += _load_bias(conv.bias, channels, conv.n_channels)[None, :]
+    if SILU:
+        sigmoid, _ = sigmoids(y, conv.x.ptr.dtype.element_ty == tl.float32)
+        y *= sigmoid
+    offsets = (batch * conv.n_tokens + tokens[:, None]) * conv.n_channels + channels[None, :]
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
 def _output(xs, weights, bias, token, first_of_segment, TAPS):
-    """z at the token, from x_t, x_(t-1), ..., in the order of `_convolve`."""
+    """z at the token, from x_t, x_(t-1), ..., in the order of the forward pass."""
     z = tl.zeros(bias.shape, dtype=tl.float32)
     for j in tl.static_range(TAPS - 1, -1, -1):
         z = tl.fma(tl.where(_reads(token - j, first_of_segment), xs[j], 0.0), weights[j], z)
@@ -242,40 +258,50 @@ def _input_gradient(dzs, weights, token, firsts_of_segments, TAPS):
     return dx
 
 
+class _Runs(NamedTuple):
+    """How programs of the backward kernel share the tokens.
+
+    Attributes:
+        first_token: 0, or that of the state.
+        length: tokens of a program.
+        count: programs for each row and block of channels.
+        channel_blocks: number of blocks of channels.
+    """
+
+    first_token: int
+    length: int
+    count: int
+    channel_blocks: int
+
+
 @kernel
 def _backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, segment_start_ptr, dx_ptr, dstate_ptr, dweight_ptr,
-    dy_batch_stride, dy_token_stride, x_batch_stride, x_token_stride, segment_stride,
-    n_tokens, n_channels, n_channel_blocks, n_runs, run, first_token,
-    TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    conv, dy, dx_ptr, dstate_ptr, dweight_ptr, runs, TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr
+):
     program = tl.program_id(0).to(tl.int64)
-    part = program // n_channel_blocks
-    channels = program % n_channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
-    mask = channels < n_channels
-    batch, begin = part // n_runs, first_token + part % n_runs * run
-    end = tl.minimum(begin + run, n_tokens)
-    weights = _load_weights(weight_ptr, channels, n_channels, TAPS)
+    part = program // runs.channel_blocks
+    channels = program % runs.channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < conv.n_channels
+    batch, begin = part // runs.count, runs.first_token + part % runs.count * runs.length
+    end = tl.minimum(begin + runs.length, conv.n_tokens)
+    weights = _load_weights(conv, channels, TAPS)
     bias = tl.zeros((CHANNELS,), dtype=tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    if conv.bias is not None:
+        bias = _load_bias(conv.bias, channels, conv.n_channels)
     dbias = tl.zeros((CHANNELS,), dtype=tl.float32)
     xs, dzs, dweights, firsts = (dbias,) * TAPS, (dbias,) * TAPS, (dbias,) * TAPS, (begin,) * TAPS
     for before in tl.static_range(TAPS - 1, 0, -1):
-        x = _load_input(x_ptr, state_ptr, batch, begin - before, channels, n_tokens, n_channels, x_batch_stride,
-                        x_token_stride, TAPS)  # fmt: skip
-        xs = _pushed(xs, x, TAPS)
+        xs = _pushed(xs, _load_inputs(conv, batch, begin - before, channels, mask, TAPS), TAPS)
     for token in range(begin, end + TAPS - 1):
-        x = _load_input(x_ptr, state_ptr, batch, token, channels, n_tokens, n_channels, x_batch_stride, x_token_stride,
-                        TAPS)  # fmt: skip
-        first = _first_of_segment(segment_start_ptr, segment_stride, batch, token, n_tokens)
-        xs, firsts = _pushed(xs, x, TAPS), _pushed(firsts, first, TAPS)
-        is_output = (token >= 0) & (token < n_tokens)
-        offset = batch * dy_batch_stride + token * dy_token_stride
-        dz = tl.load(dy_ptr + offset + channels, mask=mask & is_output, other=0.0).to(tl.float32)
+        first = _first_of_segment(conv, batch, token)
+        xs = _pushed(xs, _load_inputs(conv, batch, token, channels, mask, TAPS), TAPS)
+        firsts = _pushed(firsts, first, TAPS)
+        is_output = (token >= 0) & (token < conv.n_tokens)
+        offset = batch * dy.batch_stride + token * dy.token_stride
+        dz = tl.load(dy.ptr + offset + channels, mask=mask & is_output, other=0.0).to(tl.float32)
         if SILU:
             z = _output(xs, weights, bias, token, first, TAPS)
-            sigmoid, complement = sigmoids(z, EXACT)
+            sigmoid, complement = sigmoids(z, conv.x.ptr.dtype.element_ty == tl.float32)
             dz = tl.where(is_output, dz * (sigmoid * (1.0 + z * complement)), 0.0)
         dzs = _pushed(dzs, dz, TAPS)
         if dweight_ptr is not None:
@@ -287,21 +313,16 @@ def _backward_kernel(
         dx = _input_gradient(dzs, weights, source, firsts, TAPS)
         is_own = mask & (source >= begin)
         if dx_ptr is not None:
-            ptrs = dx_ptr + (batch * n_tokens + source) * n_channels + channels
+            ptrs = dx_ptr + (batch * conv.n_tokens + source) * conv.n_channels + channels
             tl.store(ptrs, dx.to(dx_ptr.dtype.element_ty), mask=is_own & (source >= 0))
         if dstate_ptr is not None:
-            ptrs = dstate_ptr + (batch * (TAPS - 1) + TAPS - 1 + source) * n_channels + channels
+            ptrs = dstate_ptr + (batch * (TAPS - 1) + TAPS - 1 + source) * conv.n_channels + channels
             tl.store(ptrs, dx.to(dstate_ptr.dtype.element_ty), mask=is_own & (source < 0))
     if dweight_ptr is not None:
-        ptrs = dweight_ptr + part * (TAPS + 1) * n_channels + channels
+        ptrs = dweight_ptr + part * (TAPS + 1) * conv.n_channels + channels
         for j in tl.static_range(TAPS):
-            tl.store(ptrs + (TAPS - 1 - j) * n_channels, dweights[j], mask=mask)
-        tl.store(ptrs + TAPS * n_channels, dbias, mask=mask)
-
-
-def _stride_of_rows(segment_start: Tensor | None) -> int:
-    """Distance of the rows of `segment_start`; 0 for one row that describes all."""
-    return 0 if segment_start is None or len(segment_start) == 1 else segment_start.stride(0)
+            tl.store(ptrs + (TAPS - 1 - j) * conv.n_channels, dweights[j], mask=mask)
+        tl.store(ptrs + TAPS * conv.n_channels, dbias, mask=mask)
 
 
 def _allocate_forward(inputs: ConvInputs) -> Tensor:
@@ -310,23 +331,18 @@ def _allocate_forward(inputs: ConvInputs) -> Tensor:
 
 @register("causal_conv_forward", fake=_allocate_forward)
 def _forward(inputs: ConvInputs, silu: bool) -> Tensor:
-    x, weight, bias, initial_state, segment_start = inputs
     y = _allocate_forward(inputs)
-    batch, tokens, channels = x.shape
+    batch, tokens, channels = y.shape
     token_blocks, channel_blocks = cdiv(tokens, TOKENS), cdiv(channels, CHANNELS)
+    sizes = inputs.weight.shape[1], silu, TOKENS, CHANNELS
     _forward_kernel[batch * token_blocks * channel_blocks](
-        x, weight, bias, initial_state, segment_start, y, x.stride(0), x.stride(1), _stride_of_rows(segment_start),
-        tokens, channels, token_blocks, channel_blocks, weight.shape[1], silu, TOKENS, CHANNELS,
-        x.dtype == torch.float32, num_warps=WARPS,
-    )  # fmt: skip
+        _Convolution.of(inputs), y, token_blocks, channel_blocks, *sizes, num_warps=WARPS
+    )
     return y
 
 
-def _convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, segment_start: Tensor | None,
-    silu: bool,
-) -> Tensor:  # fmt: skip
-    return _forward(ConvInputs(x, weight, bias, initial_state, segment_start), silu)
+def _convolved(silu: bool, *fields: Tensor | None) -> Tensor:
+    return _forward(ConvInputs._make(fields), silu)
 
 
 class _Gradients(NamedTuple):
@@ -356,52 +372,44 @@ def _allocate_backward(inputs: ConvInputs, needs_x: bool, needs_weight: bool, ne
 def _backward(
     dy: Tensor, inputs: ConvInputs, silu: bool, needs_x: bool, needs_weight: bool, needs_state: bool
 ) -> _Gradients:
-    x, weight, bias, initial_state, segment_start = inputs
     gradients = _allocate_backward(inputs, needs_x, needs_weight, needs_state)
-    batch, tokens, channels = x.shape
-    taps = weight.shape[1]
+    (batch, tokens, channels), taps = inputs.x.shape, inputs.weight.shape[1]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     first_token = 1 - taps if needs_state else 0
     channel_blocks = cdiv(channels, BACKWARD_CHANNELS)
-    most = cdiv(BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x), max(1, batch * channel_blocks))
-    run = max(FEWEST_TOKENS, cdiv(tokens - first_token, most))
-    runs = cdiv(tokens - first_token, run)
-    partial = x.new_empty((batch * runs, taps + 1, channels), dtype=torch.float32) if needs_weight else None
-    _backward_kernel[channel_blocks * batch * runs](
-        dy, x, weight, bias, initial_state, segment_start, gradients.dx if needs_x else None,
-        gradients.dstate if needs_state else None, partial, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
-        _stride_of_rows(segment_start), tokens, channels, channel_blocks, runs, run, first_token, taps, silu,
-        BACKWARD_CHANNELS, x.dtype == torch.float32, num_warps=BACKWARD_WARPS,
-    )  # fmt: skip
+    most = cdiv(BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy), max(1, batch * channel_blocks))
+    length = max(FEWEST_TOKENS, cdiv(tokens - first_token, most))
+    runs = _Runs(first_token, length, cdiv(tokens - first_token, length), channel_blocks)
+    partial = dy.new_empty((batch * runs.count, taps + 1, channels), dtype=torch.float32) if needs_weight else None
+    dx, dstate = gradients.dx if needs_x else None, gradients.dstate if needs_state else None
+    sizes = taps, silu, BACKWARD_CHANNELS
+    _backward_kernel[channel_blocks * batch * runs.count](
+        _Convolution.of(inputs), _rows(dy), dx, dstate, partial, runs, *sizes, num_warps=BACKWARD_WARPS
+    )
     if partial is not None:
         column_sums_(gradients.dweight.view(-1), partial.flatten(1))
     return gradients
 
 
 class _CausalConv(FusedFunction):
+    """The arguments are those of `_convolved`."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
-        segment_start: Tensor | None, silu: bool,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, initial_state, segment_start)
+    def forward(ctx: Any, silu: bool, *fields: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*fields)
         ctx.silu = silu
-        return _convolved(x, weight, bias, initial_state, segment_start, silu)
+        return _convolved(silu, *fields)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ConvInputs(*ctx.saved_tensors)
-        needs_x, needs_weight, needs_bias, needs_state = ctx.needs_input_grad[:4]
+        _, needs_x, needs_weight, needs_bias, needs_state, _ = ctx.needs_input_grad
         dx, dweight, dstate = _backward(dy, inputs, ctx.silu, needs_x, needs_weight or needs_bias, needs_state)
         taps = inputs.weight.shape[1]
-        return (
-            dx if needs_x else None,
-            dweight[:taps].T.to(inputs.weight.dtype) if needs_weight else None,
-            dweight[taps].to(inputs.bias.dtype) if inputs.bias is not None and needs_bias else None,
-            dstate if needs_state else None,
-            None, None,
-        )  # fmt: skip
+        dw = dweight[:taps].T.to(inputs.weight.dtype) if needs_weight else None
+        db = dweight[taps].to(inputs.bias.dtype) if inputs.bias is not None and needs_bias else None
+        return None, dx if needs_x else None, dw, db, dstate if needs_state else None, None
 
 
 def causal_conv1d(
@@ -447,18 +455,103 @@ def causal_conv1d(
         check_tensor("causal_conv1d", "segment_start", segment_start, "integer", shapes, x.device)
     floats = [t for t in (x, weight, bias, initial_state) if t is not None]
     if uses_triton(*floats, backend=backend) and fits(weight, backend):
-        state = None if initial_state is None else initial_state.to(x.dtype).contiguous()
-        inputs = (
-            x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(),
-            None if bias is None else bias.contiguous(), state,
-            None if segment_start is None else segment_start.contiguous(), activation == "silu",
-        )  # fmt: skip
+        state = None if initial_state is None else initial_state.to(x.dtype)
+        whole = (None if t is None else t.contiguous() for t in (weight, bias, state, segment_start))
+        inputs = activation == "silu", x if x.stride(-1) == 1 else x.contiguous(), *whole
         y = _CausalConv.apply(*inputs)
         # A checkpointed block computes the result again anyway, as an input of the layer that follows.
         recomputable((y,), _convolved, *inputs, in_checkpoints=False)
     else:
         y = reference(x, weight, bias, initial_state, segment_start, activation)
     return (y, final_state(x, weight.shape[1] - 1, initial_state, segment_start)) if output_final_state else y
+
+
+@jit
+def _load_recent(x, state, batch, source, channels, mask, TAPS: tl.constexpr):
+    """The inputs at these tokens; negative ones are in the state."""
+    x_ptr = x.ptr + batch * x.batch_stride + channels[None, :] * x.channel_stride
+    state_ptr = state.ptr + batch * state.batch_stride + channels[None, :] * state.channel_stride
+    source, is_new = source[:, None], (source >= 0)[:, None]
+    new = tl.load(x_ptr + source * x.token_stride, mask=mask & is_new, other=0.0)
+    old = tl.load(state_ptr + (source + TAPS - 1) * state.token_stride, mask=mask & (source < 0), other=0.0)
+    return tl.where(is_new, new, old)
+
+
+@kernel
+def _step_kernel(
+    x, state, weight_ptr, bias_ptr, y_ptr, n_tokens, n_channels, n_blocks,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, channels = program // n_blocks, program % n_blocks * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < n_channels
+    rows = tl.arange(0, ROWS)
+    in_kernel, in_state = (rows < TAPS)[:, None] & mask[None, :], (rows < TAPS - 1)[:, None] & mask[None, :]
+    weight = tl.load(weight_ptr + channels[None, :] * TAPS + rows[:, None], mask=in_kernel, other=0.0).to(tl.float32)
+    for token in range(n_tokens):
+        recent = _load_recent(x, state, batch, token - (TAPS - 1) + rows, channels, in_kernel, TAPS)
+        y = tl.sum(weight * recent.to(tl.float32), 0)
+        if bias_ptr is not None:
+            y += _load_bias(bias_ptr, channels, n_channels)
+        if SILU:
+            sigmoid, _ = sigmoids(y, x.ptr.dtype.element_ty == tl.float32)
+            y *= sigmoid
+        tl.store(y_ptr + (batch * n_tokens + token) * n_channels + channels, y.to(y_ptr.dtype.element_ty), mask=mask)
+    recent = _load_recent(x, state, batch, n_tokens - (TAPS - 1) + rows, channels, in_state, TAPS)
+    tl.debug_barrier()  # other threads have read the state
+    state_ptr = state.ptr + batch * state.batch_stride + channels[None, :] * state.channel_stride
+    tl.store(state_ptr + rows[:, None] * state.token_stride, recent, mask=in_state)
+
+
+def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    y, (batch, tokens, channels), taps = x.new_empty(x.shape), x.shape, weight.shape[1]
+    vectors, blocks = (weight.contiguous(), None if bias is None else bias.contiguous()), cdiv(channels, STEP_CHANNELS)
+    sizes = taps, next_power_of_2(taps), silu, STEP_CHANNELS
+    _step_kernel[batch * blocks](
+        _rows(x), _rows(state), *vectors, y, tokens, channels, blocks, *sizes, num_warps=STEP_WARPS
+    )
+    return y
+
+
+def causal_conv1d_step(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: ConvActivation | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Continues `causal_conv1d` by one token or a few, and updates the state in place. Not differentiable.
+
+    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
+
+    Args:
+        x: (B, T, C), T small.
+        state: (B, k - 1, C), the last inputs, any strides, in the dtype of `x`; overwritten.
+        weight: (C, k), see `causal_conv1d`.
+        bias: (C,), or None.
+        activation: "silu", or None.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, T, C) in the dtype of `x`.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
+            tensors.
+    """
+    check_convolution("causal_conv1d_step", x, weight, bias, activation)
+    check_tensor("causal_conv1d_step", "state", state, shapes=[(len(x), weight.shape[1] - 1, x.shape[2])])
+    with torch.no_grad():
+        floats = [t for t in (x, state, weight, bias) if t is not None]
+        if not (uses_triton(*floats, backend=backend) and fits(weight, backend)) or needs_dispatch(*floats):
+            y = reference(x, weight, bias, state, None, activation)
+            state.copy_(final_state(x, weight.shape[1] - 1, state, None))
+            return y
+        with torch.cuda.device(x.device if x.is_cuda else -1):
+            return _step(x, state, weight, bias, activation == "silu")
 
 
 def fits(weight: Tensor, backend: Backend) -> bool:

@@ -16,6 +16,9 @@ Not differentiable: caches are for inference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,11 +35,12 @@ from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.strided import Strided, strided_cache
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 _BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
 PARTS = 16  # parts that are combined at a time
-_MIN_HEADS = 16  # rows of the smallest matrix product
+MIN_HEADS = 16  # rows of the smallest matrix product
 
 
 def reference(
@@ -58,7 +62,7 @@ def reference(
     scores = (q[:, :, None].to(wide) @ keys.mT)[:, :, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = visible_keys(torch.arange(keys.shape[2], device=q.device), first, last, padding_mask, fallback)
+    visible = VisibleKeys(first, last, padding_mask, fallback).mask(torch.arange(keys.shape[2], device=q.device))
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     if sinks is None:
         probabilities = scores.softmax(-1)
@@ -68,44 +72,104 @@ def reference(
     return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
 
 
-def visible_keys(
-    index: Tensor, first: Tensor | None, last: Tensor | None, padding_mask: Tensor | None, fallback: Tensor | None
-) -> Tensor:
-    """Returns whether a query attends to the keys at `index`, (S,): (B or 1, S). See `decode_attention`."""
-    visible = torch.ones_like(index[None], dtype=torch.bool)
-    if first is not None:
-        visible = visible & (index >= first[:, None])
-    if last is not None:
-        visible = visible & (index <= last[:, None])
-    if padding_mask is not None:
-        visible = visible & padding_mask
-    if fallback is not None:
-        visible = visible | (index == fallback[:, None])
-    return visible
+class VisibleKeys(NamedTuple):
+    """The keys that a query attends to, see `decode_attention`."""
+
+    first: Tensor | None = None
+    last: Tensor | None = None
+    padding_mask: Tensor | None = None
+    fallback: Tensor | None = None
+
+    def check(self, function: str) -> None:
+        """Raises unless the indices are tensors of integers."""
+        for argument in ("first", "last", "fallback"):
+            if (value := getattr(self, argument)) is not None:
+                check_tensor(function, argument, value, "integer")
+
+    def mask(self, index: Tensor) -> Tensor:
+        """Returns whether a query attends to the keys at `index`, (S,): (B or 1, S)."""
+        visible = torch.ones_like(index[None], dtype=torch.bool)
+        if self.first is not None:
+            visible = visible & (index >= self.first[:, None])
+        if self.last is not None:
+            visible = visible & (index <= self.last[:, None])
+        if self.padding_mask is not None:
+            visible = visible & self.padding_mask
+        if self.fallback is not None:
+            visible = visible | (index == self.fallback[:, None])
+        return visible
+
+    def strided(self) -> _Visible:
+        """The tensors and the distances of their rows, 0 for one row that describes all, as kernels read them."""
+        return _Visible(*self, *(0 if x is None or len(x) == 1 else x.stride(0) for x in self))
+
+
+class _Visible(NamedTuple):
+    first: Tensor | None
+    last: Tensor | None
+    padding: Tensor | None
+    fallback: Tensor | None
+    first_stride: int
+    last_stride: int
+    padding_stride: int
+    fallback_stride: int
+
+
+class Split(NamedTuple):
+    """The `count` parts of S keys: their results, (B, N, count, D), and the logarithms of their sums of exponentials.
+
+    A single part has the final result, with sinks, and no `lse`.
+    """
+
+    parts: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    count: int
+    n_keys: int
+
+
+Launch = Callable[[int, Split, int], None]
+"""Launches a kernel with a number of programs, for parts of a number of blocks."""
 
 
 @jit
-def key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys):
+def key_range(visible, batch, n_keys):
     """The first key that the query of a row attends to, and the one after the last."""
     first, stop = 0, n_keys
-    if first_ptr is not None:
-        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
-    if last_ptr is not None:
-        stop = tl.load(last_ptr + batch * last_stride) + 1
+    if visible.first is not None:
+        first = tl.maximum(tl.load(visible.first + batch * visible.first_stride), 0)
+    if visible.last is not None:
+        stop = tl.load(visible.last + batch * visible.last_stride) + 1
     return first, stop
 
 
 @jit
-def visible_in_block(padding_ptr, fallback_ptr, batch, padding_stride, fallback_stride, index, in_range):
+def visible_in_block(visible, batch, index, in_range):
     """Whether each key of a block is in range and no padding; the fallback is visible even if it is padding."""
-    visible = in_range
-    if padding_ptr is not None:
+    mask = in_range
+    if visible.padding is not None:
         fallback = -1
-        if fallback_ptr is not None:
-            fallback = tl.load(fallback_ptr + batch * fallback_stride)
-        is_token = tl.load(padding_ptr + batch * padding_stride + index, mask=in_range, other=0)
-        visible = visible & ((is_token != 0) | (index == fallback))
-    return visible
+        if visible.fallback is not None:
+            fallback = tl.load(visible.fallback + batch * visible.fallback_stride)
+        is_token = tl.load(visible.padding + batch * visible.padding_stride + index, mask=in_range, other=0)
+        mask = mask & ((is_token != 0) | (index == fallback))
+    return mask
+
+
+@jit
+def store_part(split, part, sums, maximum, total, batch, heads, n_heads, features, head_dim):
+    """Stores the result of a part and the logarithm of its sum of exponentials."""
+    is_head = heads < n_heads
+    row = (batch * n_heads + heads) * split.count + part
+    nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a part without visible keys, whose maximum is -inf
+    if split.lse is not None:
+        tl.store(split.lse + row, maximum + tl.log(nonzero), mask=is_head)
+    if split.sinks is not None:
+        sink = tl.load(split.sinks + heads, mask=is_head, other=0.0).to(tl.float32)
+        nonzero = total + tl.exp(sink - maximum)
+    sums = (sums / nonzero[:, None]).to(split.parts.dtype.element_ty)
+    mask = is_head[:, None] & (features < head_dim)[None, :]
+    tl.store(split.parts + row[:, None] * head_dim + features[None, :], sums, mask=mask)
 
 
 @jit
@@ -139,35 +203,35 @@ def _products(q, k, PRECISION: tl.constexpr):
         return tl.dot(q, k, input_precision=PRECISION)
 
 
+class _Heads(NamedTuple):
+    count: int  # of keys
+    group: int  # query heads that share a key head
+    dim: int
+
+
 @kernel
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, padding_ptr, fallback_ptr, sink_ptr, out_ptr, lse_ptr,
-    q_batch_stride, q_head_stride, k_batch_stride, k_head_stride, k_key_stride,
-    v_batch_stride, v_head_stride, v_key_stride, first_stride, last_stride, padding_stride, fallback_stride,
-    scale, softcap, n_kv_heads, group, head_dim, n_keys,
-    n_splits, BLOCKS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, visible, split, heads, scale, softcap,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    split = program % n_splits
-    kv_head = (program // n_splits) % n_kv_heads
-    batch = program // n_splits // n_kv_heads
+    part, row = program % split.count, program // split.count
+    kv_head, batch = row % heads.count, row // heads.count
 
-    first, stop = key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys)
-    begin = first + split * BLOCKS * BLOCK
+    first, stop = key_range(visible, batch, split.n_keys)
+    begin = first + part * BLOCKS * BLOCK
     end = tl.minimum(begin + BLOCKS * BLOCK, stop)
     if begin >= stop:
         return
 
-    members = tl.arange(0, GROUP)  # query heads that share the key head
-    features = tl.arange(0, DIM)
-    in_head = features < head_dim
-    heads = kv_head * group + members
-    q_mask = (members < group)[:, None] & in_head[None, :]
-    q_offsets = batch * q_batch_stride + heads[:, None] * q_head_stride + features[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
-    k_row = k_ptr + batch * k_batch_stride + kv_head * k_head_stride
-    v_row = v_ptr + batch * v_batch_stride + kv_head * v_head_stride
+    members, features = tl.arange(0, GROUP), tl.arange(0, DIM)
+    in_head = features < heads.dim
+    query_heads = kv_head * heads.group + members
+    q_mask = (members < heads.group)[:, None] & in_head[None, :]
+    q_offsets = batch * q.batch_stride + query_heads[:, None] * q.head_stride + features[None, :]
+    q_tile = tl.load(q.ptr + q_offsets, mask=q_mask, other=0.0)
+    k_row = k.ptr + batch * k.batch_stride + kv_head * k.head_stride
+    v_row = v.ptr + batch * v.batch_stride + kv_head * v.head_stride
 
     maximum = tl.full((GROUP,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((GROUP,), dtype=tl.float32)
@@ -175,37 +239,27 @@ def _split_kernel(
     for start in range(begin, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
         in_range = index < end
-        k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None],
-                    mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)  # fmt: skip
-        scores, _ = softcapped(_products(q, k, PRECISION), scale, softcap)
-        visible = visible_in_block(
-            padding_ptr, fallback_ptr, batch, padding_stride, fallback_stride, index, in_range
-        )  # fmt: skip
-        scores = tl.where(visible[None, :], scores, -float("inf"))
+        k_offsets, k_mask = index[None, :] * k.token_stride + features[:, None], in_range[None, :] & in_head[:, None]
+        k_tile = tl.load(k_row + k_offsets, mask=k_mask, other=0.0).to(q_tile.dtype)
+        scores, _ = softcapped(_products(q_tile, k_tile, PRECISION), scale, softcap)
+        scores = tl.where(visible_in_block(visible, batch, index, in_range)[None, :], scores, -float("inf"))
         probabilities, decay, maximum, total = online_softmax(scores, maximum, total)
-        v = tl.load(v_row + index[:, None] * v_key_stride + features[None, :],
-                    mask=in_range[:, None] & in_head[None, :], other=0.0).to(q.dtype)  # fmt: skip
-        sums = sums * decay[:, None] + tl.dot(probabilities.to(v.dtype), v, input_precision=PRECISION)
+        v_offsets, v_mask = index[:, None] * v.token_stride + features[None, :], in_range[:, None] & in_head[None, :]
+        v_tile = tl.load(v_row + v_offsets, mask=v_mask, other=0.0).to(q_tile.dtype)
+        sums = sums * decay[:, None] + tl.dot(probabilities.to(v_tile.dtype), v_tile, input_precision=PRECISION)
 
-    row = (batch * n_kv_heads * group + heads) * n_splits + split
-    nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, maximum + tl.log(nonzero), mask=members < group)
-    if sink_ptr is not None:
-        sink = tl.load(sink_ptr + heads, mask=members < group, other=0.0).to(tl.float32)
-        nonzero = total + tl.exp(sink - maximum)
-    sums = sums / nonzero[:, None]
-    tl.store(out_ptr + row[:, None] * head_dim + features[None, :], sums.to(out_ptr.dtype.element_ty), mask=q_mask)
+    # Members beyond the group get a head that does not exist.
+    stored = tl.where(members < heads.group, query_heads, heads.count * heads.group)
+    store_part(split, part, sums, maximum, total, batch, stored, heads.count * heads.group, features, heads.dim)
 
 
 @kernel
-def combine_kernel(
-    parts_ptr, lse_ptr, first_ptr, last_ptr, sink_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys,
-    n_splits, BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+def _combine_kernel(
+    split, visible, sink_ptr, out_ptr, n_heads, head_dim,
+    BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    batch = row // n_heads
-    first, stop = key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys)
+    first, stop = key_range(visible, row // n_heads, split.n_keys)
     features = tl.arange(0, DIM)
     in_head = features < head_dim
     n_parts = tl.cdiv(stop - first, BLOCKS * BLOCK)
@@ -214,12 +268,12 @@ def combine_kernel(
     for start in range(0, n_parts, PARTS):
         splits = start + tl.arange(0, PARTS)
         is_part = splits < n_parts
-        lse = tl.load(lse_ptr + row * n_splits + splits, mask=is_part, other=-float("inf"))
+        lse = tl.load(split.lse + row * split.count + splits, mask=is_part, other=-float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         decay, weights = tl.exp(maximum - pivot), tl.exp(lse - pivot)
-        offsets = (row * n_splits + splits[:, None]) * head_dim + features[None, :]
-        parts = tl.load(parts_ptr + offsets, mask=is_part[:, None] & in_head[None, :], other=0.0)
+        offsets = (row * split.count + splits[:, None]) * head_dim + features[None, :]
+        parts = tl.load(split.parts + offsets, mask=is_part[:, None] & in_head[None, :], other=0.0)
         total = total * decay + tl.sum(weights, axis=0)
         sums = sums * decay + tl.sum(weights[:, None] * parts, axis=0)
         maximum = new_maximum
@@ -228,40 +282,50 @@ def combine_kernel(
     tl.store(out_ptr + row * head_dim + features, (sums / total).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-def _allocate(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
+def attend_in_parts(
+    q: Tensor, n_keys: int, visible: _Visible, sinks: Tensor | None, key_heads: int, block: int, launch: Launch
+) -> Tensor:
+    """Splits the keys, `block` of which a program reads at a time, launches a kernel for the parts, and combines them.
 
-
-@register("decode_attention", fake=_allocate)
-def _forward(
-    q: Tensor, keys: Tensor, values: Tensor, first: Tensor | None, last: Tensor | None,
-    padding_mask: Tensor | None, fallback: Tensor | None, scale: float, softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    out = _allocate(q)
+    A sequence takes `key_heads` programs for each part.
+    """
+    out = q.new_empty(q.shape)
     batch, n_heads, head_dim = q.shape
-    n_kv_heads, capacity = keys.shape[1:3]
-    group = n_heads // n_kv_heads
-    dim_tile = padded_size(head_dim)
-    block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
-    blocks = blocks_per_part(multiprocessors(q), batch * n_kv_heads)
-    n_splits = cdiv(capacity, blocks * block)
-    parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, head_dim, dtype=torch.float32)
-    lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
-    bounds = [0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)]
-    _split_kernel[batch * n_kv_heads * n_splits](
-        q, keys, values, first, last, padding_mask, fallback, sinks if n_splits == 1 else None, parts, lse,
-        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *bounds,
-        scale, softcap, n_kv_heads, group, head_dim, capacity,
-        n_splits, blocks, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, block,
-        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
-    )  # fmt: skip
-    if lse is not None:
-        combine_kernel[batch * n_heads](
-            parts, lse, first, last, sinks, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile,
-            block, PARTS, num_warps=4,
-        )  # fmt: skip
+    blocks = blocks_per_part(multiprocessors(q), batch * key_heads)
+    count = cdiv(n_keys, blocks * block)
+    if count == 1:
+        launch(batch * key_heads, Split(out, None, sinks, 1, n_keys), blocks)
+        return out
+    parts = q.new_empty(batch, n_heads, count, head_dim, dtype=torch.float32)
+    split = Split(parts, parts.new_empty(parts.shape[:3]), None, count, n_keys)
+    launch(batch * key_heads * count, split, blocks)
+    _combine_kernel[batch * n_heads](
+        split, visible, sinks, out, n_heads, head_dim, blocks, padded_size(head_dim), block, PARTS, num_warps=4
+    )
     return out
+
+
+@register("decode_attention", fake=lambda q: q.new_empty(q.shape))
+def _forward(
+    q: Tensor, keys: Tensor, values: Tensor, visible: VisibleKeys, sinks: Tensor | None, scale: float,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    (_, n_heads, head_dim), (_, n_kv_heads, capacity, _) = q.shape, keys.shape
+    heads = _Heads(n_kv_heads, n_heads // n_kv_heads, head_dim)
+    dim_tile, keys_seen = padded_size(head_dim), visible.strided()
+    block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
+    queries, cached = Strided(q, q.stride(0), 0, q.stride(1)), (strided_cache(keys), strided_cache(values))
+    tile = max(MIN_HEADS, next_power_of_2(heads.group)), dim_tile, block, input_precision(q)
+
+    def launch(programs: int, split: Split, blocks: int) -> None:
+        _split_kernel[programs](queries, *cached, keys_seen, split, heads, scale, softcap, blocks, *tile, num_warps=4)
+
+    return attend_in_parts(q, capacity, keys_seen, sinks, n_kv_heads, block, launch)
+
+
+def input_precision(q: Tensor) -> str:
+    """The precision of matrix products."""
+    return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 def blocks_per_part(processors: int, heads: int) -> int:
@@ -308,9 +372,8 @@ def decode_attention(
         ValueError: the shapes or dtypes do not match, or `backend` is unknown or does not support the tensors.
     """
     check_floats("decode_attention", q=q, keys=keys, values=values)
-    for argument, value in (("first", first), ("last", last), ("fallback", fallback)):
-        if value is not None:
-            check_tensor("decode_attention", argument, value, "integer")
+    visible = VisibleKeys(first, last, padding_mask, fallback)
+    visible.check("decode_attention")
     shapes_match = (
         q.dim() == 3
         and keys.dim() == 4
@@ -330,9 +393,9 @@ def decode_attention(
     if not is_read:
         keys, values = from_storage(keys, q.dtype), from_storage(values, q.dtype)
     if not uses_triton(*((q,) if is_read else (q, keys, values)), backend=backend):
-        return reference(q, keys, values, first, last, padding_mask, fallback, scale, softcap, sinks)
+        return reference(q, keys, values, *visible, scale, softcap, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():
         q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
         sinks = None if sinks is None else sinks.contiguous()
-        return _forward(q, keys, values, first, last, padding_mask, fallback, scale, softcap, sinks)
+        return _forward(q, keys, values, visible, sinks, scale, softcap)

@@ -29,6 +29,7 @@ from torch import Tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.strided import Strided, strided
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 HEAD_SIZES = (64, 128)
@@ -82,23 +83,21 @@ def _lane_sums(x, ROWS: tl.constexpr):
 
 @kernel
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, last_ptr, out_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_key_stride, k_head_stride,
-    v_batch_stride, v_key_stride, v_head_stride, last_batch_stride, last_token_stride,
-    scale, n_tokens, n_kv_heads, group, n_tiles, ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, last_keys, out_ptr, scale, n_tokens, n_kv_heads, group, n_tiles,
+    ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    tile = program % n_tiles
-    kv_head = (program // n_tiles) % n_kv_heads
-    batch = program // n_tiles // n_kv_heads
+    tile, row = program % n_tiles, program // n_tiles
+    kv_head, batch = row % n_kv_heads, row // n_kv_heads
     rows = tile * ROWS + tl.arange(0, ROWS)  # the query heads that share the key head, token by token
     tokens, heads = rows // group, kv_head * group + rows % group
     features, in_text = tl.arange(0, DIM), tokens < n_tokens
-    last = tl.load(last_ptr + batch * last_batch_stride + tokens * last_token_stride, mask=in_text, other=0)
-    q = tl.load(q_ptr + batch * q_batch_stride + (tokens * q_token_stride + heads * q_head_stride)[:, None]
-                + features[None, :], mask=in_text[:, None], other=0.0)  # fmt: skip
-    k_row = k_ptr + batch * k_batch_stride + kv_head * k_head_stride
-    v_row = v_ptr + batch * v_batch_stride + kv_head * v_head_stride
+    last_ptr = last_keys.ptr + batch * last_keys.batch_stride
+    last = tl.load(last_ptr + tokens * last_keys.token_stride, mask=in_text, other=0)
+    q_ptrs = q.ptr + batch * q.batch_stride + (tokens * q.token_stride + heads * q.head_stride)[:, None]
+    queries = tl.load(q_ptrs + features[None, :], mask=in_text[:, None], other=0.0)
+    k_row = k.ptr + batch * k.batch_stride + kv_head * k.head_stride
+    v_row = v.ptr + batch * v.batch_stride + kv_head * v.head_stride
 
     maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     totals = tl.zeros((ROWS, 4), dtype=tl.float32)
@@ -107,15 +106,16 @@ def _attention_kernel(
     for start in range(0, n_keys, KEYS):
         index = start + tl.arange(0, KEYS).to(tl.int64)
         in_cache = index < n_keys
-        k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None], mask=in_cache[None, :], other=0.0)
-        scores = tl.dot(q, k) * scale
+        k_offsets, v_offsets = index[None, :] * k.token_stride, index[:, None] * v.token_stride
+        keys = tl.load(k_row + k_offsets + features[:, None], mask=in_cache[None, :], other=0.0)
+        scores = tl.dot(queries, keys) * scale
         scores = tl.where(index[None, :] <= last[:, None], scores, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         decay = tl.exp2(maximum - new_maximum)
         p = tl.exp2(scores - new_maximum[:, None])
         totals = tl.fma(totals, tl.broadcast_to(decay[:, None], (ROWS, 4)), _lane_sums(p, ROWS))
-        v = tl.load(v_row + index[:, None] * v_key_stride + features[None, :], mask=in_cache[:, None], other=0.0)
-        sums = tl.dot(p.to(v.dtype), v, sums * decay[:, None])
+        values = tl.load(v_row + v_offsets + features[None, :], mask=in_cache[:, None], other=0.0)
+        sums = tl.dot(p.to(values.dtype), values, sums * decay[:, None])
         maximum = new_maximum
 
     even, odd = tl.split(tl.reshape(totals, (ROWS, 2, 2)))
@@ -138,12 +138,19 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float
     out = q.new_empty(q.shape)
     rows = _MIN_ROWS if n_tokens * group <= _MIN_ROWS else 4 * _MIN_ROWS
     n_tiles = cdiv(n_tokens * group, rows)
+    last_keys = Strided(last, last.stride(0) if len(last) > 1 else 0, last.stride(1), 0)
+    scale = _fp32(_fp32(scale) * _fp32(math.log2(math.e)))
+    sizes = n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS
     _attention_kernel[batch * n_kv_heads * n_tiles](
-        q, keys, values, last, out, *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        last.stride(0) if len(last) > 1 else 0, last.stride(1),
-        _fp32(_fp32(scale) * _fp32(math.log2(math.e))), n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS,
-        num_warps=4, num_stages=3, enable_fp_fusion=False,
-    )  # fmt: skip
+        *map(strided, (q, keys, values)),
+        last_keys,
+        out,
+        scale,
+        *sizes,
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
     return out
 
 

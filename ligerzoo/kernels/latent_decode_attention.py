@@ -14,34 +14,30 @@ Not differentiable: caches are for inference.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.decode_attention import (
-    PARTS,
-    blocks_per_part,
-    combine_kernel,
+    MIN_HEADS,
+    Split,
+    VisibleKeys,
+    attend_in_parts,
+    input_precision,
     key_range,
     online_softmax,
+    store_part,
     visible_in_block,
-    visible_keys,
 )
-from ligerzoo.kernels.dispatch import (
-    Backend,
-    accumulation_dtype,
-    cdiv,
-    multiprocessors,
-    next_power_of_2,
-    padded_size,
-    uses_triton,
-)
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, next_power_of_2, padded_size, uses_triton
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
-from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats, check_tensor
+from ligerzoo.kernels.strided import Strided
+from ligerzoo.tensor_checks import check_floats
 
 _BLOCK_BYTES = 32768  # of latent vectors that a program reads at a time
-_MIN_HEADS = 16  # rows of the smallest matrix product
 _MAX_HEADS = 32  # more would not fit in the registers of a program, with 512 sums each
 
 
@@ -60,37 +56,44 @@ def reference(
     wide = accumulation_dtype(q.dtype)
     values = latents.to(wide)
     scores = (q.to(wide) @ values.mT + q_rope.to(wide) @ k_rope.to(wide).mT) * scale
-    visible = visible_keys(torch.arange(latents.shape[1], device=q.device), first, last, padding_mask, fallback)
+    visible = VisibleKeys(first, last, padding_mask, fallback).mask(torch.arange(latents.shape[1], device=q.device))
     return (scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1) @ values).to(q.dtype)
+
+
+class _Sizes(NamedTuple):
+    n_heads: int
+    n_blocks: int  # of heads
+    rank: int
+    rope_dim: int
+
+
+@jit
+def _load(x, batch, rows, in_rows, features, n_features):
+    """Some rows of (B, rows, features): heads of queries, or tokens."""
+    offsets = batch * x.batch_stride + rows[:, None] * x.token_stride + features[None, :]
+    return tl.load(x.ptr + offsets, mask=in_rows[:, None] & (features < n_features)[None, :], other=0.0)
 
 
 @kernel
 def _split_kernel(
-    q_ptr, r_ptr, c_ptr, k_ptr, first_ptr, last_ptr, padding_ptr, fallback_ptr, out_ptr, lse_ptr,
-    q_batch_stride, q_head_stride, r_batch_stride, r_head_stride, c_batch_stride, c_key_stride,
-    k_batch_stride, k_key_stride, first_stride, last_stride, padding_stride, fallback_stride,
-    scale, n_heads, rank, rope_dim, n_keys, n_head_blocks, n_splits,
+    q, r, c, k, visible, split, sizes, scale,
     BLOCKS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    split = program % n_splits
-    head_block = (program // n_splits) % n_head_blocks
-    batch = program // n_splits // n_head_blocks
+    part, row = program % split.count, program // split.count
+    head_block, batch = row % sizes.n_blocks, row // sizes.n_blocks
 
-    first, stop = key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys)
-    begin = first + split * BLOCKS * BLOCK
+    first, stop = key_range(visible, batch, split.n_keys)
+    begin = first + part * BLOCKS * BLOCK
     end = tl.minimum(begin + BLOCKS * BLOCK, stop)
     if begin >= stop:
         return
 
     heads = head_block * HEADS + tl.arange(0, HEADS)
     features, rotated = tl.arange(0, RANK), tl.arange(0, ROPE)
-    is_head, is_feature, is_rotated = heads < n_heads, features < rank, rotated < rope_dim
-    q = tl.load(q_ptr + batch * q_batch_stride + heads[:, None] * q_head_stride + features[None, :],
-                mask=is_head[:, None] & is_feature[None, :], other=0.0)  # fmt: skip
-    r = tl.load(r_ptr + batch * r_batch_stride + heads[:, None] * r_head_stride + rotated[None, :],
-                mask=is_head[:, None] & is_rotated[None, :], other=0.0)  # fmt: skip
+    queries = _load(q, batch, heads, heads < sizes.n_heads, features, sizes.rank)
+    rotated_queries = _load(r, batch, heads, heads < sizes.n_heads, rotated, sizes.rope_dim)
 
     maximum = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((HEADS,), dtype=tl.float32)
@@ -98,56 +101,31 @@ def _split_kernel(
     for start in range(begin, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
         in_range = index < end
-        c = tl.load(c_ptr + batch * c_batch_stride + index[:, None] * c_key_stride + features[None, :],
-                    mask=in_range[:, None] & is_feature[None, :], other=0.0).to(q.dtype)  # fmt: skip
-        k = tl.load(k_ptr + batch * k_batch_stride + index[:, None] * k_key_stride + rotated[None, :],
-                    mask=in_range[:, None] & is_rotated[None, :], other=0.0).to(r.dtype)  # fmt: skip
-        scores = tl.dot(r, tl.trans(k), input_precision=PRECISION)
-        scores = tl.dot(q, tl.trans(c), scores, input_precision=PRECISION) * scale
-        visible = visible_in_block(
-            padding_ptr, fallback_ptr, batch, padding_stride, fallback_stride, index, in_range
-        )  # fmt: skip
-        scores = tl.where(visible[None, :], scores, -float("inf"))
+        latents = _load(c, batch, index, in_range, features, sizes.rank).to(queries.dtype)
+        keys = _load(k, batch, index, in_range, rotated, sizes.rope_dim).to(queries.dtype)
+        scores = tl.dot(rotated_queries, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(latents), scores, input_precision=PRECISION) * scale
+        scores = tl.where(visible_in_block(visible, batch, index, in_range)[None, :], scores, -float("inf"))
         probabilities, decay, maximum, total = online_softmax(scores, maximum, total)
-        sums = tl.dot(probabilities.to(c.dtype), c, sums * decay[:, None], input_precision=PRECISION)
+        sums = tl.dot(probabilities.to(latents.dtype), latents, sums * decay[:, None], input_precision=PRECISION)
 
-    row = (batch * n_heads + heads) * n_splits + split
-    nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, maximum + tl.log(nonzero), mask=is_head)
-    sums = (sums / nonzero[:, None]).to(out_ptr.dtype.element_ty)
-    stored = is_head[:, None] & is_feature[None, :]
-    tl.store(out_ptr + row[:, None] * rank + features[None, :], sums, mask=stored)
+    store_part(split, part, sums, maximum, total, batch, heads, sizes.n_heads, features, sizes.rank)
 
 
 @register("latent_decode_attention", fake=lambda q: q.new_empty(q.shape))
-def _forward(
-    q: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, first: Tensor | None, last: Tensor | None,
-    padding_mask: Tensor | None, fallback: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    out = q.new_empty(q.shape)
-    (batch, n_heads, rank), (capacity, rope_dim) = q.shape, k_rope.shape[1:]
-    rank_tile, rope_tile = (padded_size(size) for size in (rank, rope_dim))
+def _forward(q: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, visible: VisibleKeys, scale: float) -> Tensor:
+    (_, n_heads, rank), (_, capacity, rope_dim) = q.shape, k_rope.shape
+    rank_tile, rope_tile = padded_size(rank), padded_size(rope_dim)
     block = max(16, min(64, _BLOCK_BYTES // (rank_tile * q.element_size())))
-    heads = max(_MIN_HEADS, min(_MAX_HEADS, next_power_of_2(n_heads)))
-    head_blocks = cdiv(n_heads, heads)
-    blocks = blocks_per_part(multiprocessors(q), batch * head_blocks)
-    n_splits = cdiv(capacity, blocks * block)
-    parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, rank, dtype=torch.float32)
-    lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
-    bounds = [0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)]
-    _split_kernel[batch * head_blocks * n_splits](
-        q, q_rope, latents, k_rope, first, last, padding_mask, fallback, parts, lse,
-        *q.stride()[:2], *q_rope.stride()[:2], *latents.stride()[:2], *k_rope.stride()[:2], *bounds,
-        scale, n_heads, rank, rope_dim, capacity, head_blocks, n_splits, blocks, heads, rank_tile, rope_tile, block,
-        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=8,
-    )  # fmt: skip
-    if lse is not None:
-        combine_kernel[batch * n_heads](
-            parts, lse, first, last, None, out, *bounds[:2], n_heads, rank, capacity, n_splits, blocks, rank_tile,
-            block, PARTS, num_warps=4,
-        )  # fmt: skip
-    return out
+    heads = max(MIN_HEADS, min(_MAX_HEADS, next_power_of_2(n_heads)))
+    sizes, keys_seen = _Sizes(n_heads, cdiv(n_heads, heads), rank, rope_dim), visible.strided()
+    operands = [Strided(x, *x.stride()[:2], 0) for x in (q, q_rope, latents, k_rope)]
+    tile = heads, rank_tile, rope_tile, block, input_precision(q)
+
+    def launch(programs: int, split: Split, blocks: int) -> None:
+        _split_kernel[programs](*operands, keys_seen, split, sizes, scale, blocks, *tile, num_warps=8)
+
+    return attend_in_parts(q, capacity, keys_seen, None, sizes.n_blocks, block, launch)
 
 
 def latent_decode_attention(
@@ -185,9 +163,8 @@ def latent_decode_attention(
         ValueError: the shapes or dtypes do not match, or `backend` is unknown or does not support the tensors.
     """
     check_floats("latent_decode_attention", q=q, q_rope=q_rope, latents=latents, k_rope=k_rope)
-    for argument, value in (("first", first), ("last", last), ("fallback", fallback)):
-        if value is not None:
-            check_tensor("latent_decode_attention", argument, value, "integer")
+    visible = VisibleKeys(first, last, padding_mask, fallback)
+    visible.check("latent_decode_attention")
     shapes_match = (
         q.dim() == q_rope.dim() == latents.dim() == k_rope.dim() == 3
         and q.shape[:2] == q_rope.shape[:2]
@@ -205,7 +182,7 @@ def latent_decode_attention(
         latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
     if not uses_triton(*((q, q_rope) if is_read else (q, q_rope, latents, k_rope)), backend=backend):
         latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
-        return reference(q, q_rope, latents, k_rope, first, last, padding_mask, fallback, scale)
+        return reference(q, q_rope, latents, k_rope, *visible, scale)
     with torch.no_grad():
         q, q_rope, latents, k_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, q_rope, latents, k_rope))
-        return _forward(q, q_rope, latents, k_rope, first, last, padding_mask, fallback, scale)
+        return _forward(q, q_rope, latents, k_rope, visible, scale)

@@ -36,3 +36,9 @@ class StridedFeatures(NamedTuple):
 def strided(x: Tensor) -> Strided:
     """(B, T, heads, D), or (B, T, heads)."""
     return Strided(x, *x.stride()[:3])
+
+
+def strided_cache(x: Tensor) -> Strided:
+    """(B, heads, T, D)."""
+    batch_stride, head_stride, token_stride, _ = x.stride()
+    return Strided(x, batch_stride, token_stride, head_stride)

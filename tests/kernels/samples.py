@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import ClampedSwiGLU, route
 from ligerzoo.kernels.causal_conv import ConvInputs
+from ligerzoo.kernels.decode_attention import VisibleKeys
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared
 from ligerzoo.kernels.experts import _Needs
 from ligerzoo.kernels.gating import gating
@@ -146,19 +147,20 @@ def _activation_backward(device: str) -> Samples:
     ]
 
 
+def _visible_keys(device: str, padding_mask: Tensor) -> VisibleKeys:
+    index = torch.tensor([1, 2], device=device)
+    return VisibleKeys(index, index + 60, padding_mask, index + 60)
+
+
 def _decode_attention(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    index = torch.tensor([1, 2], device=device)
-    none = {"first": None, "last": None, "padding_mask": None, "fallback": None, "scale": 1.0, "softcap": None}
-    none |= {"sinks": None}
+    none = {"visible": VisibleKeys(), "scale": 1.0, "softcap": None, "sinks": None}
+    some = {"visible": _visible_keys(device, t(2, 70) > 0), "scale": 0.5, "softcap": 2.0, "sinks": t(4)}
     return [
         {"q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), **none},
         {"q": half(2, 4, 16), "keys": half(2, 70, 2, 16).transpose(1, 2), "values": half(2, 2, 70, 16), **none},
-        {
-            "q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), "first": index, "last": index + 60,
-            "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5, "softcap": 2.0, "sinks": t(4),
-        },
-    ]  # fmt: skip
+        {"q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), **some},
+    ]
 
 
 def _exact_attention(device: str) -> Samples:
@@ -359,13 +361,11 @@ def _route_sigmoid(device: str) -> Samples:
 
 def _latent_decode_attention(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    index = torch.tensor([1, 2], device=device)
     sizes = {"q": (2, 4, 16), "q_rope": (2, 4, 8), "latents": (2, 70, 16), "k_rope": (2, 70, 8)}
-    none = {"first": None, "last": None, "padding_mask": None, "fallback": None, "scale": 1.0}
-    bounds = {"first": index, "last": index + 60, "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5}
     return [
-        {name: t(*size) for name, size in sizes.items()} | none,
-        {name: half(*size) for name, size in sizes.items()} | bounds,
+        {name: t(*size) for name, size in sizes.items()} | {"visible": VisibleKeys(), "scale": 1.0},
+        {name: half(*size) for name, size in sizes.items()}
+        | {"visible": _visible_keys(device, t(2, 70) > 0), "scale": 0.5},
     ]
 
 
