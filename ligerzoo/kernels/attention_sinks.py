@@ -19,16 +19,17 @@ Shapes: B batch, T queries, S keys, N query heads, K key heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, next_power_of_2, uses_triton
-from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.strided import strided
 from ligerzoo.tensor_checks import check_floats
 
 _TILE = 4096  # elements of a program
@@ -44,50 +45,72 @@ def reference(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out.to(wide) * share.transpose(1, 2)[..., None]).to(out.dtype)
 
 
-@kernel
-def _forward_kernel(
-    out_ptr, lse_ptr, sink_ptr, y_ptr, batch_stride, token_stride, head_stride, n_tokens, n_heads, head_dim,
-    TOKENS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(n_tokens, TOKENS)
-    head, block, batch = program % n_heads, program // n_heads % blocks, program // n_heads // blocks
+class _Sizes(NamedTuple):
+    n_tokens: int
+    n_heads: int
+    head_dim: int
+
+
+class _Queries(NamedTuple):
+    """Some queries of a head, in a kernel: their elements, contiguous, and their rows in (B, N, T)."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    tokens: tl.tensor
+    features: tl.tensor
+    elements: tl.tensor
+    mask: tl.tensor
+    rows: tl.tensor
+    in_text: tl.tensor
+
+
+@jit
+def _queries(sizes, TOKENS: tl.constexpr, DIM: tl.constexpr):
+    """Those of the program."""
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(sizes.n_tokens, TOKENS)
+    head, block = program % sizes.n_heads, program // sizes.n_heads % blocks
+    batch = program // sizes.n_heads // blocks
     tokens, features = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
-    in_text = tokens < n_tokens
-    mask = in_text[:, None] & (features < head_dim)[None, :]
-    source = batch * batch_stride + head * head_stride + tokens[:, None] * token_stride + features[None, :]
-    target = ((batch * n_tokens + tokens) * n_heads + head)[:, None] * head_dim + features[None, :]
-    lse = tl.load(lse_ptr + (batch * n_heads + head) * n_tokens + tokens, mask=in_text, other=0.0)
-    share, _ = sigmoids(lse - tl.load(sink_ptr + head).to(tl.float32), True)
-    out = tl.load(out_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + target, (out * share[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+    elements = ((batch * sizes.n_tokens + tokens) * sizes.n_heads + head)[:, None] * sizes.head_dim + features[None, :]
+    rows, in_text = (batch * sizes.n_heads + head) * sizes.n_tokens + tokens, tokens < sizes.n_tokens
+    mask = in_text[:, None] & (features < sizes.head_dim)[None, :]
+    return _Queries(batch, head, tokens, features, elements, mask, rows, in_text)
+
+
+@jit
+def _load(x, queries):
+    offsets = queries.batch * x.batch_stride + queries.head * x.head_stride
+    offsets += queries.tokens[:, None] * x.token_stride + queries.features[None, :]
+    return tl.load(x.ptr + offsets, mask=queries.mask, other=0.0).to(tl.float32)
+
+
+@kernel
+def _forward_kernel(out, lse_ptr, sink_ptr, y_ptr, sizes, TOKENS: tl.constexpr, DIM: tl.constexpr):
+    queries = _queries(sizes, TOKENS, DIM)
+    lse = tl.load(lse_ptr + queries.rows, mask=queries.in_text, other=0.0)
+    share, _ = sigmoids(lse - tl.load(sink_ptr + queries.head).to(tl.float32), True)
+    y = _load(out, queries) * share[:, None]
+    tl.store(y_ptr + queries.elements, y.to(y_ptr.dtype.element_ty), mask=queries.mask)
 
 
 @kernel
 def _backward_kernel(
-    dy_ptr, value_ptr, lse_ptr, sink_ptr, dout_ptr, dlse_ptr, joint_ptr, dy_batch_stride, dy_token_stride,
-    dy_head_stride, batch_stride, token_stride, head_stride, n_tokens, n_heads, head_dim,
-    TOKENS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(n_tokens, TOKENS)
-    head, block, batch = program % n_heads, program // n_heads % blocks, program // n_heads // blocks
-    tokens, features = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
-    in_text = tokens < n_tokens
-    mask = in_text[:, None] & (features < head_dim)[None, :]
-    upstream = batch * dy_batch_stride + head * dy_head_stride + tokens[:, None] * dy_token_stride + features[None, :]
-    source = batch * batch_stride + head * head_stride + tokens[:, None] * token_stride + features[None, :]
-    query = (batch * n_heads + head) * n_tokens + tokens
-    dy = tl.load(dy_ptr + upstream, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(dy * tl.load(value_ptr + source, mask=mask, other=0.0).to(tl.float32), axis=1)
-    lse, sink = tl.load(lse_ptr + query, mask=in_text, other=0.0), tl.load(sink_ptr + head).to(tl.float32)
+    dy, values, lse_ptr, sink_ptr, dout_ptr, dlse_ptr, joint_ptr, sizes, TOKENS: tl.constexpr, DIM: tl.constexpr
+):
+    queries = _queries(sizes, TOKENS, DIM)
+    upstream = _load(dy, queries)
+    delta = tl.sum(upstream * _load(values, queries), axis=1)
+    lse = tl.load(lse_ptr + queries.rows, mask=queries.in_text, other=0.0)
+    sink = tl.load(sink_ptr + queries.head).to(tl.float32)
     share, sink_share = sigmoids(lse - sink, True)
     if dout_ptr is not None:  # the values are the output without sinks
         delta *= share
-        target = ((batch * n_tokens + tokens) * n_heads + head)[:, None] * head_dim + features[None, :]
-        tl.store(dout_ptr + target, (dy * share[:, None]).to(dout_ptr.dtype.element_ty), mask=mask)
+        dout = (upstream * share[:, None]).to(dout_ptr.dtype.element_ty)
+        tl.store(dout_ptr + queries.elements, dout, mask=queries.mask)
     else:
         joint = tl.maximum(lse, sink) + tl.log(1.0 + exp(-tl.abs(lse - sink), True))
-        tl.store(joint_ptr + query, joint, mask=in_text)
-    tl.store(dlse_ptr + query, sink_share * delta, mask=in_text)
+        tl.store(joint_ptr + queries.rows, joint, mask=queries.in_text)
+    tl.store(dlse_ptr + queries.rows, sink_share * delta, mask=queries.in_text)
 
 
 def _launch(out: Tensor) -> tuple[int, int, int]:
@@ -105,9 +128,8 @@ def _forward(out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> Tensor:
         return reference(out, lse, sinks).contiguous()
     y, out = out.new_empty(out.shape), out if out.stride(-1) == 1 else out.contiguous()
     programs, tokens, dim = _launch(out)
-    _forward_kernel[programs](
-        out, lse.contiguous(), sinks.contiguous(), y, *out.stride()[:3], *out.shape[1:], tokens, dim, num_warps=4
-    )
+    vectors = lse.contiguous(), sinks.contiguous()
+    _forward_kernel[programs](strided(out), *vectors, y, _Sizes(*out.shape[1:]), tokens, dim, num_warps=4)
     return y
 
 
@@ -144,10 +166,8 @@ def _launch_backward(
 ) -> None:
     dy, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, values))
     programs, tokens, dim = _launch(values)
-    _backward_kernel[programs](
-        dy, values, lse.contiguous(), sinks.contiguous(), dout, dlse, joint, *dy.stride()[:3], *values.stride()[:3],
-        *values.shape[1:], tokens, dim, num_warps=4,
-    )  # fmt: skip
+    inputs = strided(dy), strided(values), lse.contiguous(), sinks.contiguous()
+    _backward_kernel[programs](*inputs, dout, dlse, joint, _Sizes(*values.shape[1:]), tokens, dim, num_warps=4)
 
 
 def _sink_gradient(dlse: Tensor, sinks: Tensor) -> Tensor:

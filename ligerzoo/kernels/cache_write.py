@@ -15,6 +15,7 @@ from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
 from ligerzoo.kernels.fp8 import FP8, as_bytes, is_supported, saturated, to_storage
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.kernels.strided import StridedFeatures, strided_cache
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
@@ -26,40 +27,28 @@ def reference(key_cache: Tensor, value_cache: Tensor, keys: Tensor, values: Tens
 
 
 @jit
-def _copy_heads(x_ptr, cache_ptr, x_head_stride, x_feature_stride, cache_head_stride, n_heads, head_dim,
-                HEADS: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+def _copy_heads(x, cache, batch, token, position, n_heads, head_dim, HEADS: tl.constexpr, DIM: tl.constexpr):
     heads = tl.arange(0, HEADS)[:, None].to(tl.int64)
     features = tl.arange(0, DIM)[None, :]
     mask = (heads < n_heads) & (features < head_dim)
-    x = tl.load(x_ptr + heads * x_head_stride + features * x_feature_stride, mask=mask)
-    if cache_ptr.dtype.element_ty != x.dtype:
-        x = saturated(x).to(cache_ptr.dtype.element_ty)
-    tl.store(cache_ptr + heads * cache_head_stride + features, x, mask=mask)
+    source = x.ptr + batch * x.batch_stride + token * x.token_stride
+    target = cache.ptr + batch * cache.batch_stride + position * cache.token_stride
+    values = tl.load(source + heads * x.head_stride + features * x.feature_stride, mask=mask)
+    if cache.ptr.dtype.element_ty != values.dtype:
+        values = saturated(values).to(cache.ptr.dtype.element_ty)
+    tl.store(target + heads * cache.head_stride + features, values, mask=mask)
 
 
 @kernel
 def _kernel(
-    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, positions_ptr,
-    k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
-    v_batch_stride, v_token_stride, v_head_stride, v_feature_stride,
-    key_cache_batch_stride, key_cache_head_stride, key_cache_token_stride,
-    value_cache_batch_stride, value_cache_head_stride, value_cache_token_stride,
-    positions_batch_stride, n_tokens, n_heads, key_dim, value_dim,
+    k, v, key_cache, value_cache, positions_ptr, positions_stride, n_tokens, n_heads, key_dim, value_dim,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // n_tokens, row % n_tokens
-    position = tl.load(positions_ptr + batch * positions_batch_stride + token)
-    _copy_heads(
-        k_ptr + batch * k_batch_stride + token * k_token_stride,
-        key_cache_ptr + batch * key_cache_batch_stride + position * key_cache_token_stride,
-        k_head_stride, k_feature_stride, key_cache_head_stride, n_heads, key_dim, HEADS, KEY_DIM,
-    )  # fmt: skip
-    _copy_heads(
-        v_ptr + batch * v_batch_stride + token * v_token_stride,
-        value_cache_ptr + batch * value_cache_batch_stride + position * value_cache_token_stride,
-        v_head_stride, v_feature_stride, value_cache_head_stride, n_heads, value_dim, HEADS, VALUE_DIM,
-    )  # fmt: skip
+    position = tl.load(positions_ptr + batch * positions_stride + token)
+    _copy_heads(k, key_cache, batch, token, position, n_heads, key_dim, HEADS, KEY_DIM)
+    _copy_heads(v, value_cache, batch, token, position, n_heads, value_dim, HEADS, VALUE_DIM)
 
 
 def write_to_cache(
@@ -111,10 +100,10 @@ def write_to_cache(
     if not uses_triton(*tensors[2 if is_read else 0 : 4], backend=backend) or needs_dispatch(*tensors):
         reference(*tensors)
         return
-    cache_strides = [stride for cache in (key_cache, value_cache) for stride in cache.stride()[:3]]
+    new = (StridedFeatures(x, *x.stride()) for x in (keys, values))
+    caches = strided_cache(key_cache), strided_cache(value_cache)
+    sizes = heads, key_dim, value_dim
     with torch.cuda.device(keys.device if keys.is_cuda else -1):
         _kernel[batch * tokens](
-            keys, values, key_cache, value_cache, positions, *keys.stride(), *values.stride(), *cache_strides,
-            positions.stride(0), tokens, heads, key_dim, value_dim, next_power_of_2(heads), next_power_of_2(key_dim),
-            next_power_of_2(value_dim),
-        )  # fmt: skip
+            *new, *caches, positions, positions.stride(0), tokens, *sizes, *map(next_power_of_2, sizes)
+        )

@@ -264,13 +264,13 @@ class _Runs(NamedTuple):
     Attributes:
         first_token: 0, or that of the state.
         length: tokens of a program.
-        count: programs for each row and block of channels.
+        n_runs: programs for each row and block of channels.
         channel_blocks: number of blocks of channels.
     """
 
     first_token: int
     length: int
-    count: int
+    n_runs: int
     channel_blocks: int
 
 
@@ -282,7 +282,7 @@ def _backward_kernel(
     part = program // runs.channel_blocks
     channels = program % runs.channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
     mask = channels < conv.n_channels
-    batch, begin = part // runs.count, runs.first_token + part % runs.count * runs.length
+    batch, begin = part // runs.n_runs, runs.first_token + part % runs.n_runs * runs.length
     end = tl.minimum(begin + runs.length, conv.n_tokens)
     weights = _load_weights(conv, channels, TAPS)
     bias = tl.zeros((CHANNELS,), dtype=tl.float32)
@@ -380,10 +380,10 @@ def _backward(
     most = cdiv(BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy), max(1, batch * channel_blocks))
     length = max(FEWEST_TOKENS, cdiv(tokens - first_token, most))
     runs = _Runs(first_token, length, cdiv(tokens - first_token, length), channel_blocks)
-    partial = dy.new_empty((batch * runs.count, taps + 1, channels), dtype=torch.float32) if needs_weight else None
+    partial = dy.new_empty((batch * runs.n_runs, taps + 1, channels), dtype=torch.float32) if needs_weight else None
     dx, dstate = gradients.dx if needs_x else None, gradients.dstate if needs_state else None
     sizes = taps, silu, BACKWARD_CHANNELS
-    _backward_kernel[channel_blocks * batch * runs.count](
+    _backward_kernel[channel_blocks * batch * runs.n_runs](
         _Convolution.of(inputs), _rows(dy), dx, dstate, partial, runs, *sizes, num_warps=BACKWARD_WARPS
     )
     if partial is not None:

@@ -116,7 +116,7 @@ class _Visible(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The `count` parts of S keys: their results, (B, N, count, D), and the logarithms of their sums of exponentials.
+    """The parts of S keys: their results, (B, N, n_parts, D), and the logarithms of their sums of exponentials.
 
     A single part has the final result, with sinks, and no `lse`.
     """
@@ -124,11 +124,11 @@ class Split(NamedTuple):
     parts: Tensor
     lse: Tensor | None
     sinks: Tensor | None
-    count: int
+    n_parts: int
     n_keys: int
 
 
-Launch = Callable[[int, Split, int], None]
+_Launch = Callable[[int, Split, int], None]
 """Launches a kernel with a number of programs, for parts of a number of blocks."""
 
 
@@ -160,7 +160,7 @@ def visible_in_block(visible, batch, index, in_range):
 def store_part(split, part, sums, maximum, total, batch, heads, n_heads, features, head_dim):
     """Stores the result of a part and the logarithm of its sum of exponentials."""
     is_head = heads < n_heads
-    row = (batch * n_heads + heads) * split.count + part
+    row = (batch * n_heads + heads) * split.n_parts + part
     nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a part without visible keys, whose maximum is -inf
     if split.lse is not None:
         tl.store(split.lse + row, maximum + tl.log(nonzero), mask=is_head)
@@ -204,7 +204,7 @@ def _products(q, k, PRECISION: tl.constexpr):
 
 
 class _Heads(NamedTuple):
-    count: int  # of keys
+    n_kv_heads: int
     group: int  # query heads that share a key head
     dim: int
 
@@ -212,11 +212,12 @@ class _Heads(NamedTuple):
 @kernel
 def _split_kernel(
     q, k, v, visible, split, heads, scale, softcap,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    PRECISION: tl.constexpr = "ieee" if q.ptr.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0).to(tl.int64)
-    part, row = program % split.count, program // split.count
-    kv_head, batch = row % heads.count, row // heads.count
+    part, row = program % split.n_parts, program // split.n_parts
+    kv_head, batch = row % heads.n_kv_heads, row // heads.n_kv_heads
 
     first, stop = key_range(visible, batch, split.n_keys)
     begin = first + part * BLOCKS * BLOCK
@@ -249,8 +250,8 @@ def _split_kernel(
         sums = sums * decay[:, None] + tl.dot(probabilities.to(v_tile.dtype), v_tile, input_precision=PRECISION)
 
     # Members beyond the group get a head that does not exist.
-    stored = tl.where(members < heads.group, query_heads, heads.count * heads.group)
-    store_part(split, part, sums, maximum, total, batch, stored, heads.count * heads.group, features, heads.dim)
+    stored = tl.where(members < heads.group, query_heads, heads.n_kv_heads * heads.group)
+    store_part(split, part, sums, maximum, total, batch, stored, heads.n_kv_heads * heads.group, features, heads.dim)
 
 
 @kernel
@@ -268,11 +269,11 @@ def _combine_kernel(
     for start in range(0, n_parts, PARTS):
         splits = start + tl.arange(0, PARTS)
         is_part = splits < n_parts
-        lse = tl.load(split.lse + row * split.count + splits, mask=is_part, other=-float("inf"))
+        lse = tl.load(split.lse + row * split.n_parts + splits, mask=is_part, other=-float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         decay, weights = tl.exp(maximum - pivot), tl.exp(lse - pivot)
-        offsets = (row * split.count + splits[:, None]) * head_dim + features[None, :]
+        offsets = (row * split.n_parts + splits[:, None]) * head_dim + features[None, :]
         parts = tl.load(split.parts + offsets, mask=is_part[:, None] & in_head[None, :], other=0.0)
         total = total * decay + tl.sum(weights, axis=0)
         sums = sums * decay + tl.sum(weights[:, None] * parts, axis=0)
@@ -283,7 +284,7 @@ def _combine_kernel(
 
 
 def attend_in_parts(
-    q: Tensor, n_keys: int, visible: _Visible, sinks: Tensor | None, key_heads: int, block: int, launch: Launch
+    q: Tensor, n_keys: int, visible: _Visible, sinks: Tensor | None, key_heads: int, block: int, launch: _Launch
 ) -> Tensor:
     """Splits the keys, `block` of which a program reads at a time, launches a kernel for the parts, and combines them.
 
@@ -315,17 +316,12 @@ def _forward(
     dim_tile, keys_seen = padded_size(head_dim), visible.strided()
     block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
     queries, cached = Strided(q, q.stride(0), 0, q.stride(1)), (strided_cache(keys), strided_cache(values))
-    tile = max(MIN_HEADS, next_power_of_2(heads.group)), dim_tile, block, input_precision(q)
+    tile = max(MIN_HEADS, next_power_of_2(heads.group)), dim_tile, block
 
     def launch(programs: int, split: Split, blocks: int) -> None:
         _split_kernel[programs](queries, *cached, keys_seen, split, heads, scale, softcap, blocks, *tile, num_warps=4)
 
     return attend_in_parts(q, capacity, keys_seen, sinks, n_kv_heads, block, launch)
-
-
-def input_precision(q: Tensor) -> str:
-    """The precision of matrix products."""
-    return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 def blocks_per_part(processors: int, heads: int) -> int:

@@ -58,6 +58,15 @@ class _Tile(NamedTuple):
     warps: int
     stages: int
 
+    def constants(self, rows: int, n_inner: int) -> tuple[int | str, ...]:
+        """ROWS to PRECISION of a kernel."""
+        return rows, self.cols, self.inner, n_inner % self.inner == 0, input_precision()
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of Triton's launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
 
 _GATE_UP_TILE = _Tile(64, 128, 4, 3)
 _DOWN_TILE = _Tile(64, 128, 4, 3)
@@ -118,35 +127,59 @@ def _product(
     return y
 
 
+class _Weights(NamedTuple):
+    """Weights of experts, (E, n_outputs, n_inner), and their biases, (E, n_outputs)."""
+
+    ptr: Tensor
+    bias: Tensor | None
+    expert_stride: int
+    row_stride: int
+    n_outputs: int
+    n_inner: int
+
+    @staticmethod
+    def of(weights: Tensor, bias: Tensor | None) -> _Weights:
+        """Copies weights whose last stride is not 1."""
+        weights = weights if weights.stride(-1) == 1 else weights.contiguous()
+        return _Weights(weights, bias, *weights.stride()[:2], *weights.shape[1:])
+
+
+@jit
+def _load_bias(w, expert, outputs, mask):
+    return tl.load(w.bias + expert * w.n_outputs + outputs, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def _expert_tile(routing, tiles):
+    """The expert of the program, its first row, the one after its last, and the index of a tile of outputs."""
+    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    start, end = tl.load(routing.bounds + index), tl.load(routing.bounds + index + 1)
+    return tl.load(routing.experts + index).to(tl.int64), start, end, tile
+
+
 @kernel
 def _gate_up_kernel(
-    x_ptr, gate_up_ptr, bias_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, active_ptr,
-    x_stride, expert_stride, row_stride, n_features, n_inner,
-    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, x_stride, w, routing, active_ptr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    IS_EVEN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):  # fmt: skip
     FEATURES: tl.constexpr = COLS // 2
-    tiles = tl.cdiv(n_features, FEATURES)
-    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    start, end = tl.load(bounds_ptr + index), tl.load(bounds_ptr + index + 1)
-    expert = tl.load(experts_ptr + index).to(tl.int64)
+    n_features = w.n_outputs // 2
+    expert, start, end, tile = _expert_tile(routing, tl.cdiv(n_features, FEATURES))
     # Rows of the gate and of the up projection alternate, so that a thread holds both numbers of a feature.
     cols = tl.arange(0, COLS)
     feature = tile.to(tl.int64) * FEATURES + cols // 2
-    output = feature + cols % 2 * n_features
-    w_ptrs = gate_up_ptr + expert * expert_stride + output * row_stride
+    output, w_mask = feature + cols % 2 * n_features, feature < n_features
+    w_ptrs = w.ptr + expert * w.expert_stride + output * w.row_stride
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
-        tokens = tl.load(tokens_ptr + rows, mask=rows < end, other=0).to(tl.int64)
-        hidden = _product(
-            x_ptr + tokens * x_stride, rows < end, w_ptrs, feature < n_features, n_inner,
-            ROWS, COLS, INNER, IS_EVEN, PRECISION,
-        )  # fmt: skip
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert * 2 * n_features + output, mask=feature < n_features, other=0.0)
-            hidden += bias.to(tl.float32)[None, :]
+        tokens = tl.load(routing.tokens + rows, mask=rows < end, other=0).to(tl.int64)
+        x_ptrs = x_ptr + tokens * x_stride
+        hidden = _product(x_ptrs, rows < end, w_ptrs, w_mask, w.n_inner, ROWS, COLS, INNER, IS_EVEN, PRECISION)
+        if w.bias is not None:
+            hidden += _load_bias(w, expert, output, w_mask)[None, :]
         gate, up = hidden.reshape(ROWS, FEATURES, 2).split()
-        weights = tl.load(weights_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)
+        weights = tl.load(routing.weights + rows, mask=rows < end, other=0.0).to(tl.float32)
         active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, x_ptr.dtype.element_ty == tl.float32)
         features = tile * FEATURES + tl.arange(0, FEATURES)
         tl.store(
@@ -158,37 +191,28 @@ def _gate_up_kernel(
 
 @kernel
 def _down_kernel(
-    active_ptr, down_ptr, bias_ptr, experts_ptr, bounds_ptr, weights_ptr, values_ptr, expert_stride, row_stride,
-    n_cols, n_inner,
-    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    active_ptr, w, routing, values_ptr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(n_cols, COLS)
-    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    start, end = tl.load(bounds_ptr + index), tl.load(bounds_ptr + index + 1)
-    expert = tl.load(experts_ptr + index).to(tl.int64)
+    expert, start, end, tile = _expert_tile(routing, tl.cdiv(w.n_outputs, COLS))
     cols = tile.to(tl.int64) * COLS + tl.arange(0, COLS)
-    w_ptrs = down_ptr + expert * expert_stride + cols * row_stride
+    in_cols = cols < w.n_outputs
+    w_ptrs = w.ptr + expert * w.expert_stride + cols * w.row_stride
     for first in range(start, end, ROWS):
         rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-        values = _product(
-            active_ptr + rows * n_inner, rows < end, w_ptrs, cols < n_cols, n_inner,
-            ROWS, COLS, INNER, IS_EVEN, PRECISION,
-        )  # fmt: skip
-        if bias_ptr is not None:
-            weights = tl.load(weights_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)
-            bias = tl.load(bias_ptr + expert * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            values += weights[:, None] * bias[None, :]
-        tl.store(
-            values_ptr + rows[:, None] * n_cols + cols[None, :],
-            values,
-            mask=(rows < end)[:, None] & (cols < n_cols)[None, :],
-        )
+        x_ptrs = active_ptr + rows * w.n_inner
+        values = _product(x_ptrs, rows < end, w_ptrs, in_cols, w.n_inner, ROWS, COLS, INNER, IS_EVEN, PRECISION)
+        if w.bias is not None:
+            weights = tl.load(routing.weights + rows, mask=rows < end, other=0.0).to(tl.float32)
+            values += weights[:, None] * _load_bias(w, expert, cols, in_cols)[None, :]
+        mask = (rows < end)[:, None] & in_cols[None, :]
+        tl.store(values_ptr + rows[:, None] * w.n_outputs + cols[None, :], values, mask=mask)
 
 
 @kernel
 def _combine_kernel(
     values_ptr, rows_ptr, residual_ptr, y_ptr, residual_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     blocks = tl.cdiv(n_cols, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -203,38 +227,36 @@ def _combine_kernel(
 
 @kernel
 def _one_token_kernel(
-    active_ptr, down_ptr, bias_ptr, experts_ptr, weights_ptr, residual_ptr, y_ptr, expert_stride, row_stride, n_cols,
-    n_inner, n_rows,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    active_ptr, w, routing, residual_ptr, y_ptr, n_rows, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
+    in_cols = cols < w.n_outputs
     is_first = tl.arange(0, ROWS) == 0  # the only row of the products that is used
-    blocks = tl.cdiv(n_inner, INNER)
+    blocks = tl.cdiv(w.n_inner, INNER)
     value = tl.zeros((ROWS, COLS), dtype=tl.float32)
     y = tl.zeros((ROWS, COLS), dtype=tl.float32)
     row_index = tl.arange(0, EXPERTS)
-    experts = tl.load(experts_ptr + row_index, mask=row_index < n_rows, other=0)
+    experts = tl.load(routing.experts + row_index, mask=row_index < n_rows, other=0)
     for step in range(n_rows * blocks):
         row, block = step // blocks, step % blocks  # each expert has one row
         expert = tl.sum(tl.where(row_index == row, experts, 0), axis=0).to(tl.int64)
-        x_ptrs = active_ptr + row * n_inner + tl.zeros((ROWS,), dtype=tl.int32)
-        w_ptrs = down_ptr + expert * expert_stride + cols * row_stride
-        x = _load_block(x_ptrs, is_first[:, None], block * INNER, n_inner, INNER, IS_EVEN)
-        w = _load_block(w_ptrs, (cols < n_cols)[:, None], block * INNER, n_inner, INNER, IS_EVEN)
-        value = add_product(value, x, w.T, PRECISION)
+        x_ptrs = active_ptr + row * w.n_inner + tl.zeros((ROWS,), dtype=tl.int32)
+        w_ptrs = w.ptr + expert * w.expert_stride + cols * w.row_stride
+        x = _load_block(x_ptrs, is_first[:, None], block * INNER, w.n_inner, INNER, IS_EVEN)
+        weights = _load_block(w_ptrs, in_cols[:, None], block * INNER, w.n_inner, INNER, IS_EVEN)
+        value = add_product(value, x, weights.T, PRECISION)
         is_last = block == blocks - 1
         y = tl.where(is_last, y + value, y)
         value = tl.where(is_last, 0.0, value)
     y = tl.sum(tl.where(is_first[:, None], y, 0.0), axis=0)
-    if bias_ptr is not None:
+    if w.bias is not None:
         for row in range(n_rows):
-            expert = tl.load(experts_ptr + row).to(tl.int64)
-            bias = tl.load(bias_ptr + expert * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            y += tl.load(weights_ptr + row).to(tl.float32) * bias
+            expert = tl.load(routing.experts + row).to(tl.int64)
+            y += tl.load(routing.weights + row).to(tl.float32) * _load_bias(w, expert, cols, in_cols)
     if residual_ptr is not None:
-        y += tl.load(residual_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+        y += tl.load(residual_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)
+    tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=in_cols)
 
 
 def _allocate(x: Tensor) -> Tensor:
@@ -254,38 +276,31 @@ def _forward(
     n_rows, n_active = len(routing.tokens), len(routing.experts)
     if n_rows == 0:
         return y
-    gate_up, down = (w if w.stride(-1) == 1 else w.contiguous() for w in (gate_up, down))
+    gate_up_weights, down_weights = _Weights.of(gate_up, biases.gate_up), _Weights.of(down, biases.down)
     residual = None if residual is None else as_rows(residual)
     rows = _row_tile(n_tokens, n_rows, n_experts)
     active = x.new_empty(n_rows, n_features)
 
     tile = _fitted(_GATE_UP_TILE, rows, n_cols, x.dtype)
     _gate_up_kernel[n_active * cdiv(n_features, tile.cols // 2)](
-        x, gate_up, biases.gate_up, routing.experts, routing.bounds, routing.tokens, routing.weights, active,
-        x.stride(0), *gate_up.stride()[:2], n_features, n_cols, rows, tile.cols, tile.inner, n_cols % tile.inner == 0,
-        *gating, input_precision(), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        x, x.stride(0), gate_up_weights, routing, active, *tile.constants(rows, n_cols), *gating, **tile.options
+    )
     if n_tokens == 1:
         tile = _fitted(_ONE_TOKEN_TILE, _MIN_ROWS, n_features, x.dtype)
+        constants = next_power_of_2(n_rows), *tile.constants(_MIN_ROWS, n_features)
         _one_token_kernel[cdiv(n_cols, tile.cols)](
-            active, down, biases.down, routing.experts, routing.weights, residual, y, *down.stride()[:2], n_cols,
-            n_features, n_rows, next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0,
-            input_precision(),
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+            active, down_weights, routing, residual, y, n_rows, *constants, **tile.options
+        )
         return y
     values = x.new_empty(n_rows, n_cols, dtype=torch.float32)
     tile = _fitted(_DOWN_TILE, rows, n_features, x.dtype)
     _down_kernel[n_active * cdiv(n_cols, tile.cols)](
-        active, down, biases.down, routing.experts, routing.bounds, routing.weights, values, *down.stride()[:2], n_cols,
-        n_features, rows, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    block = min(_COMBINE_BLOCK, next_power_of_2(n_cols))
+        active, down_weights, routing, values, *tile.constants(rows, n_features), **tile.options
+    )
+    block, stride = min(_COMBINE_BLOCK, next_power_of_2(n_cols)), 0 if residual is None else residual.stride(0)
     _combine_kernel[n_tokens * cdiv(n_cols, block)](
-        values, routing.rows, residual, y, 0 if residual is None else residual.stride(0), n_cols,
-        routing.rows.shape[1], block, num_warps=4,
-    )  # fmt: skip
+        values, routing.rows, residual, y, stride, n_cols, routing.rows.shape[1], block, num_warps=4
+    )
     return y
 
 

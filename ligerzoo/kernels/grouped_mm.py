@@ -16,7 +16,7 @@ A single group is a plain product of all rows: torch's grouped_mm returns wrong 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,29 +36,36 @@ def add_product(total, a, b, PRECISION: tl.constexpr):
         return tl.dot(a, b, total)
 
 
+class _Sizes(NamedTuple):
+    n_rows: int
+    n_cols: int
+    n_inner: int
+    n_groups: int
+
+
 @kernel
 def _product_kernel(
-    x_descriptor, w_descriptor, ends_ptr, y_ptr, n_rows, n_cols, n_inner, n_groups,
+    x_descriptor, w_descriptor, ends_ptr, y_ptr, sizes,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, BAND: tl.constexpr,
     TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The host does not know the number of tiles of each group. If group e owns the tiles from ends[e - 1] // ROWS + e
     # on, groups do not overlap, each has enough tiles, and all tiles are below n_rows // ROWS + n_groups.
-    row_tiles, col_tiles = n_rows // ROWS + n_groups, tl.cdiv(n_cols, COLS)
+    row_tiles, col_tiles = sizes.n_rows // ROWS + sizes.n_groups, tl.cdiv(sizes.n_cols, COLS)
     # Programs go through all rows of a band of a few columns first, to share rows and weights in the L2 cache.
     band, index = tl.program_id(0) // (BAND * row_tiles), tl.program_id(0) % (BAND * row_tiles)
     width = tl.minimum(BAND, col_tiles - band * BAND)
     row_tile, col = index // width, (band * BAND + index % width) * COLS
 
     groups = tl.arange(0, GROUPS)
-    ends = tl.load(ends_ptr + groups, mask=groups < n_groups, other=2**30)
+    ends = tl.load(ends_ptr + groups, mask=groups < sizes.n_groups, other=2**30)
     group = tl.sum((ends // ROWS + groups < row_tile).to(tl.int32), axis=0)
     start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends_ptr + group, mask=group < n_groups, other=0)
+    end = tl.load(ends_ptr + group, mask=group < sizes.n_groups, other=0)
     row = start + (row_tile - start // ROWS - group) * ROWS
     if row < end:
         y = tl.zeros((ROWS, COLS), dtype=tl.float32)
-        for inner in range(0, n_inner, INNER):
+        for inner in range(0, sizes.n_inner, INNER):
             x = x_descriptor.load([row, inner])
             if TRANSPOSED:
                 w = w_descriptor.load([group, col, inner]).reshape(COLS, INNER).T
@@ -66,8 +73,8 @@ def _product_kernel(
                 w = w_descriptor.load([group, inner, col]).reshape(INNER, COLS)
             y = add_product(y, x, w, PRECISION)
         rows, cols = row.to(tl.int64) + tl.arange(0, ROWS), col + tl.arange(0, COLS)
-        mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
-        tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        mask = (rows < end)[:, None] & (cols < sizes.n_cols)[None, :]
+        tl.store(y_ptr + rows[:, None] * sizes.n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -96,9 +103,7 @@ def _outer_product_kernel(
 
 
 @kernel
-def _sum_kernel(
-    x_ptr, weight_ptr, ends_ptr, z_ptr, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
+def _sum_kernel(x_ptr, weight_ptr, ends_ptr, z_ptr, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     tiles = tl.cdiv(n_cols, COLS)
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
@@ -180,11 +185,12 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
     if n_rows > 0:
         rows, cols, inner, warps, stages = _tile(x.dtype)
         programs = (n_rows // rows + n_groups) * cdiv(n_cols, cols)
+        x_tile, w_tile = [rows, inner], [1, cols, inner] if is_transposed else [1, inner, cols]
+        sizes = _Sizes(n_rows, n_cols, n_inner, n_groups)
+        constants = next_power_of_2(n_groups), rows, cols, inner, _BAND, is_transposed, input_precision()
         _product_kernel[programs](
-            _descriptor(x, [rows, inner]),
-            _descriptor(stored, [1, cols, inner] if is_transposed else [1, inner, cols]),
-            ends, y, n_rows, n_cols, n_inner, n_groups, next_power_of_2(n_groups), rows, cols, inner, _BAND,
-            is_transposed, input_precision(), num_warps=warps, num_stages=stages,
+            _descriptor(x, x_tile), _descriptor(stored, w_tile), ends, y, sizes, *constants, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
     return y
 

@@ -24,7 +24,6 @@ from ligerzoo.kernels.decode_attention import (
     Split,
     VisibleKeys,
     attend_in_parts,
-    input_precision,
     key_range,
     online_softmax,
     store_part,
@@ -78,10 +77,10 @@ def _load(x, batch, rows, in_rows, features, n_features):
 def _split_kernel(
     q, r, c, k, visible, split, sizes, scale,
     BLOCKS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    PRECISION: tl.constexpr = "ieee" if q.ptr.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0).to(tl.int64)
-    part, row = program % split.count, program // split.count
+    part, row = program % split.n_parts, program // split.n_parts
     head_block, batch = row % sizes.n_blocks, row // sizes.n_blocks
 
     first, stop = key_range(visible, batch, split.n_keys)
@@ -119,8 +118,8 @@ def _forward(q: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, visible
     block = max(16, min(64, _BLOCK_BYTES // (rank_tile * q.element_size())))
     heads = max(MIN_HEADS, min(_MAX_HEADS, next_power_of_2(n_heads)))
     sizes, keys_seen = _Sizes(n_heads, cdiv(n_heads, heads), rank, rope_dim), visible.strided()
-    operands = [Strided(x, *x.stride()[:2], 0) for x in (q, q_rope, latents, k_rope)]
-    tile = heads, rank_tile, rope_tile, block, input_precision(q)
+    operands = [Strided(x, x.stride(0), x.stride(1), 0) for x in (q, q_rope, latents, k_rope)]
+    tile = heads, rank_tile, rope_tile, block
 
     def launch(programs: int, split: Split, blocks: int) -> None:
         _split_kernel[programs](*operands, keys_seen, split, sizes, scale, blocks, *tile, num_warps=8)

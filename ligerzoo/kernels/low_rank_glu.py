@@ -48,9 +48,19 @@ class LowRankTerms(NamedTuple):
     gate_scale: float
     up_scale: float
 
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """r_g and r_u."""
+        return self.gate_b.shape[1], self.up_b.shape[1]
+
+    def contiguous(self) -> LowRankTerms:
+        """Returns the terms as kernels read them: rows of h, contiguous gate_b and up_b."""
+        h, gate_b, up_b, *scales = self
+        return LowRankTerms(as_rows(h), gate_b.contiguous(), up_b.contiguous(), *scales)
+
     def add(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sums in plain torch."""
-        gate_h, up_h = self.h.split([self.gate_b.shape[1], self.up_b.shape[1]], -1)
+        gate_h, up_h = self.h.split(self.ranks, -1)
         gate = gate + self.gate_scale * (gate_h @ self.gate_b.to(gate_h.dtype).T)
         return gate, up + self.up_scale * (up_h @ self.up_b.to(up_h.dtype).T)
 
@@ -83,31 +93,45 @@ def load_with_term(x_ptr, x_stride, rows, cols, mask, scale, h, b):
     return x + scale * tl.dot(h, b)
 
 
+class _Rows(NamedTuple):
+    """A matrix of adjacent columns, as kernels read it."""
+
+    ptr: Tensor
+    stride: int
+
+
+def rows_of(x: Tensor) -> _Rows:
+    """(..., H)."""
+    rows = as_rows(x)
+    return _Rows(rows, rows.stride(0))
+
+
 @kernel
 def _forward_kernel(
-    gate_ptr, up_ptr, h_ptr, gate_b_ptr, up_b_ptr, y_ptr, gate_stride, up_stride, h_stride, gate_scale, up_scale,
-    n_rows, n_cols, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    gate, up, terms, h_stride, y_ptr, n_rows, n_cols, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     col_tiles = tl.cdiv(n_cols, COLS)
     first = tl.program_id(0).to(tl.int64) // col_tiles * (ROWS * TILES)
     cols = tl.program_id(0) % col_tiles * COLS + tl.arange(0, COLS)
     in_cols = cols < n_cols
-    gate_b = load_b(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(h_ptr.dtype.element_ty)
-    up_b = load_b(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(h_ptr.dtype.element_ty)
+    dtype = terms.h.dtype.element_ty
+    gate_b = load_b(terms.gate_b, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b = load_b(terms.up_b, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
     rows = first + tl.arange(0, ROWS)
-    gate_h = load_rows(h_ptr, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
-    up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)
+    gate_h = load_rows(terms.h, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
+    up_h = load_rows(terms.h + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)
     for _ in tl.range(TILES, num_stages=STAGES):
         # Triton does not load tiles as small as those of h ahead, so this loop does.
         next_rows = rows + ROWS
-        next_gate_h = load_rows(h_ptr, h_stride, next_rows, next_rows < n_rows, GATE_RANK, PADDED)
-        next_up_h = load_rows(h_ptr + GATE_RANK, h_stride, next_rows, next_rows < n_rows, UP_RANK, PADDED)
+        next_gate_h = load_rows(terms.h, h_stride, next_rows, next_rows < n_rows, GATE_RANK, PADDED)
+        next_up_h = load_rows(terms.h + GATE_RANK, h_stride, next_rows, next_rows < n_rows, UP_RANK, PADDED)
         mask = (rows < n_rows)[:, None] & in_cols[None, :]
-        gate = load_with_term(gate_ptr, gate_stride, rows, cols, mask, gate_scale, gate_h, gate_b)
-        up = load_with_term(up_ptr, up_stride, rows, cols, mask, up_scale, up_h, up_b)
-        activated, _ = activate(gate, ACTIVATION, False)
-        y = (activated * up).to(y_ptr.dtype.element_ty)
+        full_gate = load_with_term(gate.ptr, gate.stride, rows, cols, mask, terms.gate_scale, gate_h, gate_b)
+        full_up = load_with_term(up.ptr, up.stride, rows, cols, mask, terms.up_scale, up_h, up_b)
+        activated, _ = activate(full_gate, ACTIVATION, False)
+        y = (activated * full_up).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y, mask=mask)
         rows, gate_h, up_h = next_rows, next_gate_h, next_up_h
 
@@ -128,12 +152,10 @@ def _forward_flops(gate: Tensor, terms: LowRankTerms) -> int:
 def forward(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activation, dtype: torch.dtype) -> Tensor:
     """Returns y in this dtype, (..., I), for gate and up of this shape."""
     y = _allocate_forward(gate, dtype)
-    gate, up, h = (as_rows(t) for t in (gate, up, terms.h))
-    gate_b, up_b = terms.gate_b.contiguous(), terms.up_b.contiguous()
-    ranks = gate_b.shape[1], up_b.shape[1]
-    _forward_kernel[_programs(*gate.shape)](
-        gate, up, h, gate_b, up_b, y, gate.stride(0), up.stride(0), h.stride(0), *terms[3:],
-        *gate.shape, *ranks, padded_size(*ranks), _ROWS, _COLUMNS, _TILES, _STAGES, activation,
-        num_warps=_WARPS,
-    )  # fmt: skip
+    gate_rows, up_rows, terms = rows_of(gate), rows_of(up), terms.contiguous()
+    sizes, ranks = gate_rows.ptr.shape, terms.ranks
+    constants = *ranks, padded_size(*ranks), _ROWS, _COLUMNS, _TILES, _STAGES, activation
+    _forward_kernel[_programs(*sizes)](
+        gate_rows, up_rows, terms, terms.h.stride(0), y, *sizes, *constants, num_warps=_WARPS
+    )
     return y

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, empty_gradient, multiprocessors, padded_size
+from ligerzoo.kernels.dispatch import empty_gradient, multiprocessors, padded_size
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_b, load_rows, load_with_term
+from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_b, load_rows, load_with_term, rows_of
 from ligerzoo.kernels.low_rank_gradients import split_matrix, sum_parts
 from ligerzoo.kernels.registration import register
 
@@ -66,41 +66,49 @@ class LowRankGLUGradients(NamedTuple):
         return found[0], found[1], None if a is None else found[2]
 
 
+class _Down(NamedTuple):
+    """The gradient of y A^T, (T, r), A, and a factor of 1."""
+
+    dh: Tensor | None
+    a: Tensor | None
+    scale: float
+
+
 @kernel
 def _partial_kernel(
-    dy_ptr, gate_ptr, up_ptr, h_ptr, gate_b_ptr, up_b_ptr, down_dh_ptr, a_ptr, dgate_ptr, dup_ptr, y_ptr, dh_ptr,
-    dab_ptr, dy_stride, gate_stride, up_stride, h_stride, gate_scale, up_scale, down_scale, n_rows, n_cols,
-    rows_per_program, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, NEEDS_Y: tl.constexpr,
+    dy_rows, gate_rows, up_rows, terms, h_stride, down, gradients, y_ptr, n_rows, n_cols, rows_per_program,
+    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     col_blocks = tl.cdiv(n_cols, COLS)
     row_block, col_block = tl.program_id(0).to(tl.int64) // col_blocks, tl.program_id(0).to(tl.int64) % col_blocks
     first_row, first_col = row_block * rows_per_program, col_block * COLS
     BOTH: tl.constexpr = GATE_RANK + UP_RANK
-    dtype = gate_ptr.dtype.element_ty
-    dy_ptr += first_row * dy_stride + first_col
-    gate_ptr += first_row * gate_stride + first_col
-    up_ptr += first_row * up_stride + first_col
-    dgate_ptr += first_row * n_cols + first_col
-    dup_ptr += first_row * n_cols + first_col
-    if NEEDS_Y:
+    dtype = gate_rows.ptr.dtype.element_ty
+    dy_ptr = dy_rows.ptr + first_row * dy_rows.stride + first_col
+    gate_ptr = gate_rows.ptr + first_row * gate_rows.stride + first_col
+    up_ptr = up_rows.ptr + first_row * up_rows.stride + first_col
+    dgate_ptr = gradients.gate + first_row * n_cols + first_col
+    dup_ptr = gradients.up + first_row * n_cols + first_col
+    if y_ptr is not None:
         y_ptr += first_row * n_cols + first_col
-    h_ptr += first_row * h_stride
-    dh_ptr += (col_block * n_rows + first_row) * BOTH
-    dab_ptr += row_block * n_cols * (BOTH + DOWN_RANK)
+    h_ptr = terms.h + first_row * h_stride
+    dh_ptr = gradients.h + (col_block * n_rows + first_row) * BOTH
+    dab_ptr = gradients.factors + row_block * n_cols * (BOTH + DOWN_RANK)
 
     cols = tl.arange(0, COLS)
     in_cols = cols < n_cols - first_col
-    gate_b = load_b(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
-    up_b = load_b(up_b_ptr + first_col * UP_RANK, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
+    gate_b_ptr, up_b_ptr = terms.gate_b + first_col * GATE_RANK, terms.up_b + first_col * UP_RANK
+    gate_b = load_b(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b = load_b(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
     # Loaded again rather than transposed, so that each product finds its operand in shared memory as it reads it.
-    gate_b_rows = load_rows(gate_b_ptr + first_col * GATE_RANK, GATE_RANK, cols, in_cols, GATE_RANK, PADDED).to(dtype)
-    up_b_rows = load_rows(up_b_ptr + first_col * UP_RANK, UP_RANK, cols, in_cols, UP_RANK, PADDED).to(dtype)
+    gate_b_rows = load_rows(gate_b_ptr, GATE_RANK, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b_rows = load_rows(up_b_ptr, UP_RANK, cols, in_cols, UP_RANK, PADDED).to(dtype)
     dgate_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
     dup_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
     if DOWN_RANK:
-        down_dh_ptr += first_row * DOWN_RANK
-        a = load_b(a_ptr + first_col, 1, n_cols, cols, in_cols, DOWN_RANK, PADDED).to(dtype)
+        down_dh_ptr = down.dh + first_row * DOWN_RANK
+        a = load_b(down.a + first_col, 1, n_cols, cols, in_cols, DOWN_RANK, PADDED).to(dtype)
         da = tl.zeros((PADDED, COLS), dtype=tl.float32)
 
     rows, ranks = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -121,22 +129,23 @@ def _partial_kernel(
             next_down_dh = load_rows(down_dh_ptr, DOWN_RANK, rows, in_next, DOWN_RANK, PADDED)
         in_rows = rows < n_rows - first
         mask = in_rows[:, None] & in_cols[None, :]
-        gate = load_with_term(gate_ptr, gate_stride, rows, cols, mask, gate_scale, gate_h, gate_b)
-        up = load_with_term(up_ptr, up_stride, rows, cols, mask, up_scale, up_h, up_b)
+        gate = load_with_term(gate_ptr, gate_rows.stride, rows, cols, mask, terms.gate_scale, gate_h, gate_b)
+        up = load_with_term(up_ptr, up_rows.stride, rows, cols, mask, terms.up_scale, up_h, up_b)
         if DOWN_RANK:
-            # down_scale is 1. Without a factor, Triton would not load the tile of dy ahead, but add the product to it.
-            dy = load_with_term(dy_ptr, dy_stride, rows, cols, mask, down_scale, down_dh, a)
+            # The scale is 1. Without a factor, Triton would not load the tile of dy ahead, but add the product to it.
+            dy = load_with_term(dy_ptr, dy_rows.stride, rows, cols, mask, down.scale, down_dh, a)
         else:
-            dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            dy_ptrs = dy_ptr + rows[:, None] * dy_rows.stride + cols[None, :]
+            dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
 
         activated, slope = activate(gate, ACTIVATION, False)
         dgate, dup = (dy * up * slope).to(dtype), (dy * activated).to(dtype)
         target = rows[:, None] * n_cols + cols[None, :]
         tl.store(dgate_ptr + target, dgate, mask=mask)
         tl.store(dup_ptr + target, dup, mask=mask)
-        if NEEDS_Y or DOWN_RANK:
+        if y_ptr is not None or DOWN_RANK:
             y = (activated * up).to(dtype)
-            if NEEDS_Y:
+            if y_ptr is not None:
                 tl.store(y_ptr + target, y, mask=mask)
                 y_ptr += ROWS * n_cols
             if DOWN_RANK:
@@ -144,17 +153,17 @@ def _partial_kernel(
                 down_dh = next_down_dh
 
         # These products are transposed: the rank is their number of rows, and warps share the columns.
-        dgate_h = gate_scale * tl.trans(tl.dot(tl.trans(gate_b_rows), tl.trans(dgate)))
-        dup_h = up_scale * tl.trans(tl.dot(tl.trans(up_b_rows), tl.trans(dup)))
+        dgate_h = terms.gate_scale * tl.trans(tl.dot(tl.trans(gate_b_rows), tl.trans(dgate)))
+        dup_h = terms.up_scale * tl.trans(tl.dot(tl.trans(up_b_rows), tl.trans(dup)))
         offsets = rows[:, None] * BOTH + ranks[None, :]
         tl.store(dh_ptr + offsets, dgate_h, mask=in_rows[:, None] & (ranks < GATE_RANK)[None, :])
         tl.store(dh_ptr + GATE_RANK + offsets, dup_h, mask=in_rows[:, None] & (ranks < UP_RANK)[None, :])
         dgate_b = tl.dot(tl.trans(gate_h), dgate, dgate_b)
         dup_b = tl.dot(tl.trans(up_h), dup, dup_b)
         # Offsets within a tile fit in 32 bits, those of all rows may not.
-        dy_ptr += ROWS * dy_stride
-        gate_ptr += ROWS * gate_stride
-        up_ptr += ROWS * up_stride
+        dy_ptr += ROWS * dy_rows.stride
+        gate_ptr += ROWS * gate_rows.stride
+        up_ptr += ROWS * up_rows.stride
         dgate_ptr += ROWS * n_cols
         dup_ptr += ROWS * n_cols
         gate_h, up_h = next_gate_h, next_up_h
@@ -163,9 +172,9 @@ def _partial_kernel(
     all_cols = first_col + cols
     gate_offsets = all_cols[None, :] * GATE_RANK + ranks[:, None]
     up_offsets = all_cols[None, :] * UP_RANK + ranks[:, None]
-    tl.store(dab_ptr + gate_offsets, gate_scale * dgate_b, mask=(ranks < GATE_RANK)[:, None] & in_cols[None, :])
+    tl.store(dab_ptr + gate_offsets, terms.gate_scale * dgate_b, mask=(ranks < GATE_RANK)[:, None] & in_cols[None, :])
     dab_ptr += n_cols.to(tl.int64) * GATE_RANK
-    tl.store(dab_ptr + up_offsets, up_scale * dup_b, mask=(ranks < UP_RANK)[:, None] & in_cols[None, :])
+    tl.store(dab_ptr + up_offsets, terms.up_scale * dup_b, mask=(ranks < UP_RANK)[:, None] & in_cols[None, :])
     if DOWN_RANK:
         dab_ptr += n_cols.to(tl.int64) * UP_RANK
         a_mask = (ranks < DOWN_RANK)[:, None] & in_cols[None, :]
@@ -179,12 +188,10 @@ def _blocks(gate: Tensor) -> tuple[int, int, int]:
 
 
 def _ranks(terms: LowRankTerms, a: Tensor | None) -> tuple[int, int, int]:
-    return terms.gate_b.shape[1], terms.up_b.shape[1], 0 if a is None else len(a)
+    return *terms.ranks, 0 if a is None else len(a)
 
 
-def _allocate(
-    dy: Tensor, gate: Tensor, terms: LowRankTerms, a: Tensor | None, needs_y: bool
-) -> LowRankGLUGradients:  # fmt: skip
+def _allocate(dy: Tensor, gate: Tensor, terms: LowRankTerms, a: Tensor | None, needs_y: bool) -> LowRankGLUGradients:
     factors = gate.new_empty(gate.shape[-1] * sum(_ranks(terms, a)), dtype=torch.float32)
     dgate, dup, dh = (gate.new_empty(shape) for shape in (gate.shape, gate.shape, terms.h.shape))
     return LowRankGLUGradients(dgate, dup, dh, factors, empty_gradient(dy, needs_y))
@@ -222,16 +229,16 @@ def low_rank_glu_gradients(
     gradients = _allocate(dy, gate, terms, a, needs_y)
     rows_per_program, row_blocks, col_blocks = _blocks(gate)
     ranks = _ranks(terms, a)
-    dy, gate, up, h = (as_rows(t) for t in (dy, gate, up, terms.h))
-    gate_b, up_b = terms.gate_b.contiguous(), terms.up_b.contiguous()
+    terms, operands = terms.contiguous(), [rows_of(t) for t in (dy, gate, up)]
     down_dh, a = (None if t is None else t.contiguous() for t in (down_dh, a))
-    dh_parts = gate.new_empty((col_blocks, *h.shape), dtype=torch.float32)
+    dh_parts = gate.new_empty((col_blocks, *terms.h.shape), dtype=torch.float32)
     factor_parts = gate.new_empty((row_blocks, len(gradients.factors)), dtype=torch.float32)
+    outputs = LowRankGLUGradients(gradients.gate, gradients.up, dh_parts, factor_parts, gradients.y)
+    sizes = *operands[1].ptr.shape, rows_per_program
+    constants = *ranks, padded_size(*ranks), _ROWS, _COLUMNS, activation
     _partial_kernel[row_blocks * col_blocks](
-        dy, gate, up, h, gate_b, up_b, down_dh, a, gradients.gate, gradients.up, gradients.y,
-        dh_parts, factor_parts, dy.stride(0), gate.stride(0), up.stride(0), h.stride(0), *terms[3:], 1.0, *gate.shape,
-        rows_per_program, *ranks, padded_size(*ranks), _ROWS, _COLUMNS, activation, needs_y,
-        num_warps=_WARPS, num_stages=_STAGES,
+        *operands, terms, terms.h.stride(0), _Down(down_dh, a, 1.0), outputs, gradients.y if needs_y else None, *sizes,
+        *constants, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     sum_parts(dh_parts, gradients.h, factor_parts, gradients.factors)
     return gradients

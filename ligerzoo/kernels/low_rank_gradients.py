@@ -15,6 +15,8 @@ others.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -89,37 +91,42 @@ def _partial_kernel(
     tl.store(db_ptr + b_offsets, scale * tl.trans(db), mask=b_mask)
 
 
+class _Sums(NamedTuple):
+    """(n_parts, n_sums), whose columns are added up."""
+
+    parts: Tensor
+    total: Tensor
+    n_parts: int
+    n_sums: int
+
+
 @jit
-def _sum_of_parts(parts_ptr, sum_ptr, block, n_parts, n_sums, PARTS: tl.constexpr, SUMS: tl.constexpr):
-    """Writes the sums of a block of columns of (n_parts, n_sums)."""
+def _sum_of_parts(x, block, PARTS: tl.constexpr, SUMS: tl.constexpr):
+    """Writes the sums of a block of columns."""
     sums = block.to(tl.int64) * SUMS + tl.arange(0, SUMS)
-    in_sums = sums < n_sums
+    in_sums = sums < x.n_sums
     total = tl.zeros((PARTS, SUMS), dtype=tl.float32)
-    for first in range(0, n_parts, PARTS):
+    for first in range(0, x.n_parts, PARTS):
         parts = first + tl.arange(0, PARTS)
-        mask = (parts < n_parts)[:, None] & in_sums[None, :]
-        total += tl.load(parts_ptr + parts.to(tl.int64)[:, None] * n_sums + sums[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + sums, tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty), mask=in_sums)
+        mask = (parts < x.n_parts)[:, None] & in_sums[None, :]
+        total += tl.load(x.parts + parts.to(tl.int64)[:, None] * x.n_sums + sums[None, :], mask=mask, other=0.0)
+    tl.store(x.total + sums, tl.sum(total, axis=0).to(x.total.dtype.element_ty), mask=in_sums)
 
 
 @kernel
-def _sum_kernel(
-    dh_parts_ptr, db_parts_ptr, dh_ptr, db_ptr, n_dh_parts, n_db_parts, n_dh, n_db,
-    PARTS: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    program, dh_programs = tl.program_id(0), tl.cdiv(n_dh, SUMS)
+def _sum_kernel(dh, db, PARTS: tl.constexpr, SUMS: tl.constexpr):
+    program, dh_programs = tl.program_id(0), tl.cdiv(dh.n_sums, SUMS)
     if program < dh_programs:
-        _sum_of_parts(dh_parts_ptr, dh_ptr, program, n_dh_parts, n_dh, PARTS, SUMS)
+        _sum_of_parts(dh, program, PARTS, SUMS)
     else:
-        _sum_of_parts(db_parts_ptr, db_ptr, program - dh_programs, n_db_parts, n_db, PARTS, SUMS)
+        _sum_of_parts(db, program - dh_programs, PARTS, SUMS)
 
 
 def sum_parts(dh_parts: Tensor, dh: Tensor, db_parts: Tensor, db: Tensor) -> None:
     """Writes the sums over the first dimension of fp32 parts to `dh` and `db`, rounded to their dtypes."""
-    _sum_kernel[cdiv(dh.numel(), _SUMS) + cdiv(db.numel(), _SUMS)](
-        dh_parts, db_parts, dh, db, len(dh_parts), len(db_parts), dh.numel(), db.numel(), _PARTS, _SUMS,
-        num_warps=_SUM_WARPS,
-    )  # fmt: skip
+    sums = (_Sums(parts, total, len(parts), total.numel()) for parts, total in ((dh_parts, dh), (db_parts, db)))
+    programs = cdiv(dh.numel(), _SUMS) + cdiv(db.numel(), _SUMS)
+    _sum_kernel[programs](*sums, _PARTS, _SUMS, num_warps=_SUM_WARPS)
 
 
 def _columns(dy: Tensor) -> int:
@@ -163,10 +170,9 @@ def _gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, 
     (rows_per_program, row_blocks, col_blocks), (n_rows, n_cols), rank = _blocks(dy), dy.shape, b.shape[1]
     dh_parts = dh.new_empty((col_blocks, *dh.shape), dtype=torch.float32)
     db_parts = db.new_empty((row_blocks, *db.shape), dtype=torch.float32)
-    _partial_kernel[row_blocks * col_blocks](
-        dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), scale, n_rows, n_cols, rows_per_program,
-        rank, padded_size(rank), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
-    )  # fmt: skip
+    arguments = dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), scale, n_rows, n_cols, rows_per_program
+    constants = rank, padded_size(rank), _ROWS, _columns(dy)
+    _partial_kernel[row_blocks * col_blocks](*arguments, *constants, num_warps=_WARPS, num_stages=_STAGES)
     sum_parts(dh_parts, dh, db_parts, db)
     return dh, db
 

@@ -148,63 +148,69 @@ def _largest(keys, mask, COUNT: tl.constexpr):
     return mask & (keys == LOWEST)
 
 
+class _Logits(NamedTuple):
+    ptr: Tensor
+    stride: int
+    n_tokens: int
+    n_experts: int
+
+
 @jit
-def _store_rows(
-    is_chosen, weights, token, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, n_tokens, n_listed,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+def _store_rows(is_chosen, weights, token, routing, n_tokens, n_listed, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
     """Numbers the pairs of token and expert, and stores a `Routing`."""
     chosen = is_chosen.to(tl.int32)
     counts = tl.sum(chosen, axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
     rows = starts[None, :] + tl.cumsum(chosen, axis=0) - 1
     nth_of_token = tl.cumsum(chosen, axis=1) - 1
-    tl.store(tokens_ptr + rows, token + tl.zeros_like(rows), mask=is_chosen)
-    tl.store(weights_ptr + rows, weights, mask=is_chosen)
-    tl.store(rows_ptr + token * SLOTS + nth_of_token, rows, mask=is_chosen)
+    tl.store(routing.tokens + rows, token + tl.zeros_like(rows), mask=is_chosen)
+    tl.store(routing.weights + rows, weights, mask=is_chosen)
+    tl.store(routing.rows + token * SLOTS + nth_of_token, rows, mask=is_chosen)
 
     index = tl.arange(0, EXPERTS)
     is_active = (counts > 0).to(tl.int32)
     n_active = tl.sum(is_active, axis=0)
     active = tl.cumsum(is_active, axis=0) - 1
-    tl.store(experts_ptr + active, index, mask=is_active > 0)
-    tl.store(bounds_ptr + active, starts, mask=is_active > 0)
+    tl.store(routing.experts + active, index, mask=is_active > 0)
+    tl.store(routing.bounds + active, starts, mask=is_active > 0)
     is_rest = (index >= n_active) & (index < n_listed)
-    tl.store(experts_ptr + index, tl.zeros_like(index), mask=is_rest)
-    tl.store(bounds_ptr + index, tl.zeros_like(index) + n_tokens * SLOTS, mask=is_rest)
-    tl.store(bounds_ptr + n_listed, n_tokens * SLOTS)
+    tl.store(routing.experts + index, tl.zeros_like(index), mask=is_rest)
+    tl.store(routing.bounds + index, tl.zeros_like(index) + n_tokens * SLOTS, mask=is_rest)
+    tl.store(routing.bounds + n_listed, n_tokens * SLOTS)
+
+
+@jit
+def _load_logits(logits, other, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The logits, their tokens and experts, and which of them exist."""
+    token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
+    mask = (token < logits.n_tokens) & (expert < logits.n_experts)
+    return tl.load(logits.ptr + token * logits.stride + expert, mask=mask, other=other), token, expert, mask
 
 
 @kernel
 def _route_kernel(
-    logits_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, stride, n_tokens, n_experts, n_listed,
+    logits, routing, n_listed,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
-    mask = (token < n_tokens) & (expert < n_experts)
-    logits = tl.load(logits_ptr + token * stride + expert, mask=mask, other=-float("inf"))
-    is_chosen = _largest(_sort_keys(logits, expert, EXPERTS), mask, SLOTS)
+    scores, token, expert, mask = _load_logits(logits, -float("inf"), TOKENS, EXPERTS)
+    is_chosen = _largest(_sort_keys(scores, expert, EXPERTS), mask, SLOTS)
 
-    logits = logits.to(tl.float32)
-    exponentials = exp(logits - tl.max(logits, axis=1)[:, None], True)
+    scores = scores.to(tl.float32)
+    exponentials = exp(scores - tl.max(scores, axis=1)[:, None], True)
     total = tl.sum(tl.where(is_chosen, exponentials, 0.0) if RENORMALIZE else exponentials, axis=1)
     weights = exponentials / total[:, None]
-    _store_rows(is_chosen, weights, token, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, n_tokens,
-                n_listed, EXPERTS, SLOTS)  # fmt: skip
+    _store_rows(is_chosen, weights, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
 
 
 @kernel
 def _route_sigmoid_kernel(
-    logits_ptr, bias_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, stride, scale,
-    n_tokens, n_experts, n_listed, group_size,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
-    SELECTED_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    logits, routing, n_listed, bias_ptr, scale, group_size,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
+    SELECTED_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
-    mask = (token < n_tokens) & (expert < n_experts)
-    logits = tl.load(logits_ptr + token * stride + expert, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + expert, mask=expert < n_experts, other=0.0)
-    scores = 1.0 / (1.0 + exp(-logits, True))
+    scores, token, expert, mask = _load_logits(logits, 0.0, TOKENS, EXPERTS)
+    bias = tl.load(bias_ptr + expert, mask=expert < logits.n_experts, other=0.0)
+    scores = 1.0 / (1.0 + exp(-scores.to(tl.float32), True))
     biased = scores + bias
     keys = _sort_keys(biased, expert, EXPERTS)
     selectable = mask
@@ -221,46 +227,44 @@ def _route_sigmoid_kernel(
     weights = scores
     if RENORMALIZE:
         weights = weights / (tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20)
-    _store_rows(is_chosen, weights * scale, token, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, n_tokens,
-                n_listed, EXPERTS, SLOTS)  # fmt: skip
+    _store_rows(is_chosen, weights * scale, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
 
 
 def _allocate(logits: Tensor, num_experts_per_token: int) -> Routing:
     n_tokens, n_experts = logits.shape
     n_rows = n_tokens * num_experts_per_token
+    n_listed = min(n_experts, n_rows)
     experts, bounds, tokens, rows = (
         logits.new_empty(shape, dtype=torch.int32)
-        for shape in (
-            min(n_experts, n_rows),
-            min(n_experts, n_rows) + 1,
-            n_rows,
-            (n_tokens, num_experts_per_token),
-        )
+        for shape in (n_listed, n_listed + 1, n_rows, (n_tokens, num_experts_per_token))
     )
     return Routing(experts, bounds, tokens, logits.new_empty(n_rows, dtype=torch.float32), rows)
 
 
+def _launch_arguments(logits: Tensor, routing: Routing) -> tuple[tuple[object, ...], tuple[int, ...], int]:
+    """The first arguments of both kernels, their first constants, and warps."""
+    logits = as_rows(logits)
+    tokens, experts = map(next_power_of_2, logits.shape)
+    arguments = _Logits(logits, logits.stride(0), *logits.shape), routing, len(routing.experts)
+    return arguments, (tokens, experts, routing.rows.shape[1]), min(32, max(1, tokens * experts // 512))
+
+
 @register("route", fake=_allocate)
 def _route(logits: Tensor, num_experts_per_token: int, renormalize: bool) -> Routing:
-    routing, logits = _allocate(logits, num_experts_per_token), as_rows(logits)
-    (n_tokens, n_experts), (tokens, experts) = logits.shape, map(next_power_of_2, logits.shape)
-    _route_kernel[1](
-        logits, *routing, logits.stride(0), n_tokens, n_experts, len(routing.experts), tokens, experts,
-        num_experts_per_token, renormalize, num_warps=min(32, max(1, tokens * experts // 512)),
-    )  # fmt: skip
+    routing = _allocate(logits, num_experts_per_token)
+    arguments, constants, warps = _launch_arguments(logits, routing)
+    _route_kernel[1](*arguments, *constants, renormalize, num_warps=warps)
     return routing
 
 
-@register("route_sigmoid", fake=lambda logits, num_experts_per_token: _allocate(logits, num_experts_per_token))
-def _route_sigmoid(logits: Tensor, bias: Tensor, num_experts_per_token: int, options: SigmoidOptions) -> Routing:
-    routing, logits = _allocate(logits, num_experts_per_token), as_rows(logits)
-    (n_tokens, n_experts), (tokens, experts) = logits.shape, map(next_power_of_2, logits.shape)
-    _route_sigmoid_kernel[1](
-        logits, bias.contiguous(), *routing, logits.stride(0), options.scale, n_tokens, n_experts,
-        len(routing.experts), n_experts // options.num_groups, tokens, experts, num_experts_per_token,
-        options.num_groups, options.num_selected_groups, options.renormalize,
-        num_warps=min(32, max(1, tokens * experts // 512)),
-    )  # fmt: skip
+@register("route_sigmoid", fake=_allocate)
+def _route_sigmoid(logits: Tensor, num_experts_per_token: int, bias: Tensor, options: SigmoidOptions) -> Routing:
+    routing = _allocate(logits, num_experts_per_token)
+    arguments, constants, warps = _launch_arguments(logits, routing)
+    num_groups, num_selected_groups, renormalize, scale = options
+    selection = bias.contiguous(), scale, logits.shape[1] // num_groups
+    groups = num_groups, num_selected_groups
+    _route_sigmoid_kernel[1](*arguments, *selection, *constants, renormalize, *groups, num_warps=warps)
     return routing
 
 
@@ -355,7 +359,7 @@ def route_sigmoid(
     options = SigmoidOptions(num_groups, num_selected_groups, renormalize, float(scale))
     with torch.no_grad():
         if uses_triton(logits, bias, backend=backend) and fits_one_program(*logits.shape) and len(logits):
-            return _route_sigmoid(logits, bias, num_experts_per_token, options)
+            return _route_sigmoid(logits, num_experts_per_token, bias, options)
         return sigmoid_reference(logits, bias, num_experts_per_token, options)
 
 
