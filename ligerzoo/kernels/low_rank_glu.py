@@ -80,7 +80,7 @@ def load_b(b_ptr, col_stride, rank_stride, cols, in_cols, RANK: tl.constexpr, PA
 
 
 @jit
-def load_rows(h_ptr, h_stride, rows, in_rows, RANK: tl.constexpr, PADDED: tl.constexpr):
+def load_h(h_ptr, h_stride, rows, in_rows, RANK: tl.constexpr, PADDED: tl.constexpr):
     """Rows of h, (ROWS, PADDED), with zeros after the rank."""
     ranks = tl.arange(0, PADDED)[None, :]
     return tl.load(h_ptr + rows[:, None] * h_stride + ranks, mask=in_rows[:, None] & (ranks < RANK), other=0.0)
@@ -120,13 +120,13 @@ def _forward_kernel(
     gate_b = load_b(terms.gate_b, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
     up_b = load_b(terms.up_b, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
     rows = first + tl.arange(0, ROWS)
-    gate_h = load_rows(terms.h, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
-    up_h = load_rows(terms.h + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)
+    gate_h = load_h(terms.h, h_stride, rows, rows < n_rows, GATE_RANK, PADDED)
+    up_h = load_h(terms.h + GATE_RANK, h_stride, rows, rows < n_rows, UP_RANK, PADDED)
     for _ in tl.range(TILES, num_stages=STAGES):
         # Triton does not load tiles as small as those of h ahead, so this loop does.
         next_rows = rows + ROWS
-        next_gate_h = load_rows(terms.h, h_stride, next_rows, next_rows < n_rows, GATE_RANK, PADDED)
-        next_up_h = load_rows(terms.h + GATE_RANK, h_stride, next_rows, next_rows < n_rows, UP_RANK, PADDED)
+        next_gate_h = load_h(terms.h, h_stride, next_rows, next_rows < n_rows, GATE_RANK, PADDED)
+        next_up_h = load_h(terms.h + GATE_RANK, h_stride, next_rows, next_rows < n_rows, UP_RANK, PADDED)
         mask = (rows < n_rows)[:, None] & in_cols[None, :]
         full_gate = load_with_term(gate.ptr, gate.stride, rows, cols, mask, terms.gate_scale, gate_h, gate_b)
         full_up = load_with_term(up.ptr, up.stride, rows, cols, mask, terms.up_scale, up_h, up_b)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ligerzoo.kernels.activation import Activation, activate
 from ligerzoo.kernels.dispatch import empty_gradient, multiprocessors, padded_size
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_b, load_rows, load_with_term, rows_of
+from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_b, load_h, load_with_term, rows_of
 from ligerzoo.kernels.low_rank_gradients import split_matrix, sum_parts
 from ligerzoo.kernels.registration import register
 
@@ -102,8 +102,8 @@ def _partial_kernel(
     gate_b = load_b(gate_b_ptr, GATE_RANK, 1, cols, in_cols, GATE_RANK, PADDED).to(dtype)
     up_b = load_b(up_b_ptr, UP_RANK, 1, cols, in_cols, UP_RANK, PADDED).to(dtype)
     # Loaded again rather than transposed, so that each product finds its operand in shared memory as it reads it.
-    gate_b_rows = load_rows(gate_b_ptr, GATE_RANK, cols, in_cols, GATE_RANK, PADDED).to(dtype)
-    up_b_rows = load_rows(up_b_ptr, UP_RANK, cols, in_cols, UP_RANK, PADDED).to(dtype)
+    gate_b_rows = load_h(gate_b_ptr, GATE_RANK, cols, in_cols, GATE_RANK, PADDED).to(dtype)
+    up_b_rows = load_h(up_b_ptr, UP_RANK, cols, in_cols, UP_RANK, PADDED).to(dtype)
     dgate_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
     dup_b = tl.zeros((PADDED, COLS), dtype=tl.float32)
     if DOWN_RANK:
@@ -114,19 +114,19 @@ def _partial_kernel(
     rows, ranks = tl.arange(0, ROWS), tl.arange(0, PADDED)
     n_rows = tl.minimum(rows_per_program, n_rows - first_row).to(tl.int32)
     in_rows = rows < n_rows
-    gate_h = load_rows(h_ptr, h_stride, rows, in_rows, GATE_RANK, PADDED)
-    up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, in_rows, UP_RANK, PADDED)
+    gate_h = load_h(h_ptr, h_stride, rows, in_rows, GATE_RANK, PADDED)
+    up_h = load_h(h_ptr + GATE_RANK, h_stride, rows, in_rows, UP_RANK, PADDED)
     if DOWN_RANK:
-        down_dh = load_rows(down_dh_ptr, DOWN_RANK, rows, in_rows, DOWN_RANK, PADDED)
+        down_dh = load_h(down_dh_ptr, DOWN_RANK, rows, in_rows, DOWN_RANK, PADDED)
     for first in range(0, n_rows, ROWS):
         # Triton does not load tiles as small as these ahead, so this loop does.
         in_next = rows < n_rows - first - ROWS
         h_ptr += ROWS * h_stride
-        next_gate_h = load_rows(h_ptr, h_stride, rows, in_next, GATE_RANK, PADDED)
-        next_up_h = load_rows(h_ptr + GATE_RANK, h_stride, rows, in_next, UP_RANK, PADDED)
+        next_gate_h = load_h(h_ptr, h_stride, rows, in_next, GATE_RANK, PADDED)
+        next_up_h = load_h(h_ptr + GATE_RANK, h_stride, rows, in_next, UP_RANK, PADDED)
         if DOWN_RANK:
             down_dh_ptr += ROWS * DOWN_RANK
-            next_down_dh = load_rows(down_dh_ptr, DOWN_RANK, rows, in_next, DOWN_RANK, PADDED)
+            next_down_dh = load_h(down_dh_ptr, DOWN_RANK, rows, in_next, DOWN_RANK, PADDED)
         in_rows = rows < n_rows - first
         mask = in_rows[:, None] & in_cols[None, :]
         gate = load_with_term(gate_ptr, gate_rows.stride, rows, cols, mask, terms.gate_scale, gate_h, gate_b)
