@@ -32,7 +32,7 @@ from ligerzoo.kernels.row_sums import splits_row_sums, would_split
 
 MAX_ROWS = 64
 _MAX_WEIGHTS = 3
-_DTYPES = (torch.bfloat16, torch.float16)
+FEW_ROWS_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Tiling(NamedTuple):
@@ -229,7 +229,9 @@ def uses_few_rows(
     scales: Sequence[Tensor] | None = None,
 ) -> bool:
     """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
-    if x.dtype not in _DTYPES or backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
+    if (
+        x.dtype not in FEW_ROWS_DTYPES or backend == "torch" or torch.is_grad_enabled()
+    ):  # the kernels have no backward pass
         return False
     if not 0 < x.numel() <= MAX_ROWS * x.shape[-1] or under_transform():
         return False

@@ -44,7 +44,8 @@ def reference(
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
     if weight is None:
         return normalized.to(x.dtype)
-    scale = weight_offset + weight.to(accumulation_dtype(weight.dtype))
+    scale = weight.to(accumulation_dtype(weight.dtype))
+    scale = weight_offset + scale if weight_offset else scale
     if round_before_scale:
         return (scale * normalized.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
     return (normalized * scale).to(x.dtype)

@@ -29,10 +29,12 @@ def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for every head
-    shape, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
-    x1, x2 = x[..., : 2 * pairs].unflatten(-1, shape).unbind(axis)
-    rotated = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis).flatten(-2)
-    return torch.cat([rotated, x[..., 2 * pairs :]], dim=-1).to(x.dtype)
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    x1, x2 = rotated.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
+    features = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    if interleaved:
+        features = [torch.stack(features, -1).flatten(-2)]
+    return torch.cat([*features, rest], -1).to(x.dtype)
 
 
 @jit

@@ -105,7 +105,7 @@ class Attention(nn.Module):
             cache: keys and values of earlier tokens; the new ones are appended.
         """
         check_features(self, x, self.hidden_size)
-        q, k, v = (self.heads(features) for features in self.project(x))
+        q, k, v = map(self.heads, self.project(x))
         return self.o_proj(self.mix(q, k, v, context, cache).flatten(-2))  # type: ignore[no-any-return]
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
@@ -124,22 +124,23 @@ class Attention(nn.Module):
 
     def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), normalized and rotated."""
+        q_norm, k_norm = self.q_norm, self.k_norm
 
         def normalize_and_rotate(q: Tensor, k: Tensor, *weights: Tensor | None) -> tuple[Tensor, Tensor]:
-            q = q if self.q_norm is None else self.q_norm(q)
-            k = k if self.k_norm is None else self.k_norm(k)
+            q, k = q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
             return self.apply_rotary(q, k, context)
 
         rotated = normalize_and_rotate(q, k)
-        if is_recording():  # backward keeps the inputs of a norm; rotation alone keeps neither inputs nor outputs
-            norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-            if len(norms) == 2 and all(is_plain(norm, RMSNorm, AllHeadsRMSNorm) for norm in norms):
-                recomputable(rotated, normalize_and_rotate, q, k, *(norm.weight for norm in norms))
+        if q_norm is None or k_norm is None or not is_recording():
+            return rotated
+        # Backward keeps the inputs of a norm. Rotation alone keeps neither inputs nor outputs.
+        if all(is_plain(norm, RMSNorm, AllHeadsRMSNorm) for norm in (q_norm, k_norm)):
+            recomputable(rotated, normalize_and_rotate, q, k, q_norm.weight, k_norm.weight)
         return rotated
 
     def heads(self, features: Tensor) -> Tensor:
         """(B, T, heads * D) -> (B, T, heads, D)."""
-        return features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return, no-untyped-call]
+        return features.view(*features.shape[:-1], -1, self.head_dim)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
@@ -181,10 +182,10 @@ class Attention(nn.Module):
 
     def apply_rotary(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), rotated by their positions."""
-        if self.rotary is None:
+        rotary = self.rotary
+        if rotary is None:
             return q, k
-        rotation = context.rotation(self.rotary, q.dtype)
-        return rope(q, k, *rotation, interleaved=self.rotary.interleaved, backend=self.backend)
+        return rope(q, k, *context.rotation(rotary, q.dtype), interleaved=rotary.interleaved, backend=self.backend)
 
     def extra_repr(self) -> str:
         shown = {"window": self.window, "scale": self.scale, "softcap": self.softcap}

@@ -19,7 +19,7 @@ from ligerzoo.kernels import apply_sinks, decode_attention, sink_attention
 from ligerzoo.kernels.attention_sinks import attention_kernel
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.kernels.fp8 import from_storage
+from ligerzoo.kernels.fp8 import FP8, from_storage
 from ligerzoo.layers.attention_on_meta import attention_on_meta
 from ligerzoo.layers.masks import AttentionMask, Mask, as_additive, single_query_interval
 
@@ -53,7 +53,7 @@ class AttentionCall(NamedTuple):
     @property
     def on_cpu(self) -> bool:
         """Whether the queries are on a CPU."""
-        return self.q.device.type == "cpu"
+        return self.q.is_cpu
 
     @property
     def scores(self) -> int:
@@ -106,11 +106,14 @@ def attend(
     Returns:
         (B, T, N, D).
     """
-    options = mask, scale, softcap, is_causal, sinks
-    call = AttentionCall(q, k, v, *options)
-    if not _decodes(call):  # the other paths cannot read float8_e4m3fn
-        call = AttentionCall(q, from_storage(k, q.dtype), from_storage(v, q.dtype), *options)
-    for path in PATHS:
+    call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
+    first, *others = PATHS
+    if first.can(call):
+        return first.run(call)
+    if k.dtype == FP8:  # which the other paths cannot read
+        k, v = from_storage(k, q.dtype), from_storage(v, q.dtype)
+        call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
+    for path in others:
         if path.can(call):
             return path.run(call)
     raise AssertionError("the last path computes every call")
@@ -248,11 +251,10 @@ def _sink_kernel(call: AttentionCall) -> Tensor:
 
 
 def _fused_sdpa(call: AttentionCall) -> Tensor:
-    q, k, v = call[:3]
+    q, k, v = call.q, call.k, call.v
     if q.is_cuda and q.dtype == torch.float32:  # its only kernel that keeps no scores has equal numbers of heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = call.additive(q.dtype)
+    q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), call.additive(q.dtype)
     with _fastest_first(q) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v, mask, scale=call.scale, is_causal=call.masks_future, enable_gqa=q.shape[1] != k.shape[1]

@@ -123,9 +123,9 @@ def run_blocks(
         recompute: what backward recomputes of all blocks, or of each; an empty sequence for nothing. Ignored with a
             cache, which has no backward pass.
     """
-    layers = list(layers)
+    layers, caches = list(layers), None if context.cache is None else context.cache.layers
     levels = [recompute] * len(layers) if isinstance(recompute, Recompute) else recompute
-    if not (levels and torch.is_grad_enabled() and context.cache is None):
+    if not (levels and torch.is_grad_enabled() and caches is None):
         levels = [Recompute.NOTHING] * len(layers)
     if context.hidden_states is not None:
         context.hidden_states.append(x)
@@ -136,9 +136,11 @@ def run_blocks(
             )
             for name, tensors in outputs.items():
                 getattr(context, name).extend(tensors)
+        elif level is Recompute.NOTHING:
+            x = layer(x, context, None if caches is None else caches[index])
         else:
             with recomputing(level):
-                x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
+                x = layer(x, context)
         if context.hidden_states is not None and not _is_skipped(layer, context):
             context.hidden_states.append(x)
         if context.deepstack is not None:  # not part of the block, which may be recomputed

@@ -20,7 +20,10 @@ class Linear(nn.Linear):
 
     def terms(self) -> LinearTerms | None:
         """What `forward` computes, for a fused kernel; None for a subclass, and for a layer with hooks or a wrapper."""
-        return LinearTerms(self.weight, self.bias) if is_unmodified(self, Linear) else None
+        if not is_unmodified(self, Linear):
+            return None
+        parameters = self._parameters  # `self.weight` would search for the name in each call
+        return LinearTerms(parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

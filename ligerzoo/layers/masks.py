@@ -10,7 +10,6 @@ Shapes: B batch, T queries, S keys.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 _BLOCK = 128
 
 
-class AttentionMask(ABC):
+class AttentionMask:
     """Which keys each query attends to, converted on demand to the form that an attention kernel needs.
 
     Args:
@@ -34,9 +33,9 @@ class AttentionMask(ABC):
         self._additive: dict[torch.dtype, Tensor] = {}
         self._block_mask: Any = None
 
-    @abstractmethod
     def visible(self) -> Tensor:
         """Returns the mask as a matrix, (B or 1, 1, T, S) bool."""
+        raise NotImplementedError
 
     def additive(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix to add to the scores, (B or 1, 1, T, S); see `additive_mask`."""
@@ -66,13 +65,13 @@ class AttentionMask(ABC):
             seq_lengths=(self.queries, self.keys),
         )
 
-    @abstractmethod
     def _visible_blocks(self) -> tuple[Tensor, Tensor]:
         """Returns whether each block has visible keys, and only visible keys: (B or 1, query blocks, key blocks)."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _mask_mod(self) -> Callable[..., Tensor]:
         """Returns FlexAttention's `mask_mod(b, head, q, key)`: whether the query sees the key, for 0-d indices."""
+        raise NotImplementedError
 
     def _queries_in_blocks(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (B, blocks, 128, ...); repeats the last query to fill the last block."""

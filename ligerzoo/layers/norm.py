@@ -128,11 +128,11 @@ def normalize(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     The backward kernel adds the gradient of the residual if `norm` is an `RMSNorm` without hooks or wrappers (see
     `is_plain`).
     """
-    if is_plain(norm, RMSNorm):
-        normalized, x = residual_rms_norm(x, **norm.kernel_options())
-        _declare(norm, normalized, x)
-        return normalized, x
-    return norm(x), x
+    if not is_plain(norm, RMSNorm):
+        return norm(x), x
+    normalized, x = residual_rms_norm(x, **norm.kernel_options())
+    _declare(norm, normalized, x)
+    return normalized, x
 
 
 def recomputable_norm(x: Tensor, norm: nn.Module) -> Tensor:

@@ -29,7 +29,7 @@ def is_unmodified(module: nn.Module, *kinds: type[M]) -> TypeGuard[M]:
         or module._forward_hooks
         or module._backward_pre_hooks
         or module._backward_hooks
-        or "forward" in vars(module)
+        or "forward" in module.__dict__
     )
 
 

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.dispatch import Backend, dtype_of_products, uses_triton
-from ligerzoo.kernels.few_rows import gate_few_rows, uses_few_rows
+from ligerzoo.kernels.few_rows import FEW_ROWS_DTYPES, gate_few_rows, uses_few_rows
 from ligerzoo.kernels.linears import compute_linears, product
 from ligerzoo.kernels.lora import LowRank, compute_lora_linears, low_rank_product, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
-from ligerzoo.kernels.recompute import Recompute, recomputable, recomputed
+from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable, recomputed
 from ligerzoo.kernels.row_sums import would_split
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
 from ligerzoo.layers.quantized import as_int8
@@ -116,37 +116,88 @@ def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; by a kernel for few rows where it is faster, or sums must not be split."""
-    if not torch.is_grad_enabled() or would_split(x, weight):
-        readable = _readable(x, [LinearTerms(weight, bias)], "auto")
-        if readable is not None:
-            return compute_linears(x, *readable, "auto")[0]
+    if x.dtype in FEW_ROWS_DTYPES and (not torch.is_grad_enabled() or would_split(x, weight)):
+        operands = Operands.read([LinearTerms(weight, bias)])
+        if operands is not None and (outputs := operands.products(x, "auto")) is not None:
+            return outputs[0]
     return product(x, weight, bias)
 
 
-class _Readable(NamedTuple):
-    """What a kernel reads of linear layers: weights in floating point, or int8 ones with scales."""
+class Operands(NamedTuple):
+    """What kernels read of several linear layers of one input.
+
+    Attributes:
+        weights: in floating point, or in int8 with scales.
+        biases: those that are added before DoRA's factors.
+        scales: of the rows of int8 weights; None for weights in floating point.
+        updated: the terms of all layers, if one has matrices A and B; else None.
+    """
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
-    scales: Sequence[Tensor] | None
+    scales: Sequence[Tensor] | None = None
+    updated: Sequence[LinearTerms] | None = None
+
+    @classmethod
+    def of(cls, *layers: nn.Module) -> Operands | None:
+        """Asks each layer once. None if one must run its `forward`, or has tensors that kernels do not read."""
+        terms = []
+        for layer in layers:
+            if (found := terms_of(layer)) is None:
+                return None
+            terms.append(found)
+        return cls.read(terms)
+
+    @classmethod
+    def read(cls, terms: Sequence[LinearTerms]) -> Operands | None:
+        """Returns the operands of layers with these terms; None for tensors that kernels do not read."""
+        weights, biases = [one.weight for one in terms], [one.bias for one in terms]
+        if not is_plain_tensor(*biases):
+            return None
+        if any(one.adapter is not None for one in terms):
+            if not all(one.has_plain_tensors for one in terms):
+                return None
+            return cls(weights, [one.inner_bias for one in terms], None, terms)
+        if is_plain_tensor(*weights):
+            return cls(weights, biases)
+        int8 = [parts for weight in weights if (parts := as_int8(weight)) is not None]
+        if len(int8) < len(weights):
+            return None
+        return cls([weight.data for weight in int8], biases, [weight.scale for weight in int8])
+
+    def products(self, x: Tensor, backend: Backend, level: Recompute | None = None) -> tuple[Tensor, ...] | None:
+        """Returns the outputs of the layers; None where each must run alone, see the table above."""
+        weights, biases, scales, updated = self
+        if updated is not None:
+            return self._updated_products(x, updated, backend, level) if torch.is_grad_enabled() else None
+        if scales is not None and not uses_few_rows(x, weights, biases, backend, scales):
+            return None
+        outputs = compute_linears(x, weights, biases, scales, backend)
+        if level is not None and scales is None and is_recording():
+            again = partial(_products, backend, len(weights))
+            recomputable(outputs, again, x, *weights, *biases, level=level)
+        return outputs
+
+    def _updated_products(
+        self, x: Tensor, updated: Sequence[LinearTerms], backend: Backend, level: Recompute | None
+    ) -> tuple[Tensor, ...] | None:
+        """`lora_linears`; None if the dropouts differ."""
+        adapters = [one.adapter for one in updated if one.adapter is not None]
+        if len({adapter.lora_dropout for adapter in adapters}) != 1:
+            return None
+        dropped, updates = adapters[0].dropped(x), [one.update for one in updated]
+        matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
+        outputs = recomputed(
+            lambda x, dropped, *_: compute_lora_linears(x, self.weights, self.biases, updates, dropped, backend),
+            x, dropped, *self.weights, *self.biases, *matrices, level=level,
+        )  # fmt: skip
+        return tuple(one.rescale(y, level) for y, one in zip(outputs, updated, strict=True))
 
 
-def _readable(x: Tensor, terms: Sequence[LinearTerms | None], backend: Backend) -> _Readable | None:
-    """Returns plain weights; int8 ones of torchao where the kernel for few rows runs.
-
-    None for other weights, and if a layer has matrices A and B or must run its `forward`.
-    """
-    plain = [one for one in terms if one is not None and one.adapter is None]
-    weights, biases = [one.weight for one in plain], [one.bias for one in plain]
-    if len(plain) < len(terms) or not is_plain_tensor(*biases):
-        return None
-    if is_plain_tensor(*weights):
-        return _Readable(weights, biases, None)
-    int8 = [parts for weight in weights if (parts := as_int8(weight)) is not None]
-    if len(int8) < len(weights):
-        return None
-    found = _Readable([weight.data for weight in int8], biases, [weight.scale for weight in int8])
-    return found if uses_few_rows(x, *found[:2], backend, found.scales) else None
+def _products(backend: Backend, count: int, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Computes products again: of `count` weights, and biases, or none."""
+    biases = parameters[count:] or [None] * count
+    return compute_linears(x, parameters[:count], biases, None, backend)
 
 
 def project(
@@ -161,30 +212,15 @@ def project(
         level: the lowest level of an activation plan that recomputes the outputs in backward; None to keep them. Those
             of quantized weights, and of layers with hooks or wrappers, are kept.
     """
-    return _project(x, layers, [terms_of(layer) for layer in layers], backend, level)
-
-
-def _project(
-    x: Tensor,
-    layers: Sequence[nn.Module],
-    terms: Sequence[LinearTerms | None],
-    backend: Backend,
-    level: Recompute | None,
-) -> tuple[Tensor, ...]:
-    outputs = None
-    if (readable := _readable(x, terms, backend)) is not None:
-        outputs = recomputed(
-            lambda x, *_: compute_linears(x, *readable, backend), x, *readable.weights, *readable.biases,
-            level=level if readable.scales is None else None,
-        )  # fmt: skip
-    elif torch.is_grad_enabled():
-        outputs = _with_updates(x, terms, backend, level)
+    operands = Operands.of(*layers)
+    outputs = None if operands is None else operands.products(x, backend, level)
     return tuple(layer(x) for layer in layers) if outputs is None else outputs
 
 
 def project_alone(x: Tensor, terms: LinearTerms) -> Tensor:
     """Returns the output of one layer with matrices A and B, (..., H) -> (..., O)."""
-    if torch.is_grad_enabled() and (outputs := _with_updates(x, [terms], "auto", None)) is not None:
+    operands = Operands.read([terms]) if torch.is_grad_enabled() else None
+    if operands is not None and (outputs := operands.products(x, "auto")) is not None:
         return outputs[0]
     dropped = None if terms.adapter is None else terms.adapter.dropped(x)
     y = linear(x, terms.weight, terms.inner_bias)  # which reads quantized weights too
@@ -193,40 +229,20 @@ def project_alone(x: Tensor, terms: LinearTerms) -> Tensor:
     return terms.rescale(y)
 
 
-def _with_updates(
-    x: Tensor, terms: Sequence[LinearTerms | None], backend: Backend, level: Recompute | None
-) -> tuple[Tensor, ...] | None:
-    """`lora_linears`, with gradients.
-
-    None without updates, if their dropouts differ, if a layer must run its `forward`, and for weights of other types.
-    """
-    found = [one for one in terms if one is not None and one.has_plain_tensors]
-    adapters = [one.adapter for one in found if one.adapter is not None]
-    if len(found) < len(terms) or len({adapter.lora_dropout for adapter in adapters}) != 1:
-        return None
-    weights, biases, updates = ([getattr(one, name) for one in found] for name in ("weight", "inner_bias", "update"))
-    dropped = adapters[0].dropped(x)
-    matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
-    outputs = recomputed(
-        lambda x, dropped, *_: compute_lora_linears(x, weights, biases, updates, dropped, backend),
-        x, dropped, *weights, *biases, *matrices, level=level,
-    )  # fmt: skip
-    return tuple(one.rescale(y, level) for y, one in zip(outputs, found, strict=True))
-
-
 def gated_mlp(
     x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: Activation, backend: Backend = "auto"
 ) -> Tensor:
     """Returns down(activation(gate(x)) * up(x)), (..., H) -> (..., O); see the table above."""
-    inner = terms_of(gate), terms_of(up)
-    readable = None if torch.is_grad_enabled() else _readable(x, inner, backend)
-    if readable is not None:
-        weights, biases, scales = readable
-        if len(weights[0]) == len(weights[1]) and uses_few_rows(x, weights, biases, backend, scales):
+    inner, outputs = Operands.of(gate, up), None
+    if inner is not None:
+        weights, biases, scales, updated = inner
+        is_glu = updated is None and len(weights[0]) == len(weights[1])
+        if is_glu and uses_few_rows(x, weights, biases, backend, scales):
             return down(gate_few_rows(x, weights, biases, scales, activation))  # type: ignore[no-any-return]
-    if (parts := low_rank_parts(x, gate, up, down, backend)) is not None:
-        return gate_and_project(*parts[:2], down, activation, backend, parts[2])
-    gate_y, up_y = _project(x, (gate, up), inner, backend, Recompute.MLP)
+        if updated is not None and (parts := low_rank_parts(x, updated, down, backend)) is not None:
+            return gate_and_project(*parts[:2], down, activation, backend, parts[2])
+        outputs = inner.products(x, backend, Recompute.MLP)
+    gate_y, up_y = (gate(x), up(x)) if outputs is None else outputs
     return gate_and_project(gate_y, up_y, down, activation, backend)
 
 
@@ -250,33 +266,32 @@ def _trainable(layer: nn.Module) -> LinearTerms | None:
 
 
 def low_rank_parts(
-    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, backend: Backend
+    x: Tensor, inner: Sequence[LinearTerms], down: nn.Module, backend: Backend
 ) -> tuple[Tensor, Tensor, LowRankTerms] | None:
-    """Returns the products of x and the weights of `gate` and `up`, and their low-rank updates as terms.
+    """Returns the products of x and the weights of gate and up, and their low-rank updates as terms.
 
     None if `ligerzoo.kernels.glu_linear` does not add the terms in registers: without gradients, without the kernels,
-    in fp32 or fp64, with a rank above `MAX_RANK`, or if `gate` or `up` has a bias, no update, dropout, DoRA or hooks.
+    in fp32 or fp64, with a rank above `MAX_RANK`, or if `gate` or `up` has a bias, no update, dropout or DoRA.
+
+    Args:
+        x: (..., H).
+        inner: the terms of gate and up.
+        down: the down projection.
+        backend: see `gated_mlp`.
     """
-    inner = [one for one in map(_trainable, (gate, up)) if one is not None and one.update is not None]
-    if len(inner) < 2 or any(one.rescales or one.bias is not None for one in inner):
-        return None
-    if (outer := _trainable(down)) is None:
+    outer, updates = _trainable(down), [one.update for one in inner if one.update is not None]
+    if outer is None or len(updates) < 2 or any(one.drops or one.rescales or one.bias is not None for one in inner):
         return None
     weights, dtype = [one.weight for one in inner], dtype_of_products(x)
-    ranks = [len(one.update.a) for one in (*inner, outer) if one.update is not None]
+    ranks = [len(update.a) for update in (*updates, outer.update) if update is not None]
     if max(ranks) > MAX_RANK or dtype.itemsize != 2 or not uses_triton(x, *weights, backend=backend):
         return None
-    first, second = (one.update for one in inner if one.update is not None)
+    first, second = updates
     a = stacked_a(dtype, first.a, second.a)
     gate_y, up_y, h = compute_linears(x, [*weights, a], [None] * 3, None, backend)
-    again = partial(_products, backend)
-    recomputable((gate_y, up_y), again, x, *weights, level=Recompute.MLP)
-    recomputable((h,), again, x, a, level=Recompute.BLOCK)
+    recomputable((gate_y, up_y), partial(_products, backend, 2), x, *weights, level=Recompute.MLP)
+    recomputable((h,), partial(_products, backend, 1), x, a, level=Recompute.BLOCK)
     return gate_y, up_y, LowRankTerms(h, first.b, second.b, first.scale, second.scale)
-
-
-def _products(backend: Backend, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    return compute_linears(x, weights, [None] * len(weights), None, backend)
 
 
 def activate_and_project(x: Tensor, activation: Activation, layer: nn.Module, backend: Backend = "auto") -> Tensor:

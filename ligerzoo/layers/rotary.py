@@ -131,7 +131,9 @@ class RotaryEmbedding(nn.Module):
             dtype: dtype of the result, unless `in_fp32` is set.
         """
         angles = position_ids[..., None].float() * self.frequencies(position_ids)
-        cos, sin = (f(angles) * self.attention_factor for f in (torch.cos, torch.sin))
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return (cos, sin) if self.in_fp32 else (cos.to(dtype), sin.to(dtype))
 
     def extra_repr(self) -> str:

@@ -168,8 +168,15 @@ def adapted(
     return mlp
 
 
+def parts_of(mlp: GatedMLP, x: Tensor) -> tuple[Tensor, Tensor, LowRankTerms] | None:
+    inner = projection.Operands.of(mlp.gate_proj, mlp.up_proj)
+    if inner is None or inner.updated is None:
+        return None
+    return projection.low_rank_parts(x, inner.updated, mlp.down_proj, mlp.backend)
+
+
 def terms_of(mlp: GatedMLP, x: Tensor) -> LowRankTerms | None:
-    parts = projection.low_rank_parts(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.backend)
+    parts = parts_of(mlp, x)
     return None if parts is None else parts[2]
 
 
@@ -274,7 +281,7 @@ def test_the_products_of_the_updates_are_not_written(device: str) -> None:
     """Backward keeps gate and up without them, and as many bytes."""
     mlp = adapted(device, HALF_DTYPE, ALL, {})
     x = torch.randn(6, 24, device=device, dtype=HALF_DTYPE, requires_grad=True)
-    parts = projection.low_rank_parts(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.backend)
+    parts = parts_of(mlp, x)
     assert parts is not None
     gate, up, _ = parts
     saved: list[Tensor] = []
