@@ -23,8 +23,7 @@ from ligerzoo.kernels.cuda_graph import capture
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Attention, Linear, LMHead, RotaryEmbedding
 from ligerzoo.layers.capture import capture_obstacle, never_reads_values
-from ligerzoo.layers.lora import LoRALinear
-from ligerzoo.layers.lora_head import LoRAHead
+from ligerzoo.layers.lora import LoRAHead, LoRALinear
 from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.layers.quantized import is_quantized, stored_tensors
 

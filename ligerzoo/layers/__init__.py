@@ -1,6 +1,6 @@
 """Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
-from ligerzoo.layers.attention import Attention, RotaryNormAttention, SinkAttention
+from ligerzoo.layers.attention import Attention, GatedAttention, RotaryNormAttention, SinkAttention
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import (
@@ -12,14 +12,13 @@ from ligerzoo.layers.block import (
     ScaledPreNormBlock,
 )
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
-from ligerzoo.layers.context import Context, shifted_labels
+from ligerzoo.layers.context import Context, LayerOutputs, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
 from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
-from ligerzoo.layers.gated_attention import GatedAttention
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
@@ -89,6 +88,7 @@ __all__ = [
     "LatentAttention",
     "LayerCache",
     "LayerNorm",
+    "LayerOutputs",
     "Linear",
     "LinearAttentionBlock",
     "Mask",

@@ -12,10 +12,16 @@ from torch import nn
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.linear import Linear
-from ligerzoo.layers.lora import LoRALayer, LoRALinear, LoRAOptions, LoRARouter
-from ligerzoo.layers.lora_embedding import LoRAEmbedding, LoRAScaledEmbedding
-from ligerzoo.layers.lora_experts import LoRAExperts
-from ligerzoo.layers.lora_head import LoRAHead
+from ligerzoo.layers.lora import (
+    LoRAEmbedding,
+    LoRAExperts,
+    LoRAHead,
+    LoRALayer,
+    LoRALinear,
+    LoRAOptions,
+    LoRARouter,
+    LoRAScaledEmbedding,
+)
 from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.routers import Router
 

@@ -148,12 +148,12 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
-        arguments = q, k, v, mask, self.scale, self.softcap, self.is_causal, self.sinks
-        if context.attentions is not None:
-            return attend_and_record(AttentionCall(*arguments), context.attentions)
+        call = AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal, self.sinks)
+        if (record := context.outputs.attentions) is not None:
+            return attend_and_record(call, record)
         if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
             return self._attend_exactly(q, k, v, context)
-        return attend(*arguments)
+        return attend(*call)
 
     def _attend_exactly(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Attends to cached keys with the bits of causal attention without a cache."""
@@ -224,3 +224,29 @@ class SinkAttention(Attention):
         """Samples the sinks from N(0, std^2)."""
         if self.sinks is not None:
             nn.init.normal_(self.sinks, std=std)
+
+
+class GatedAttention(Attention):
+    """Self-attention with an output gate, `o_proj(attention(x) * sigmoid(gate(x)))` (Qiu et al. 2025).
+
+    Takes the arguments of `Attention`.
+
+    Attributes:
+        q_proj: (2 * N * D, H), for each head the D rows of its queries, then those of its gate.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, *arguments, **options)
+        q = self.q_proj
+        self.q_proj = Linear(
+            hidden_size, 2 * q.out_features, bias=q.bias is not None, device=q.weight.device, dtype=q.weight.dtype
+        )
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """x: (B, T, H) -> (B, T, H); see `Attention.forward`."""
+        check_features(self, x, self.hidden_size)
+        features, k, v = self.project(x)
+        q, gate = features.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # type: ignore[no-untyped-call]
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))  # type: ignore[no-untyped-call]
+        out = self.mix(q, k, v, context, cache)
+        return self.o_proj((out * gate.sigmoid()).flatten(-2))  # type: ignore[no-any-return]

@@ -44,11 +44,11 @@ class AttentionCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: AttentionMask | Tensor | None
-    scale: float | None
-    softcap: float | None
-    is_causal: bool
-    sinks: Tensor | None
+    mask: AttentionMask | Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    is_causal: bool = True
+    sinks: Tensor | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -107,13 +107,9 @@ def attend(
         (B, T, N, D).
     """
     call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
-    first, *others = PATHS
-    if first.can(call):
-        return first.run(call)
-    if k.dtype == FP8:  # which the other paths cannot read
-        k, v = from_storage(k, q.dtype), from_storage(v, q.dtype)
-        call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
-    for path in others:
+    if k.dtype == FP8 and not _decodes(call):  # the other paths cannot read it
+        call = AttentionCall(q, k.to(q.dtype), v.to(q.dtype), *call[3:])
+    for path in PATHS:
         if path.can(call):
             return path.run(call)
     raise AssertionError("the last path computes every call")
@@ -304,9 +300,9 @@ PATHS = (
 
 def attend_and_record(call: AttentionCall, record: list[Tensor]) -> Tensor:
     """`attend` in plain torch, which appends the probabilities (B, N, T, S) to `record`."""
-    q, k, _, mask, scale, softcap, is_causal, sinks = call
-    k, v = from_storage(k, q.dtype), from_storage(call.v, q.dtype)
-    probabilities = attention_probabilities(q, k, as_additive(mask, q.dtype), scale, softcap, is_causal, sinks)
+    q = call.q
+    k, v = from_storage(call.k, q.dtype), from_storage(call.v, q.dtype)
+    probabilities = attention_probabilities(AttentionCall(q, k, v, call.additive(q.dtype), *call[4:]))
     record.append(probabilities)
     return apply_probabilities(probabilities, v)
 
@@ -322,28 +318,22 @@ def reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend` in plain torch, with an additive mask; see `attention_probabilities`."""
-    return apply_probabilities(attention_probabilities(q, k, mask, scale, softcap, is_causal, sinks), v)
+    call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
+    return apply_probabilities(attention_probabilities(call), v)
 
 
-def attention_probabilities(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    is_causal: bool = True,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Returns the attention probabilities (B, N, T, S): scores in the dtype of the inputs, softmax in fp32.
+def attention_probabilities(call: AttentionCall) -> Tensor:
+    """Returns the probabilities (B, N, T, S) of a call with an additive mask, or none.
 
-    The arguments are those of `attend`, with an additive mask.
+    Scores are in the dtype of the inputs, the softmax in fp32.
     """
+    q, k, _, mask, scale, softcap, is_causal, sinks = call
     q, k = q.transpose(1, 2), _repeat_heads(k, q.shape[2])
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores + mask
+        scores = scores + mask  # type: ignore[operator]
     elif is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(
             1 + scores.shape[-1] - scores.shape[-2]

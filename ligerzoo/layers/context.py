@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,31 +23,39 @@ from ligerzoo.tensor_checks import describe_value, kind_of
 
 _NO_CACHE = KVCache([])
 
-_ATTRIBUTES = (
-    "rows",
-    "tokens",
-    "cache",
-    "padding_mask",
-    "segment_start",
-    "last_visible",
-    "cross_attention_inputs",
-    "deepstack",
-    "position_ids",
-    "has_default_positions",
-    "router_logits",
-    "hidden_states",
-    "attentions",
-    "_full_mask",
-    "cache_position",
-    "_packed_end",
-    "_rotations",
-    "_masks",
-)
-"""All attributes of a context."""
+
+@dataclass(kw_only=True)
+class LayerOutputs:
+    """The tensors that layers store in a forward: lists to which they append, or None to store none.
+
+    Attributes:
+        router_logits: (B * T, E) of each MoE layer, in order.
+        attentions: (B, N, T, S) attention probabilities of each layer, computed in plain torch, not in fused kernels.
+        hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
+            final norm.
+    """
+
+    router_logits: list[Tensor] | None = None
+    attentions: list[Tensor] | None = None
+    hidden_states: list[Tensor] | None = None
+
+    def of_block(self) -> LayerOutputs:
+        """Returns the empty lists of what layers within a block store here."""
+        return LayerOutputs(
+            router_logits=None if self.router_logits is None else [],
+            attentions=None if self.attentions is None else [],
+        )
+
+    def stored(self) -> dict[str, list[Tensor]]:
+        """Returns the lists that are not empty, by name."""
+        return {name: tensors for name, tensors in vars(self).items() if tensors}
 
 
-LAYER_OUTPUTS = ("router_logits", "attentions")
-"""Attributes of a context to which layers within a block append tensors."""
+def _output(name: str) -> Any:
+    """Returns a property of `Context`: a list of its `outputs`."""
+    return property(
+        lambda context: getattr(context.outputs, name), lambda context, value: setattr(context.outputs, name, value)
+    )
 
 
 class AddedFeatures(Protocol):
@@ -103,6 +112,7 @@ class Context:
         cu_seqlens: (n + 1,) int, boundaries of n segments packed into one row: 0, ..., at most T. Tokens after the last
             boundary are padding.
         cache: the KV cache of earlier tokens; layers append the new tokens to it.
+        outputs: what layers store. Default: router logits only.
 
     Attributes:
         rows: B.
@@ -117,16 +127,17 @@ class Context:
             token itself.
         cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
-        router_logits: (B * T, E) of each MoE layer, in order. None to store none.
-        hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
-            final norm. None, the default, to store none.
-        attentions: (B, N, T, S) attention probabilities of each layer, computed in plain torch. None, the default, to
-            store none and use the fused kernels.
+        outputs: as given.
+        router_logits, attentions, hidden_states: those of `outputs`.
 
     Raises:
         TypeError: an input has another type.
         ValueError: the shapes, dtypes or values of the inputs are inconsistent.
     """
+
+    router_logits: list[Tensor] | None = _output("router_logits")
+    attentions: list[Tensor] | None = _output("attentions")
+    hidden_states: list[Tensor] | None = _output("hidden_states")
 
     def __init__(
         self,
@@ -135,6 +146,7 @@ class Context:
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
+        outputs: LayerOutputs | None = None,
     ) -> None:
         _require_tensor("x", x, "(B, T) token ids or (B, T, H) embeddings")
         if x.ndim not in (2, 3) or x.shape[1] == 0:
@@ -189,19 +201,16 @@ class Context:
         self.position_ids = position_ids
         self.cross_attention_inputs: object | None = None
         self.deepstack: AddedFeatures | None = None
-        self.router_logits: list[Tensor] | None = []
-        self.hidden_states: list[Tensor] | None = None
-        self.attentions: list[Tensor] | None = None
+        self.outputs = LayerOutputs(router_logits=[]) if outputs is None else outputs
         self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
 
     def fork(self) -> Context:
-        """Returns a copy with separate lists of outputs, for a layer that is recomputed in the backward pass."""
+        """Returns a copy with separate, empty outputs, for a layer that is recomputed in the backward pass."""
         fork = object.__new__(Context)
-        for name in _ATTRIBUTES:  # unlike copy.copy, traceable by all versions of torch.compile
-            setattr(fork, name, getattr(self, name))
-        for name in LAYER_OUTPUTS:
-            setattr(fork, name, None if getattr(self, name) is None else [])
+        for name, value in vars(self).items():  # unlike copy.copy, traceable by all versions of torch.compile
+            setattr(fork, name, value)
+        fork.outputs = self.outputs.of_block()
         if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork

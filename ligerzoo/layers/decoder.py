@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligerzoo.kernels.recompute import Recompute, recomputing
 from ligerzoo.kernels.row_sums import split_row_sums
-from ligerzoo.layers.context import LAYER_OUTPUTS, Context
+from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import check_exact
 from ligerzoo.layers.kv_cache import KVCache, new_layer_cache
 
@@ -82,8 +82,8 @@ class Decoder(nn.Module):
         keeps_sums = cache is None or cache.exact or torch.compiler.is_compiling()  # which leaves sums to torch
         with nullcontext() if keeps_sums else split_row_sums():
             x = self.norm(run_blocks(self.layers, x, context, recompute=recompute))
-        if context.hidden_states is not None:
-            context.hidden_states[-1] = x
+        if (states := context.outputs.hidden_states) is not None:
+            states[-1] = x
         return x
 
     def new_cache(
@@ -118,8 +118,8 @@ def run_blocks(
     Args:
         layers: blocks, called as `PreNormBlock`.
         x: input of the first block.
-        context: positions, mask and cache of the tokens. Its `hidden_states`, if not None, get the input and the output
-            of each block that changes them. Its `deepstack`, if not None, is added to the outputs of blocks.
+        context: positions, mask and cache of the tokens. The `hidden_states` of its outputs, if not None, get the input
+            and the output of each block that changes them. Its `deepstack`, if not None, is added to the outputs.
         recompute: what backward recomputes of all blocks, or of each; an empty sequence for nothing. Ignored with a
             cache, which has no backward pass.
     """
@@ -127,22 +127,23 @@ def run_blocks(
     levels = [recompute] * len(layers) if isinstance(recompute, Recompute) else recompute
     if not (levels and torch.is_grad_enabled() and caches is None):
         levels = [Recompute.NOTHING] * len(layers)
-    if context.hidden_states is not None:
-        context.hidden_states.append(x)
+    outputs = context.outputs
+    if outputs.hidden_states is not None:
+        outputs.hidden_states.append(x)
     for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
         if level is Recompute.BLOCK:
-            x, outputs = checkpoint(
+            x, stored = checkpoint(
                 _forward, layer, x, context, use_reentrant=False, preserve_rng_state=not _is_capturing(x)
             )
-            for name, tensors in outputs.items():
-                getattr(context, name).extend(tensors)
+            for name, tensors in stored.items():
+                getattr(outputs, name).extend(tensors)
         elif level is Recompute.NOTHING:
             x = layer(x, context, None if caches is None else caches[index])
         else:
             with recomputing(level):
                 x = layer(x, context)
-        if context.hidden_states is not None and not _is_skipped(layer, context):
-            context.hidden_states.append(x)
+        if outputs.hidden_states is not None and not _is_skipped(layer, context):
+            outputs.hidden_states.append(x)
         if context.deepstack is not None:  # not part of the block, which may be recomputed
             x = context.deepstack.add(x, index)
     return x
@@ -194,4 +195,4 @@ def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, dic
     context = context.fork()
     with recomputing(Recompute.BLOCK):  # recomputation stops before the MLP, see `kernels.recompute`
         x = layer(x, context)
-    return x, {name: tensors for name in LAYER_OUTPUTS if (tensors := getattr(context, name))}
+    return x, context.outputs.stored()

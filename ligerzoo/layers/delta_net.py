@@ -7,7 +7,7 @@ C = 2 * K * D_k + V * D_v channels of the convolution.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from ligerzoo.layers.exactness import Obstacle, not_dense
 from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
-from ligerzoo.layers.token_order import tokens_first
 
 _LARGEST_DECAY = 16.0
 """Decay rates of new layers are between 0 and this."""
@@ -290,3 +289,39 @@ def _last_inputs(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) 
     rows = torch.arange(len(x), device=x.device)[:, None]
     earlier, new = before[rows, index.clamp(max=count - 1)], x[rows, (index - count).clamp(min=0)]
     return torch.where((index < count)[..., None], earlier, new)
+
+
+class TokenOrder(NamedTuple):
+    """An order of the positions of each row in which its tokens come first, padding last.
+
+    Attributes:
+        lengths: (B,) int64, number of tokens in each row.
+        mask: (B, T) bool, False for padding, in the original order.
+        sources: (B * T,) int64, the original positions in the new order, in all rows.
+        targets: (B * T,) int64, the new positions in the original order.
+    """
+
+    lengths: Tensor
+    mask: Tensor
+    sources: Tensor
+    targets: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Moves the tokens of each row to its start, (B, T, H) -> (B, T, H)."""
+        return x.flatten(0, 1).index_select(0, self.sources).view_as(x)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Moves tokens back to where they were, (B, T, H) -> (B, T, H), with zeros at padding."""
+        return x.flatten(0, 1).index_select(0, self.targets).view_as(x).masked_fill(~self.mask[..., None], 0.0)
+
+
+def tokens_first(mask: Tensor) -> TokenOrder:
+    """Returns the order in which the tokens of each row come first.
+
+    Args:
+        mask: (B, T) bool, False for padding, anywhere in the row.
+    """
+    rows, tokens = mask.shape
+    order = mask.logical_not().byte().argsort(stable=True, dim=1)
+    first = tokens * order.new_ones(rows).cumsum(0).sub(1)[:, None]  # index of the first position of each row
+    return TokenOrder(mask.sum(1), mask, (order + first).flatten(), (order.argsort(1) + first).flatten())

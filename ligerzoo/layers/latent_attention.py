@@ -163,7 +163,7 @@ class LatentAttention(nn.Module):
         is_decoding = tokens < keys and (tokens == 1 or (tokens <= DECODE_TOKENS and tokens * keys <= _MAX_SCORES))
         return (
             is_decoding
-            and context.attentions is None
+            and context.outputs.attentions is None
             and is_plain(self.kv_b_proj, Linear, nn.Linear)
             and not (torch.is_grad_enabled() and q.requires_grad)
             and not under_transform()
@@ -189,9 +189,9 @@ class LatentAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Returns (B, T, N, V); stores the probabilities if the context asks for them."""
-        if context.attentions is None:
+        if (record := context.outputs.attentions) is None:
             return attend_unequal(q, k, v, mask, self.scale)
-        return attend_and_record(AttentionCall(q, k, v, mask, self.scale, None, True, None), context.attentions)
+        return attend_and_record(AttentionCall(q, k, v, mask, self.scale), record)
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""

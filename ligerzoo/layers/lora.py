@@ -3,11 +3,10 @@
     LoRA:  W' = W + s B A,  s = alpha / r  (rsLoRA: alpha / sqrt(r))
     DoRA:  W' = m * (W + s B A) / ||W + s B A||,  norms of rows, which are constants for the gradient (Liu et al. 2024)
 
-This file has the base classes, linear layers and routers. `lora_head`, `lora_embedding` and `lora_experts` have the
-other layers. `adapt.adapt` adds an update to a layer in place: as FSDP2's `fully_shard`, it changes the layer's class.
-So the layer stays the same module with the same parameters, ties and names, and `state_dict()` has the matrices of the
-update in addition: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. They are fp32 by default, for weights of any
-dtype, since steps of a typical size would vanish in bf16. Products run in the dtype of the input.
+`adapt.adapt` adds an update to a layer in place: as FSDP2's `fully_shard`, it changes the layer's class. So the layer
+stays the same module with the same parameters, ties and names, and `state_dict()` has the matrices of the update in
+addition: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. They are fp32 by default, for weights of any dtype, since
+steps of a typical size would vanish in bf16. Products run in the dtype of the input.
 
 Dropout applies to the input of A. Layers that project one input, such as q, k and v, share its mask.
 """
@@ -19,15 +18,23 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE, PROBABILITY, check
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
+from ligerzoo.kernels.lora_experts import lora_experts_mlp
+from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.plain import dequantized, is_unmodified
-from ligerzoo.layers.projection import LinearTerms, project_alone
+from ligerzoo.layers.projection import LinearTerms, linear, project_alone
 from ligerzoo.layers.routers import Router
+
+_HEAD_MULTIPLE = 64
+"""The kernels of the loss head are fastest for a multiple of this number of features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,3 +231,132 @@ def add_update_product(y: Tensor, x: Tensor, layer: LoRAMatrixLayer) -> Tensor:
         return y
     y = y + low_rank_product(x if dropped is None else dropped, update).to(y.dtype)
     return y if factors is None else (y * factors).to(y.dtype)
+
+
+class LoRAHead(LoRAMatrixLayer, LMHead):
+    """`LMHead` with a low-rank update.
+
+    The loss computes logits as [h, s h A^T] [W, B]^T: as exact as the logits without update, and without the matrix
+    W + s B A, whose rounding to bf16 would lose small updates. [W, B] is a copy of the weight that exists during the
+    loss, and so does its gradient, of which only the columns of B are kept.
+    """
+
+    plain_class = LMHead
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """(..., H) -> (..., V)."""
+        y = add_update_product(linear(hidden, self.weight), hidden, self)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns hidden states and a weight whose product, plus the bias, are the logits."""
+        hidden, weight = super().loss_inputs(hidden)
+        update, factors = self.update, self.row_factors()
+        if update is None:
+            return hidden, weight
+        a, b, scale = update.to(weight.dtype)
+        dropped, padding = self.dropped(hidden), -len(a) % _HEAD_MULTIPLE
+        inner = scale * F.linear(hidden if dropped is None else dropped, a)
+        weight = torch.cat([weight, F.pad(b, (0, padding))], 1)
+        weight = weight if factors is None else (weight * factors[:, None]).to(weight.dtype)
+        return torch.cat([hidden, F.pad(inner, (0, padding)).to(hidden.dtype)], -1), weight
+
+
+class LoRAEmbedding(LoRAMatrixLayer, Embedding):
+    """`Embedding` with a low-rank update of the transposed weight, (H, V), as in PEFT."""
+
+    plain_class: ClassVar[type[nn.Module]] = Embedding
+    a_name = "lora_embedding_A"
+    b_name = "lora_embedding_B"
+
+    @property
+    def matrix(self) -> Tensor:
+        """The transposed weight, (H, V)."""
+        transposed: Tensor = self.weight.T
+        return transposed
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(H, V)."""
+        rows, columns = self.weight.shape
+        return columns, rows
+
+    def init_update(self, parameter: str) -> None:
+        nn.init.zeros_(getattr(self, self.a_name))
+        nn.init.normal_(getattr(self, self.b_name))
+        self._init_magnitude()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: token ids, (...) -> (..., H)."""
+        embeddings, update, factors = super().forward(input), self.update, self.row_factors()
+        if update is None:
+            return embeddings
+        delta = update.scale * (F.embedding(input, update.a.T, self.padding_idx) @ update.b.T)
+        embeddings = embeddings + delta.to(embeddings.dtype)
+        return embeddings if factors is None else (embeddings * factors).to(embeddings.dtype)
+
+    def merged_weight(self, parameter: str) -> Tensor:
+        with torch.no_grad():
+            return self._merged_matrix().T.to(self.weight.dtype, memory_format=torch.contiguous_format)
+
+
+class LoRAScaledEmbedding(ScaledEmbedding, LoRAEmbedding):
+    """`ScaledEmbedding` with a low-rank update, which is scaled too."""
+
+    plain_class: ClassVar[type[nn.Module]] = ScaledEmbedding
+
+
+class LoRAExperts(LoRALayer, Experts):
+    """`Experts` with low-rank updates of `gate_up_proj`, `down_proj` or both: one pair of matrices for each expert.
+
+    Parameters are named `gate_up_proj_lora_A` (E, r, H) and `gate_up_proj_lora_B` (E, 2I, r), and in the same way for
+    `down_proj`. No matrix of the size of the weights is computed. There is no dropout and no DoRA.
+    """
+
+    plain_class = Experts
+
+    def add_update(self, parameter: str, options: LoRAOptions, *, dora: bool, dtype: torch.dtype) -> None:
+        if dora or options.dropout:
+            raise ValueError(
+                f"LoRA: experts with {'dora=True' if dora else f'dropout={options.dropout}'}; expected dora=False and "
+                "dropout=0. Leave the experts out of the targets, or train without it"
+            )
+        weight = getattr(self, parameter)
+        experts, rows, columns = weight.shape
+        self.lora = {**getattr(self, "lora", {}), parameter: options}
+        for name, shape in (("A", (options.rank, columns)), ("B", (rows, options.rank))):
+            matrices = torch.empty(experts, *shape, device=weight.device, dtype=dtype)
+            self.register_parameter(f"{parameter}_lora_{name}", nn.Parameter(matrices))
+        self.init_update(parameter)
+
+    def init_update(self, parameter: str) -> None:
+        a, b = (getattr(self, f"{parameter}_lora_{name}") for name in "AB")
+        bound = a.shape[-1] ** -0.5  # as kaiming_uniform_ with a = sqrt(5), of each matrix
+        nn.init.uniform_(a, -bound, bound)
+        nn.init.zeros_(b)
+
+    def update(self, parameter: str) -> LowRank | None:
+        """Returns A, B and s of a parameter; None if it has no update, or updates are disabled."""
+        if parameter not in self.lora or not self.lora_enabled:
+            return None
+        a, b = (getattr(self, f"{parameter}_lora_{name}") for name in "AB")
+        return LowRank(a, b, self.lora[parameter].scale)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
+        if not self.lora_enabled:
+            return super().forward(x, expert_ids, expert_weights)
+        return lora_experts_mlp(
+            x, expert_ids, expert_weights, dequantized(self.gate_up_proj), dequantized(self.down_proj),
+            self.update("gate_up_proj"), self.update("down_proj"), self.gate_up_proj_bias, self.down_proj_bias,
+            activation=self.activation, backend=self.backend,
+        )  # fmt: skip
+
+    def merged_weight(self, parameter: str) -> Tensor:
+        weight, options = dequantized(getattr(self, parameter)), self.lora[parameter]
+        dtype, merged = accumulation_dtype(weight.dtype), torch.empty_like(weight)
+        a, b = (getattr(self, f"{parameter}_lora_{name}").detach() for name in "AB")
+        for expert in range(len(weight)):  # one at a time, for the memory of the fp32 copy
+            product = b[expert].to(dtype), a[expert].to(dtype)
+            merged[expert] = torch.addmm(weight[expert].detach().to(dtype), *product, alpha=options.scale)
+        return merged

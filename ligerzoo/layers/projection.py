@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -255,8 +255,9 @@ def gate_and_project(
     if outer is None:
         y = recomputed(partial(glu, activation=activation, backend=backend), gate, up)
         return down(y)  # type: ignore[no-any-return]
-    options: Any = {"update": outer.update, "terms": terms, "activation": activation, "backend": backend}
-    return outer.rescale(glu_linear(gate, up, outer.weight, outer.inner_bias, **options))
+    weight, bias, update = outer.weight, outer.inner_bias, outer.update
+    y = glu_linear(gate, up, weight, bias, update=update, terms=terms, activation=activation, backend=backend)
+    return outer.rescale(y)
 
 
 def _trainable(layer: nn.Module) -> LinearTerms | None:

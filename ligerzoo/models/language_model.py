@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
-from ligerzoo.layers import Context, Decoder, KVCache
+from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs
 from ligerzoo.models.building import ModelMeta
 from ligerzoo.models.pretrained import Pretrained
 
@@ -132,28 +132,28 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
             ValueError: the inputs have inconsistent shapes or values, or no layer has an output that was requested.
         """
         self._refuse_unknown(modalities)
-        outputs = {
-            "hidden_states": output_hidden_states,
-            "attentions": output_attentions,
-            "router_logits": output_router_logits,
-        }
-        flags = {"use_cache": use_cache, **{f"output_{name}": flag for name, flag in outputs.items()}}
+        flags = {
+            "use_cache": use_cache, "output_hidden_states": output_hidden_states,
+            "output_attentions": output_attentions, "output_router_logits": output_router_logits,
+        }  # fmt: skip
         for name, flag in flags.items():
             if not (flag is None or isinstance(flag, bool)):
                 raise LigerzooError("not a flag", where=name, got=repr(flag), expected="True, False or None")
+        if output_router_logits is None:
+            output_router_logits = self._wants_router_logits()
+        outputs = LayerOutputs(
+            router_logits=[] if output_router_logits else None,
+            attentions=[] if output_attentions else None,
+            hidden_states=[] if output_hidden_states else None,
+        )
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
+        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values, outputs)
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
-        context.hidden_states = [] if output_hidden_states else None
-        context.attentions = [] if output_attentions else None
-        if output_router_logits is None:
-            outputs["router_logits"] = output_router_logits = self._wants_router_logits()
-        context.router_logits = [] if output_router_logits else None
         hidden = self.model(self.embed(x, context, **modalities), context)
-        for name, flag in outputs.items():
-            if flag and not getattr(context, name):
+        for name, tensors in vars(outputs).items():
+            if tensors is not None and not tensors:
                 what = f"no layer of {type(self).__name__} has {name.replace('_', ' ')}"
                 remedy = f"Layers of your own append theirs to context.{name}."
                 raise LigerzooError(what, where=f"output_{name}", got=True, expected="False", remedy=remedy)

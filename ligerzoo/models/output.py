@@ -111,10 +111,5 @@ _pytree.register_dataclass(SequenceClassifierOutput)
 
 
 def layer_outputs(context: Context) -> dict[str, Any]:
-    """Returns what layers stored in the context, by the names of an output's fields; None for what they did not."""
-    stored = {
-        "hidden_states": context.hidden_states,
-        "attentions": context.attentions,
-        "router_logits": context.router_logits,
-    }
-    return {name: tuple(tensors) if tensors else None for name, tensors in stored.items()}
+    """Returns what layers stored in the context's outputs, by the names of an output's fields."""
+    return {name: tuple(tensors) for name, tensors in context.outputs.stored().items()}

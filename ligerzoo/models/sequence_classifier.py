@@ -141,11 +141,9 @@ class SequenceClassifier(LanguageModel):
         )  # fmt: skip
         logits = self.score(hidden[last])
         loss = None if labels is None else classification_loss(logits, labels, self.labels.problem_type)
-        stored = layer_outputs(context)
         return SequenceClassifierOutput(
-            loss=loss, logits=logits, past_key_values=context.cache, hidden_states=stored["hidden_states"],
-            attentions=stored["attentions"],
-        )  # fmt: skip
+            loss=loss, logits=logits, past_key_values=context.cache, **layer_outputs(context)
+        )
 
 
 def last_tokens(

@@ -45,7 +45,7 @@ def test_the_command_writes_what_merging_and_saving_write(name: str, dtype: torc
 
 def test_each_weight_is_merged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time, when it is written: also experts, which checkpoints store one by one."""
-    from ligerzoo.layers.lora_experts import LoRAExperts
+    from ligerzoo.layers.lora import LoRAExperts
 
     merged: list[str] = []
     original = LoRAExperts.merged_weight
