@@ -24,7 +24,7 @@ from ligerzoo import AutoModel, Processor, Tokenizer, cli, hub, info
 from ligerzoo.cli.options import STOP
 from ligerzoo.demo.drawings import draw
 from ligerzoo.files.checkpoint import Checkpoint
-from ligerzoo.generate.drafts import DraftModel, PromptLookup
+from ligerzoo.generate.speculative import DraftModel, PromptLookup
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from tests.covering import representatives
 

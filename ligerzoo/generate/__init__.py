@@ -1,14 +1,14 @@
 """Text generation: prompts in, prompts with their continuations out.
 
     api          `generate` and `generate_many`, what they return, and the KV cache of a conversation
-    decode_loop  the loop of `generate`: prefill, then decode steps, with or without drafts
-    scheduler    continuous batching: prompts take the rows of those that have finished
+    engine       the loop: logits, a token of each row, what the host reads; for a batch that starts together
+    scheduler    the engine of a queue: requests take the rows of those that have finished
+    speculative  the engine that verifies draft tokens: looked up in the text so far, or of a smaller model
     request      a prompt with its options, for the scheduler
     prompts      the prompts of `generate`: token ids or embeddings, aligned for the model
-    sequences    the tokens of a batch and the model's KV cache, padded or in slots
+    rows         the tokens of a batch and the model's KV cache, padded or in slots
     slots        rows of a KV cache of fixed size, each with one sequence
     graphs       decode steps over such a cache, as captured CUDA graphs
-    drafts       draft tokens of speculative decoding: looked up in the text so far, or of a smaller model
     sampling     logits -> the next token of each row: seeds, filters and log-probabilities
     processors   repetition penalty, banned sequences and n-grams, filters, functions of the user
     stopping     end-of-sequence tokens, stop strings, criteria, padding of finished rows
@@ -18,9 +18,9 @@
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
+from ligerzoo.errors import renamed
 from ligerzoo.generate.api import Completion, ConversationCache, GenerateOutput, generate, generate_many
-from ligerzoo.generate.decode_loop import DecodeStep
-from ligerzoo.generate.drafts import DraftOptions
+from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.graphs import release_decode_graphs
 from ligerzoo.generate.options import LogitsProcessor, SamplingOptions, SupportsGenerate
 from ligerzoo.generate.processors import (
@@ -33,6 +33,7 @@ from ligerzoo.generate.processors import (
 )
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.scheduler import BrokenLogitsError, Scheduler, Update
+from ligerzoo.generate.speculative import DraftOptions
 from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
 
@@ -40,8 +41,8 @@ __all__ = [
     "BrokenLogitsError",
     "Completion",
     "ConversationCache",
-    "DecodeStep",
     "DraftOptions",
+    "Engine",
     "GenerateOutput",
     "LogitsProcessor",
     "Sampler",
@@ -67,3 +68,5 @@ __all__ = [
     "penalize_repetition",
     "release_decode_graphs",
 ]
+
+__getattr__ = renamed(__name__, {"DecodeStep": "Engine"})

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
-from ligerzoo.generate.decode_loop import DecodeStep, LogProbs, SpeculativeStep, decode_loop
-from ligerzoo.generate.drafts import DraftOptions
+from ligerzoo.generate.engine import BatchEngine
 from ligerzoo.generate.options import (
     SAMPLING_OPTIONS,
     CacheOptions,
@@ -31,9 +30,10 @@ from ligerzoo.generate.options import (
     type_name,
 )
 from ligerzoo.generate.prompts import Prompts
+from ligerzoo.generate.rows import Rows, make_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.scheduler import Scheduler, Update
-from ligerzoo.generate.sequences import Sequences, make_sequences
+from ligerzoo.generate.speculative import DraftOptions, SpeculativeEngine
 from ligerzoo.generate.stopping import Stopping, StoppingCriterion, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, check_streamer
 from ligerzoo.layers import KVCache
@@ -322,14 +322,13 @@ def generate(
     with call.naming_file():
         sampling, copies = call.sampling, call.get("num_return_sequences", 1)
         check_copies(copies, do_sample=sampling.do_sample)
-        prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, options)
+        prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, options, copies)
         limit = count_new_tokens(call.get("max_new_tokens"), call.get("max_length"), prompts.tokens)
         if drafts.count > 0:
-            drafts.check(model, prompts, copies, use_cache, past_key_values)
-        sequences = make_sequences(
-            model, prompts, copies, limit, use_cache, past_key_values,
-            CacheOptions(cache_dtype, exact), is_rewindable=drafts.count > 0,
-        )  # fmt: skip
+            drafts.check(model, prompts, use_cache)
+        rows = make_rows(
+            model, prompts, limit, CacheOptions(cache_dtype, exact), use_cache=use_cache, is_rewindable=drafts.count > 0
+        )
         whole = prompts.given.repeat_interleave(copies, 0)
         stopping = Stopping(
             model,
@@ -340,29 +339,32 @@ def generate(
             tokenizer=tokenizer,
             stopping_criteria=stopping_criteria,
         )
-        sampler = Sampler(sequences.rows, model.config.vocab_size, sequences.device, exact=sequences.is_exact)
+        sampler = Sampler(rows.count, model.config.vocab_size, rows.device, exact=rows.is_exact)
         sampler.assign(
-            range(sequences.rows), sequences.prompts, sampling, attention_mask=sequences.prompts_mask,
+            range(rows.count), rows.prompts, sampling, attention_mask=rows.prompts_mask,
             eos_token_ids=stopping.eos_token_ids, generator=generator,
-            seeds=_check_seeds(seeds, sequences, generator, sampling),
+            seeds=_check_seeds(seeds, rows, generator, sampling),
             prompt_length=prompts.tokens, max_new_tokens=limit,
         )  # fmt: skip
-    log_probs = LogProbs() if return_dict_in_generate else None
-
+    drafter = drafts.drafter(prompts, limit)
+    reads = {"streams": streamer is not None, "keeps_logps": return_dict_in_generate}
+    if drafter is None:
+        engine = BatchEngine(rows, sampler, stopping, limit, **reads)
+    else:
+        engine = SpeculativeEngine(drafter, rows, sampler, stopping, limit, **reads)
     if streamer is not None:
         streamer.put(whole.cpu())
-    drafter = drafts.drafter(prompts, limit)
-    step = DecodeStep(sequences, sampler, stopping)
-    if drafter is not None:
-        step = SpeculativeStep(sequences, sampler, stopping, drafter)
-    with sequences, drafter or nullcontext():
-        decode_loop(step, limit, streamer, log_probs)
+    with rows, drafter or nullcontext():
+        while not engine.is_idle:
+            for shown in engine.step():
+                if streamer is not None:
+                    streamer.put(shown.cpu())
     if streamer is not None:
         streamer.end()
-    tokens = torch.cat([whole, stopping.pad(sequences.continuations)], 1)
-    if log_probs is None:
+    tokens = torch.cat([whole, stopping.pad(rows.continuations)], 1)
+    if not return_dict_in_generate:
         return tokens
-    logps, sampling_logps = (stopping.pad(values, 0.0) for values in log_probs.of(sequences.continuations))
+    logps, sampling_logps = (stopping.pad(values, 0.0) for values in engine.logps())
     return GenerateOutput(tokens, logps, sampling_logps, stopping.finish_reasons(), past_key_values)
 
 
@@ -372,13 +374,13 @@ _OPTIONS += [*SAMPLING_OPTIONS, *_DRAFT_OPTIONS]
 
 
 def _check_seeds(
-    seeds: Tensor | None, sequences: Sequences, generator: torch.Generator | None, sampling: SamplingOptions
+    seeds: Tensor | None, rows: Rows, generator: torch.Generator | None, sampling: SamplingOptions
 ) -> Tensor | None:
     """Returns the seeds of the rows on their device, after checks."""
     if seeds is None:
         return None
     require(sampling.do_sample and generator is None, "seeds", "seeds", "do_sample=True and no generator with them")
-    is_valid = isinstance(seeds, Tensor) and seeds.dtype == torch.int64 and seeds.shape == (sequences.rows,)
+    is_valid = isinstance(seeds, Tensor) and seeds.dtype == torch.int64 and seeds.shape == (rows.count,)
     got = f"{seeds.dtype} {tuple(seeds.shape)}" if isinstance(seeds, Tensor) else type(seeds).__name__
-    require(is_valid, "seeds", got, f"an int64 tensor of shape ({sequences.rows},)")
-    return seeds.to(sequences.device)
+    require(is_valid, "seeds", got, f"an int64 tensor of shape ({rows.count},)")
+    return seeds.to(rows.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Protocol, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.checks import (
     AT_LEAST_1,
@@ -55,6 +55,35 @@ class SupportsGenerate(Protocol):
         logits_to_keep: int,
         **model_inputs: Any,
     ) -> Any: ...
+
+
+class CausalModel(SupportsGenerate, Protocol):
+    """All that generation uses of `ligerzoo.models.CausalLM`; options need some of it, see `SupportsGenerate`."""
+
+    modalities: Sequence[str]
+    placeholders: Mapping[int, str]
+    inputs_per_token: Sequence[str]
+
+    @property
+    def device(self) -> torch.device: ...
+    def new_cache(
+        self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
+    ) -> KVCache: ...
+    def get_input_embeddings(self) -> nn.Embedding: ...
+    def check_inputs(
+        self,
+        input_ids: Tensor,
+        padding_mask: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        **modalities: object,
+    ) -> None: ...
+    def repeat_rows(
+        self,
+        modalities: Mapping[str, object],
+        repeats: int,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> Mapping[str, object]: ...
 
 
 _WRAP = "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model).generate(...)."

@@ -26,8 +26,11 @@ class Prompts:
         inputs_embeds: (B, T, H) embeddings that the model reads instead of the token ids, or None.
         cache: KV cache that holds the first tokens of the prompts, or None.
         model_inputs: further model inputs for the tokens that are not in the cache.
+        copies: sequences per prompt: rows a, b become a, a, b, b.
 
     Attributes:
+        rows, tokens: B and T.
+        copies, cache: as given.
         given: (B, T) int64 token ids as they were passed; (B, 0) if there are embeddings only.
         ids: (B, L) token ids for the model, padded on the left to the longest prompt; (B, 0) if there are embeddings
             only. Each padding id is replaced by the last token of its row: padding may have no embedding.
@@ -47,8 +50,10 @@ class Prompts:
         attention_mask: Tensor | None,
         inputs_embeds: Tensor | None,
         cache: KVCache | None,
-        model_inputs: Mapping[str, Any],
+        model_inputs: Mapping[str, object],
+        copies: int = 1,
     ) -> None:
+        self.copies, self.cache = copies, cache
         name = "input_ids" if inputs_embeds is None else "inputs_embeds"
         whole = _checked_inputs(input_ids, inputs_embeds)
         self.rows, self.tokens = rows, tokens = tuple(whole.shape[:2])
@@ -72,9 +77,9 @@ class Prompts:
         self.model_inputs = dict(model_inputs)
         for input_name in getattr(model, "inputs_per_token", ()):
             if (value := self.model_inputs.get(input_name)) is not None:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type_name(value)
-                expected = f"(B, T, ...) with the shape {(rows, tokens)} of {name}"
-                require(shape[:2] == (rows, tokens), input_name, shape, expected)
+                if not isinstance(value, Tensor) or value.shape[:2] != (rows, tokens):
+                    got = tuple(value.shape) if isinstance(value, Tensor) else type_name(value)
+                    raise invalid(input_name, got, f"(B, T, ...) with the shape {(rows, tokens)} of {name}")
                 self.model_inputs[input_name] = _take(value, columns)[:, cached:]
         if hasattr(model, "check_inputs") and inputs_embeds is None:
             new_mask = None if self.padding_mask is None else self.padding_mask[:, cached:]

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, integer, or_none
-from ligerzoo.device import DelayedReads, to_device, upload
+from ligerzoo.device import to_device, upload
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.graphs import CapturedCall
+from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
 from ligerzoo.generate.prompts import as_prompt
 from ligerzoo.generate.request import Request, RequestOptions, packed_logps, score, unpack, with_top_logps
@@ -144,7 +143,7 @@ class _Step(NamedTuple):
     is_prompt: bool = False
 
 
-class Scheduler:
+class Scheduler(Engine[Tensor, _Step, Update]):
     """Continues many prompts together. Each of them gets the tokens that it gets alone.
 
         scheduler = Scheduler(model, batch_size=32, max_new_tokens=100)
@@ -207,17 +206,14 @@ class Scheduler:
         limits = (self._slots.max_length, self.max_cache_tokens)
         self.max_length = min((limit for limit in limits if limit is not None), default=None)
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
-        self.device: torch.device = next(model.parameters()).device
-        self._sampler = Sampler(batch_size, self._model.config.vocab_size, self.device, exact=exact)
-        self._call = CapturedCall[tuple[Tensor, Tensor]](self._sampler)
+        device: torch.device = next(model.parameters()).device
+        super().__init__(Sampler(batch_size, self._model.config.vocab_size, device, exact=exact), device)
         self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
         self._running: dict[int, Request] = {}  # by row
         self._prefill: ChunkedPrefill | None = None
         self._in_chunks = self.device.type == "cpu"
-        self._results: DelayedReads[_Step] = DelayedReads(self.device, LAG)
-        self._updates: list[Update] = []
         self._added = 0
 
     @property
@@ -306,20 +302,17 @@ class Scheduler:
         """
         try:
             with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-                self._start_step()
-                self._read(waits=not self._running)
+                return super().step()
         except BrokenLogitsError:
             raise
         except BaseException:  # the host and the KV cache may hold different tokens
             self.close()
             raise
-        updates, self._updates = self._updates, []
-        return updates
 
     def close(self) -> None:
         """Removes all requests, and keeps the captured graph for later calls."""
         self._slots.close()
-        self._results.clear()
+        self._reads.clear()
         for state in (self._requests, self._waiting, self._running, self._updates):
             state.clear()
         self._prefill = None
@@ -331,8 +324,15 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_step(self) -> None:
-        """Starts the work of a step on the device."""
+    @property
+    def _pool(self) -> object:
+        return self._slots.pool
+
+    @property
+    def _is_last(self) -> bool:
+        return not self._running
+
+    def _logits(self) -> Tensor | None:
         self._evict()
         logits = self._slots.decode(self._newest) if self._running else None
         for rows, first in self._started():
@@ -347,27 +347,23 @@ class Scheduler:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
             logits[upload(list(rows), self.device)] = first
             self._running |= rows
-        if logits is None:
-            return
-        self._sampler.prepare()
-        self._newest, result = self._call(self._choose, logits, self._slots.pool)
+        return logits
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tokens, (R, 1), and their `packed_logps`, NaN if the logits were broken."""
+        tokens, logps, _ = self._sampler.draw(logits)
+        logps = logps.masked_fill(self._sampler.broken, math.nan)
+        return tokens[:, None], packed_logps(tokens, logps)
+
+    def _append(self, logits: Tensor, chosen: Tensor, result: Tensor) -> None:
+        self._newest = chosen
         if any(request.options.top_logps for request in self._running.values()):
             result = with_top_logps(result, logits)
-        self._results.push(_Step({request.index: [row] for row, request in self._running.items()}), result)
+        self._reads.push(_Step({request.index: [row] for row, request in self._running.items()}), result)
         for row, request in list(self._running.items()):
             request.started += 1
             if request.started == request.max_new_tokens:
                 self._leave(row)
-
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses a token of each row.
-
-        Returns:
-            (R, 1) tokens, and their `packed_logps`, NaN if the logits were broken.
-        """
-        tokens, logps, _ = self._sampler.draw(logits)
-        logps = logps.masked_fill(self._sampler.broken, math.nan)
-        return tokens[:, None], packed_logps(tokens, logps)
 
     def _started(self) -> Iterator[tuple[dict[int, Request], Tensor]]:
         """Starts requests: yields them by row, and the logits of their first new tokens, (n, V) fp32."""
@@ -379,7 +375,7 @@ class Scheduler:
             return
         request = prefill.request
         if prefill.logits is None and (scored := prefill.step()) is not None:
-            self._results.push(_Step({request.index: range(scored.shape[1])}, is_prompt=True), scored)
+            self._reads.push(_Step({request.index: range(scored.shape[1])}, is_prompt=True), scored)
         if request.max_new_tokens == 0 and prefill.logits is not None:
             self._prefill = None
             return
@@ -438,26 +434,24 @@ class Scheduler:
             self._waiting = deque(sorted([*self._waiting, request.index]))
             self._leave(row)
 
-    def _read(self, *, waits: bool) -> None:
-        """Reads the tokens of earlier steps, or of all; see `DelayedReads.pop`."""
-        for step, rows in self._results.pop(waits=waits):
-            broken = []
-            for index, columns in step.columns.items():
-                if (request := self._requests.get(index)) is None:  # finished or cancelled
-                    continue
-                read = unpack(rows, columns, request.options.top_logps)
-                if any(map(math.isnan, read.logps)):
-                    broken.append(index)
-                    self._finish(index)
-                    continue
-                reason = request.count_scored(len(read.tokens)) if step.is_prompt else request.append(*read.tokens)
-                self._updates.append(
-                    Update(index, read.tokens, read.logps, reason, read.top_logps, is_prompt=step.is_prompt)
-                )
-                if reason is not None:
-                    self._finish(index)
-            if broken:
-                raise BrokenLogitsError(broken)
+    def _handle(self, label: _Step, values: Sequence[Sequence[float]]) -> None:
+        broken = []
+        for index, columns in label.columns.items():
+            if (request := self._requests.get(index)) is None:  # finished or cancelled
+                continue
+            read = unpack(values, columns, request.options.top_logps)
+            if any(map(math.isnan, read.logps)):
+                broken.append(index)
+                self._finish(index)
+                continue
+            reason = request.count_scored(len(read.tokens)) if label.is_prompt else request.append(*read.tokens)
+            self._updates.append(
+                Update(index, read.tokens, read.logps, reason, read.top_logps, is_prompt=label.is_prompt)
+            )
+            if reason is not None:
+                self._finish(index)
+        if broken:
+            raise BrokenLogitsError(broken)
 
     def _finish(self, index: int) -> None:
         self._requests.pop(index, None)

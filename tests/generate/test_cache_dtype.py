@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, graphs, slots
-from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate import rows as rows_module
 from ligerzoo.kernels.fp8 import FP8, to_storage
 from ligerzoo.layers import Attention, KVCache, LayerCache, RecurrentLayerCache
 from tests.generate.graphs import replace_graphs
@@ -54,7 +54,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Lets `generate` decode through graphs; on a CPU, they run eagerly."""
     monkeypatch.setattr(slots, "_MIN_CAPACITY", 16)
     if device == "cpu":
-        for module in (sequences_module, slots):
+        for module in (rows_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: True)
         replace_graphs(monkeypatch)
 
@@ -106,7 +106,7 @@ def test_captured_calls_generate_the_tokens(model: Any, prompts: list[Tensor], e
 def test_eager_calls_generate_the_tokens(
     model: Any, prompts: list[Tensor], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequences_module, "can_capture", lambda model: False)
+    monkeypatch.setattr(rows_module, "can_capture", lambda model: False)
     for prompt, tokens in zip(prompts, expected, strict=True):
         out = model.generate(prompt[None], cache_dtype=FP8, **OPTIONS)
         assert out[0, len(prompt) :].tolist() == tokens

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.generate import graphs, slots
-from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate.graphs import can_capture, release_decode_graphs
 from ligerzoo.models import (
     DeepseekV3,
@@ -98,7 +98,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
     """Generates eagerly, or captured, with the same seed."""
 
     def run(model: Any, *inputs: Tensor | None, capture: bool, **options: Any) -> Tensor:
-        for module in (sequences_module, slots):
+        for module in (rows_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: capture)
         torch.manual_seed(5)
         options = {"max_new_tokens": 40, "eos_token_id": NO_END, "pad_token_id": 0} | options

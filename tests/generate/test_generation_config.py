@@ -10,7 +10,7 @@ import transformers
 
 from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate import slots
 from ligerzoo.models import Llama
 from ligerzoo.train.evaluation import continue_prompts
@@ -65,7 +65,7 @@ def test_options_give_the_tokens_of_transformers(path: str, monkeypatch: pytest.
     """A part of all pairs of values for each path."""
     if path == "captured":
         replace_graphs(monkeypatch)
-        for module in (sequences_module, slots):
+        for module in (rows_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: True)
     model, changed = tiny_llama("cpu"), 0
     for case in covering(OPTIONS)[[*PATHS].index(path) :: len(PATHS)]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.generate import graphs, slots
-from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate.graphs import DecodeBatch
 from ligerzoo.models import Llama, LlamaConfig
 from tests.generate.graphs import replace_graphs
@@ -107,7 +107,7 @@ def test_random_calls_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(slots, "_SPARSE_STEPS", 3)
     if device == "cpu":
         replace_graphs(monkeypatch)
-        for module in (sequences_module, slots):
+        for module in (rows_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: True)
     model, step = build(device), FailingStep(monkeypatch)
     calls = 1000 if device == "cuda" else 60

@@ -21,7 +21,7 @@ from torchao.quantization import (
 )
 
 from ligerzoo.generate import graphs, slots
-from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate.graphs import can_capture, decode_graphs
 from ligerzoo.integrations.torchao import is_linear
 from ligerzoo.layers.quantized import as_int8, is_quantized, stored_tensors
@@ -60,7 +60,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
         replace_graphs(monkeypatch)
 
     def run(model: Any, ids: Tensor, *, capture: bool) -> Tensor:
-        for module in (sequences_module, slots):
+        for module in (rows_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: capture)
         tokens: Tensor = model.generate(ids, max_new_tokens=12, eos_token_id=NO_END, pad_token_id=0)
         return tokens

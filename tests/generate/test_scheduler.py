@@ -41,10 +41,10 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
         def reads(device: torch.device, lag: int) -> DelayedReads[Any]:
             late = DelayedReads[Any](device, lag)
-            late.lag = request.param
+            late.lag = request.param if lag else 0
             return late
 
-        monkeypatch.setattr(scheduler_module, "DelayedReads", reads)
+        monkeypatch.setattr("ligerzoo.generate.engine.DelayedReads", reads)
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "captured"])

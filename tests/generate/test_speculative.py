@@ -15,11 +15,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Sampler, SamplingOptions, filter_logits, generate
-from ligerzoo.generate import sequences as sequences_module
+from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate import slots as slots_module
-from ligerzoo.generate.decode_loop import choose_with_drafts
-from ligerzoo.generate.drafts import PromptLookup
 from ligerzoo.generate.graphs import _GRAPHS
+from ligerzoo.generate.speculative import PromptLookup, choose_with_drafts
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import long_cases
 from tests.generate.families import FAMILIES, pair
@@ -55,7 +54,7 @@ def drafts(kind: str, family: str) -> dict[str, Any]:
 @pytest.fixture
 def in_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of fixed size, as on a GPU, but with eager steps."""
-    monkeypatch.setattr(sequences_module, "can_capture", lambda model: True)
+    monkeypatch.setattr(rows_module, "can_capture", lambda model: True)
     monkeypatch.setattr(slots_module, "_MIN_CAPACITY", 16)
 
 
@@ -332,7 +331,7 @@ def test_conversations_with_a_cache(family: str, new_cache: str, kind: str, sequ
         expected = run(model, history, max_new_tokens=limit, **options)
         with pytest.MonkeyPatch.context() as patch:
             if sequences == "slots":
-                patch.setattr(sequences_module, "can_capture", lambda model: True)
+                patch.setattr(rows_module, "can_capture", lambda model: True)
             got = run(
                 model, history, max_new_tokens=limit, past_key_values=cache, **options, **drafts(kind, family)
             )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Drafts: guesses of the next tokens, which cost less than a forward of the model, for speculative decoding."""
+"""Speculative decoding: drafts of the next tokens, which cost little, and the engine that verifies them together."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from torch import Tensor
 
 from ligerzoo.checks import or_none
 from ligerzoo.device import upload
+from ligerzoo.generate.engine import BatchEngine
 from ligerzoo.generate.graphs import independent_length
 from ligerzoo.generate.options import POSITIVE_INTEGER, SupportsGenerate, check_option, require, type_name
 from ligerzoo.generate.prompts import Prompts
+from ligerzoo.generate.rows import Rows, make_rows
 from ligerzoo.generate.sampling import Sampler
-from ligerzoo.generate.sequences import make_sequences
-from ligerzoo.layers import KVCache, RollingLayerCache
+from ligerzoo.generate.stopping import Stopping
+from ligerzoo.kernels.sampling import SampledTokens
+from ligerzoo.layers import RollingLayerCache
 
 
 class Drafter(AbstractContextManager["Drafter"]):
@@ -81,7 +85,7 @@ class DraftModel(Drafter):
     """A smaller model of the same vocabulary that generates the drafts.
 
     It draws with the random numbers of the sampler, so that it draws what the large model draws where their
-    distributions agree; see `ligerzoo.generate.decode_loop`.
+    distributions agree; see `SpeculativeEngine`.
 
     Args:
         model: the smaller model.
@@ -92,39 +96,38 @@ class DraftModel(Drafter):
 
     def __init__(self, model: SupportsGenerate, count: int, prompt: Tensor, max_new_tokens: int) -> None:
         super().__init__(count)
-        prompts = Prompts(model, prompt, None, None, None, {})
-        self._sequences = make_sequences(model, prompts, max_new_tokens=max_new_tokens, is_rewindable=True)
+        self._rows = make_rows(model, Prompts(model, prompt, None, None, None, {}), max_new_tokens, is_rewindable=True)
         self._longest = independent_length(model)  # type: ignore[arg-type]
         self._has_started = False
 
     def propose(self, tokens: Sequence[int], count: int, sampler: Sampler) -> Tensor:
-        sequences, sampler = self._sequences, sampler.clone()
-        newest = upload([tokens[-1:]], sequences.device)
+        rows, sampler = self._rows, sampler.clone()
+        newest = upload([tokens[-1:]], rows.device)
         if self._longest is not None and len(tokens) + count > self._longest:
             return newest[0, :0]
         if self._has_started:
             # Two tokens in each call, so that they have the same shape: whether the large model accepted all drafts,
             # of which the last is not in the cache, or not.
-            sequences.rewind(sequences.length - (len(tokens) - 1))
-            logits = sequences.score(newest)[:, -1]
+            rows.rewind(rows.length - (len(tokens) - 1))
+            logits = rows.score(newest)[:, -1]
         else:
-            sequences.prefill()
-            sequences.append(newest)
-            logits = sequences.decode()
+            rows.prefill()
+            rows.append(newest)
+            logits = rows.decode()
             self._has_started = True
         drafts = [sampler.choose(logits).tokens]
-        sequences.append(drafts[0][:, None])
+        rows.append(drafts[0][:, None])
         while len(drafts) < count:
-            drafts.append(sampler.choose(sequences.decode()).tokens)
-            sequences.append(drafts[-1][:, None])
+            drafts.append(sampler.choose(rows.decode()).tokens)
+            rows.append(drafts[-1][:, None])
         return torch.cat(drafts)
 
     def __enter__(self) -> DraftModel:
-        self._sequences.__enter__()
+        self._rows.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._sequences.__exit__(*error)
+        self._rows.__exit__(*error)
 
 
 _DRAFT_TOKENS = 5
@@ -176,18 +179,15 @@ class DraftOptions:
             return self.num_assistant_tokens or _DRAFT_TOKENS
         return self.prompt_lookup_num_tokens or 0
 
-    def check(
-        self, model: SupportsGenerate, prompts: Prompts, copies: int, use_cache: object, cache: KVCache | None
-    ) -> None:
+    def check(self, model: SupportsGenerate, prompts: Prompts, use_cache: object) -> None:
         """Raises LigerzooError if the drafts of these options cannot be verified in this call of `generate`.
 
         Args:
             model: the model that verifies the drafts.
-            prompts: the prompts of the call.
-            copies: sequences per prompt.
+            prompts: the prompts of the call. If their cache is empty, it keeps all tokens from then on.
             use_cache: as given.
-            cache: KV cache of the caller. If it is empty, it keeps all tokens from then on.
         """
+        copies, cache = prompts.copies, prompts.cache
         option = "prompt_lookup_num_tokens" if self.assistant_model is None else "assistant_model"
         plain = f"Leave out {option}."
         where = "inputs_embeds" if prompts.inputs.is_floating_point() else "input_ids"
@@ -230,3 +230,104 @@ class DraftOptions:
         others = [*prompts.model_inputs, *(["inputs_embeds"] if prompts.inputs.is_floating_point() else [])]
         expected = "token ids only, which assistant_model can read"
         require(not others, (others or [""])[0], "a value, with assistant_model", expected, remedy)
+
+
+class SpeculativeEngine(BatchEngine):
+    """Continues one row by tokens that are verified together: one step appends one, and verifies more if none is left.
+
+    One forward of the model computes the logits after several draft tokens (Leviathan et al. 2023). From them, the
+    sampler chooses a token for each position, as it would without drafts. Draft tokens are accepted while they equal
+    the chosen ones, and the first chosen token that differs is accepted in place of the draft. So each token is the one
+    that plain decoding chooses, with its options and seed: not only the distribution, but the samples are the same.
+
+    The number of accepted tokens is that of rejection sampling if the draft is certain, as greedy ones and those of a
+    lookup are: a draft token is accepted with its probability. A draft that is sampled from q, with the random numbers
+    that sample from p, is accepted with probability (1 - d) / (1 + d) or more, where d is the total variation distance
+    of p and q, and rejection sampling reaches 1 - d. In return, the result does not depend on the drafts (Daliri et al.
+    2024).
+
+    The host waits for the device once per verification: the number of accepted tokens decides which are next.
+
+    Args:
+        drafter: guesses tokens.
+        rows, sampler, stopping, limit, reads: see `BatchEngine`.
+    """
+
+    _lag = 0
+
+    def __init__(
+        self, drafter: Drafter, rows: Rows, sampler: Sampler, stopping: Stopping, limit: int, **reads: bool
+    ) -> None:
+        super().__init__(rows, sampler, stopping, limit, **reads)
+        self._drafter = drafter
+        prompts, mask = rows.prompts, rows.prompts_mask
+        self._tokens: list[int] = (prompts[0] if mask is None else prompts[0, mask[0]]).tolist()
+        self._verified: deque[SampledTokens] = deque()  # chosen tokens that are not appended yet
+
+    def _decode(self) -> None:
+        if self._count == 0:
+            super()._decode()
+            self._tokens += self._rows.continuations[0].tolist()
+            return
+        if not self._verified:
+            self._verify()
+        chosen = self._verified.popleft()
+        self._append(None, chosen, self._stopping.update(chosen.tokens[:, None]))
+
+    def _verify(self) -> None:
+        """Verifies a draft, if there is one."""
+        rows = self._rows
+        drafts = self._propose()
+        if drafts is None or len(drafts) == 0:
+            chosen = self._sampler.choose(rows.decode())
+            new = chosen.tokens.tolist()
+        else:
+            length = rows.continuations.shape[1]
+            logits = rows.score(drafts[None])[0]
+            chosen, new = choose_with_drafts(self._sampler, logits, drafts)
+            rows.rewind(len(drafts) + 1 - len(new))
+            rows.truncate(length)  # the tokens are appended one after the other
+        self._tokens += new
+        self._verified.extend(SampledTokens(*(x[i : i + 1] for x in chosen)) for i in range(len(new)))
+
+    def _propose(self) -> Tensor | None:
+        """Returns a draft that the model can process, or None."""
+        count, placeholders = self._rows.room_for_drafts(self._drafter.count), self._rows.placeholders
+        if count == 0:
+            return None
+        drafts = self._drafter.propose(self._tokens, count, self._sampler)
+        if placeholders:
+            inputs = [self._tokens[-1], *drafts.tolist()]
+            allowed = next((i for i, token in enumerate(inputs) if token in placeholders), len(inputs))
+            drafts = drafts[: max(0, allowed - 1)]
+        return drafts
+
+
+def choose_with_drafts(sampler: Sampler, logits: Tensor, drafts: Tensor) -> tuple[SampledTokens, list[int]]:
+    """Chooses tokens as if the model had computed the logits of one after the other.
+
+    Functions of the user are called for accepted tokens only, since they may count their calls.
+
+    Args:
+        sampler: of one row. Continues after the chosen tokens.
+        logits: (n + 1, V), of the first draft token, of the second, ..., and of the token that follows.
+        drafts: (n,) int64.
+
+    Returns:
+        The chosen tokens, from 1 to n + 1, and their token ids: those of the drafts, except for the last one.
+    """
+    if sampler.has_functions:
+        chosen: list[SampledTokens] = []
+        new: list[int] = []
+        for row, draft in zip(logits, [*drafts.tolist(), None], strict=True):
+            chosen.append(sampler.choose(row[None]))
+            new += chosen[-1].tokens.tolist()
+            if new[-1] != draft:
+                break
+        return SampledTokens(*map(torch.cat, zip(*chosen, strict=True))), new
+    sampler.branch(drafts)
+    sampled = sampler.choose(logits)
+    accepted = (sampled.tokens[:-1] == drafts).cumprod(0).sum()
+    *new, count = torch.cat([sampled.tokens, accepted[None]]).tolist()  # the host sync
+    sampler.keep_branch(count)
+    return SampledTokens(*(x[: count + 1] for x in sampled)), new[: count + 1]

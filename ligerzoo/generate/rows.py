@@ -1,10 +1,10 @@
-"""The tokens of a batch during generation, and the model's KV cache for them."""
+"""The rows of a batch that starts together: their tokens, and the model's KV cache for them, growing or in slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,77 +12,63 @@ from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
 from ligerzoo.generate.graphs import can_capture, independent_length
-from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, SupportsGenerate, check_option, invalid, require
+from ligerzoo.generate.options import (
+    DEFAULT_CACHE,
+    CacheOptions,
+    CausalModel,
+    SupportsGenerate,
+    check_option,
+    invalid,
+    require,
+)
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.slots import Slots, max_length
 from ligerzoo.layers import KVCache
 from ligerzoo.layers.static_cache import DECODE_TOKENS
 
 
-class Sequences:
-    """The tokens of a batch, and the model's KV cache for them.
+class Rows:
+    """The rows of a batch, in a KV cache that grows, with padding on the left.
 
     Args:
         model: the model.
-        prompts: B prompts.
-        copies: sequences per prompt; rows a, b become a, a, b, b. The model reads each prompt once.
+        prompts: the prompts, which the model reads once for all copies. Their KV cache is extended in place: in the end
+            it holds all tokens but the newest, and a row for each copy. An exception empties it.
         max_new_tokens: largest number of new tokens.
-        use_cache: whether to keep a KV cache.
-        cache: KV cache of the caller, which holds the first tokens of the prompts and is extended in place; or None.
-            In the end it holds all tokens but the newest, and `copies` rows per prompt. An exception empties it.
-        options: of the KV cache, which `make_sequences` has checked; the default ones with `cache`, which has its own.
+        options: of a new KV cache; the default ones with that of the prompts, which has its own. None for no cache.
 
     Attributes:
-        rows: R = B * copies.
+        count: R, the prompts times their copies.
         device: device of the tokens.
         placeholders: token ids of images and videos, which the model refuses among several tokens without their inputs.
         prompts: (R, L) token ids of the prompts, padded on the left; (R, 0) for embeddings.
         prompts_mask: (R, L) bool, False for padding of `prompts`; None for no padding, and for embeddings.
-
-    Raises:
-        LigerzooError: `use_cache` is not a bool or excludes `cache` or its options, which exclude each other, the
-            capacity of `cache` is too small, or the model lacks a method that these inputs need.
     """
 
     def __init__(
-        self,
-        model: SupportsGenerate,
-        prompts: Prompts,
-        copies: int,
-        max_new_tokens: int,
-        use_cache: bool,
-        cache: KVCache | None,
-        options: CacheOptions = DEFAULT_CACHE,
+        self, model: CausalModel, prompts: Prompts, max_new_tokens: int, options: CacheOptions | None = DEFAULT_CACHE
     ) -> None:
-        check_option("use_cache", use_cache, FLAG)
-        require(use_cache or cache is None, "use_cache", "False with past_key_values", "True")
-        _check_cache_options(options, use_cache, cache)
-        self._prompts, self._copies = prompts, copies
-        if prompts.inputs.is_floating_point():
-            _require_method(model, "get_input_embeddings", "inputs_embeds")
-        if copies > 1 and prompts.model_inputs:
-            _require_method(model, "repeat_rows", "num_return_sequences")
+        self._prompts, self._copies, self._given_cache = prompts, prompts.copies, prompts.cache
         self._end = prompts.length
         self._cached = 0  # tokens in the cache
         self._limit = self._end + max_new_tokens
-        if cache is not None:
-            _check_capacity(cache, self._limit - 1)
-        self.rows, self.device = prompts.rows * copies, prompts.device
-        self.prompts = prompts.ids.repeat_interleave(copies, 0)
+        self.count, self.device = prompts.rows * prompts.copies, prompts.device
+        self.prompts = prompts.ids.repeat_interleave(prompts.copies, 0)
+        self._model = model
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
-        self._model: Callable[..., Any] = model._call_impl if isinstance(model, nn.Module) else model
-        self._methods: Any = model
+        self._call: Callable[..., Any] = model._call_impl if isinstance(model, nn.Module) else model
         self.placeholders = frozenset(getattr(model, "placeholders", ()))
-        self._use_cache, self._given_cache = use_cache, cache
-        self._options = options if cache is None else CacheOptions(cache.dtype, cache.exact)
-        self._cache: Any = self._empty_cache()
+        self._uses_cache, self._options = options is not None, options or DEFAULT_CACHE
+        if self._given_cache is not None:
+            self._options = CacheOptions(self._given_cache.dtype, self._given_cache.exact)
+        self._cache = self._empty_cache()
         self._padding_mask: Tensor | None = None
         if prompts.padding_mask is not None:
-            self._padding_mask = prompts.padding_mask.repeat_interleave(copies, 0)
+            self._padding_mask = prompts.padding_mask.repeat_interleave(prompts.copies, 0)
         self.prompts_mask = self._padding_mask if self.prompts.shape[1] > 0 else None
         self._position_ids: Tensor | None = None
         # New tokens, with spare columns. A finished row keeps reading its own tokens: padding may have no embedding.
-        self._tokens = torch.empty(self.rows, 0, dtype=torch.int64, device=self.device)
+        self._tokens = torch.empty(self.count, 0, dtype=torch.int64, device=self.device)
         self._newest = self._tokens
 
     @property
@@ -128,7 +114,7 @@ class Sequences:
         Returns:
             (R, V) fp32 logits of the next tokens.
         """
-        if self._use_cache and (self._cache is None or self._cache.is_valid_for(1)):
+        if self._uses_cache and (self._cache is None or self._cache.is_valid_for(1)):
             return self._forward(self._newest, {})[:, -1]
         if self._given_cache is not None:
             self._given_cache.reset()
@@ -158,7 +144,7 @@ class Sequences:
 
     @cached_property
     def _independent_length(self) -> int | None:
-        return independent_length(self._methods)
+        return independent_length(self._model)  # type: ignore[arg-type]
 
     def append(self, tokens: Tensor) -> None:
         """Appends n tokens to each row, (R, n). The model has run since, or `_reserve` was called."""
@@ -184,14 +170,14 @@ class Sequences:
         return self._given_cache is not None
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """Memory pool of the captured graph that computes the logits; None for eager ones."""
         return None
 
     def release(self, rows: list[int]) -> None:
         """Frees what finished rows need, where this is possible. Their logits are undefined from then on."""
 
-    def __enter__(self) -> Sequences:
+    def __enter__(self) -> Rows:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -208,10 +194,11 @@ class Sequences:
 
     def _remove_cached(self, tokens: int) -> None:
         """Removes the last tokens of the cache."""
+        assert self._cache is not None
         self._cache.remove_last(tokens)
         self._cached -= tokens
 
-    def _forward(self, x: Tensor, model_inputs: dict[str, Any], stride: int = 1, kept: int = 1) -> Tensor:
+    def _forward(self, x: Tensor, model_inputs: Mapping[str, object], stride: int = 1, kept: int = 1) -> Tensor:
         """Runs the model on the last tokens of each row, or of each `stride`-th row.
 
         Returns:
@@ -223,42 +210,31 @@ class Sequences:
             mask = self._padding_mask[::stride, : self._end]
             position_ids = self._position_ids[::stride, self._end - x.shape[1] : self._end]
         tokens, embeddings = (None, {"inputs_embeds": x}) if x.is_floating_point() else (x, {})
-        output = self._model(
-            tokens,
-            mask,
-            position_ids,
-            past_key_values=self._cache,
-            use_cache=self._use_cache,
-            logits_to_keep=kept,
-            **embeddings,
-            **model_inputs,
-        )
+        options = {"past_key_values": self._cache, "use_cache": self._uses_cache, "logits_to_keep": kept}
+        output = self._call(tokens, mask, position_ids, **options, **embeddings, **model_inputs)
         self._cache, self._cached = output.past_key_values, self._end
         logits: Tensor = output.logits[:, -kept:].float()
         return logits
 
     def _empty_cache(self) -> KVCache | None:
         """Returns the cache to start with; None for one that the model makes."""
-        if self._given_cache is not None or self._options.is_default:
+        if self._given_cache is not None or self._options == DEFAULT_CACHE:
             return self._given_cache
-        return self._options.new_cache(self._methods)
+        return self._options.new_cache(self._model)
 
     def _all_inputs(self) -> Tensor:
         """Returns all tokens of all rows, or their embeddings if the prompts are embeddings."""
         inputs, new = self._prompts.inputs.repeat_interleave(self._copies, 0), self.continuations
         if inputs.is_floating_point():
-            new = self._methods.get_input_embeddings()(new)
+            new = self._model.get_input_embeddings()(new)
         return torch.cat([inputs, new], 1)
 
-    def _all_model_inputs(self) -> dict[str, Any]:
+    def _all_model_inputs(self) -> Mapping[str, object]:
         """Returns the model inputs of all rows."""
         prompts = self._prompts
         if self._copies == 1 or not prompts.model_inputs:
             return prompts.model_inputs
-        repeated: dict[str, Any] = self._methods.repeat_rows(
-            prompts.model_inputs, self._copies, prompts.ids, prompts.padding_mask
-        )
-        return repeated
+        return self._model.repeat_rows(prompts.model_inputs, self._copies, prompts.ids, prompts.padding_mask)
 
     def _reserve(self, tokens: int = 1) -> None:
         """Adds columns for new tokens if fewer than `tokens` are free, and computes their position ids."""
@@ -272,41 +248,18 @@ class Sequences:
             self._position_ids = (self._padding_mask.cumsum(1) - 1).clamp(min=0)
 
 
-def _check_capacity(cache: KVCache, tokens: int) -> None:
-    """Raises LigerzooError if a cache of fixed size cannot hold this number of tokens."""
-    fits = cache.capacity is None or tokens <= cache.capacity
-    remedy = "Pass model.new_cache() for a cache that grows."
-    got = f"a cache of capacity {cache.capacity}"
-    require(fits, "past_key_values", got, f"at least {tokens}, the prompt and all new tokens but the last", remedy)
+class SlotRows(Rows):
+    """`Rows` in `Slots`, without padding.
 
-
-def _check_cache_options(options: CacheOptions, use_cache: bool, cache: KVCache | None) -> None:
-    """Raises LigerzooError if options of the KV cache are given for no cache, or for a cache of the caller."""
-    for option, name, value in (("cache_dtype", "dtype", options.dtype), ("exact", "exact", options.exact)):
-        if value:
-            require(use_cache, option, f"{value} with use_cache=False", "use_cache=True")
-            remedy = f"Pass past_key_values=model.new_cache({name}={value})."
-            require(cache is None, option, f"{value} with past_key_values", "one of the two", remedy)
-
-
-def _require_method(model: SupportsGenerate, method: str, option: str) -> None:
-    """Raises LigerzooError unless the model has the method that an option needs."""
-    got = f"a {type(model).__name__} without {method}"
-    require(hasattr(model, method), option, got, f"a model with the method {method}, like ligerzoo.models.CausalLM")
-
-
-class SlotSequences(Sequences):
-    """`Sequences` in `Slots`, without padding.
-
-    A cache of the caller, and prompts that are embeddings, are processed as by `Sequences` and then copied.
+    A cache of the caller, and prompts that are embeddings, are processed as by `Rows` and then copied.
     """
 
-    def __init__(self, model: Any, *arguments: Any) -> None:
-        super().__init__(model, *arguments)
+    def __init__(self, model: CausalModel, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> None:
+        super().__init__(model, prompts, max_new_tokens, options)
         self._on_device = torch.cuda.device(self.device if self.device.type == "cuda" else -1)
-        self._slots = Slots(model, self.rows, options=self._options)
+        self._slots = Slots(cast(nn.Module, model), self.count, options=self._options)
 
-    def __enter__(self) -> SlotSequences:
+    def __enter__(self) -> SlotRows:
         self._on_device.__enter__()  # type: ignore[no-untyped-call]  # graphs run on the current device
         return self
 
@@ -314,7 +267,7 @@ class SlotSequences(Sequences):
         super().__exit__(error, *_)
         cache = self._given_cache
         if error is None and cache is not None and (new := self._end - 1 - cache.length) > 0:
-            self._slots.export(range(self.rows), cache, new)
+            self._slots.export(range(self.count), cache, new)
         self._slots.close()
         self._on_device.__exit__(error, *_)
 
@@ -325,9 +278,10 @@ class SlotSequences(Sequences):
             self._reserve()
             self._cached = self._end
             prompts = [ids[index] for ids, index in zip(self.prompts.cpu(), columns, strict=True)]
-            return self._slots.admit(range(self.rows), prompts, new_tokens)
+            return self._slots.admit(range(self.count), prompts, new_tokens)
         logits = super().prefill()
-        self._slots.adopt(range(self.rows), self._cache, columns, new_tokens)
+        assert self._cache is not None
+        self._slots.adopt(range(self.count), self._cache, columns, new_tokens)
         return logits
 
     def decode(self) -> Tensor:
@@ -345,7 +299,7 @@ class SlotSequences(Sequences):
             self._slots.release(rows)
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> object:
         return self._slots.pool
 
     def _decode_all(self, tokens: Tensor) -> Tensor:
@@ -353,44 +307,73 @@ class SlotSequences(Sequences):
         return self._slots.decode(tokens).view(*tokens.shape, -1)
 
     def _remove_cached(self, tokens: int) -> None:
-        for row in range(self.rows):
+        for row in range(self.count):
             self._slots.remove_last(row, tokens)
         self._cached -= tokens
 
     def _columns(self) -> list[Tensor]:
         """Returns the columns of the tokens of each prompt, (T_i,) int64 on the CPU each."""
         if self._padding_mask is None:
-            return [torch.arange(self._prompts.length)] * self.rows
+            return [torch.arange(self._prompts.length)] * self.count
         return [mask.nonzero()[:, 0] for mask in self._padding_mask[:, : self._prompts.length].cpu()]
 
 
-def make_sequences(
-    model: Any,
+def make_rows(
+    model: SupportsGenerate,
     prompts: Prompts,
-    copies: int = 1,
-    max_new_tokens: int = 0,
-    use_cache: bool = True,
-    cache: KVCache | None = None,
+    max_new_tokens: int,
     options: CacheOptions = DEFAULT_CACHE,
     *,
+    use_cache: object = True,
     is_rewindable: bool = False,
-) -> Sequences:
-    """Returns `SlotSequences` where decode steps can be captured, else `Sequences`.
+) -> Rows:
+    """Returns `SlotRows` where decode steps can be captured, else `Rows`.
 
     Args:
-        model, prompts, copies, max_new_tokens, use_cache, cache, options: see `Sequences`.
+        model, prompts, max_new_tokens, options: see `Rows`.
+        use_cache: whether to keep a KV cache.
         is_rewindable: whether any number of tokens can be removed later; a cache of the caller must allow it.
+
+    Raises:
+        LigerzooError: `use_cache` is not a bool or excludes a cache or its options, which exclude each other, the
+            capacity of the cache is too small, or the model lacks a method that these inputs need.
     """
-    arguments = model, prompts, copies, max_new_tokens, use_cache
+    check_option("use_cache", use_cache, FLAG)
+    cache = prompts.cache
+    require(bool(use_cache) or cache is None, "use_cache", "False with past_key_values", "True")
     options.check(model)
+    for option, name, value in (("cache_dtype", "dtype", options.dtype), ("exact", "exact", options.exact)):
+        if value:
+            require(bool(use_cache), option, f"{value} with use_cache=False", "use_cache=True")
+            remedy = f"Pass past_key_values=model.new_cache({name}={value})."
+            require(cache is None, option, f"{value} with past_key_values", "one of the two", remedy)
+    if prompts.inputs.is_floating_point():
+        _require_method(model, "get_input_embeddings", "inputs_embeds")
+    if prompts.copies > 1 and prompts.model_inputs:
+        _require_method(model, "repeat_rows", "num_return_sequences")
+    if cache is not None:
+        tokens = prompts.length + max_new_tokens - 1
+        expected, remedy = (
+            "the prompt and all new tokens but the last",
+            "Pass model.new_cache() for a cache that grows.",
+        )
+        fits, got = cache.capacity is None or tokens <= cache.capacity, f"a cache of capacity {cache.capacity}"
+        require(fits, "past_key_values", got, f"at least {tokens}, {expected}", remedy)
+    model = cast(CausalModel, model)
     if use_cache and max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model):
         longest = max_length(model, options)
         if longest is None or prompts.length + max_new_tokens <= longest:
-            return SlotSequences(*arguments, cache, options)
+            return SlotRows(model, prompts, max_new_tokens, options)
     if options.exact and prompts.padding_mask is not None:  # only slots are free of padding
         got = "prompts of several lengths, by a model whose decode steps are not captured"
         raise invalid("exact", got, "prompts of one length", "Call generate for each prompt.")
     if is_rewindable and cache is None:
-        cache, options = options.new_cache(model), DEFAULT_CACHE
-        cache.keep_all_tokens()
-    return Sequences(*arguments, cache, options)
+        prompts.cache, options = options.new_cache(model), DEFAULT_CACHE
+        prompts.cache.keep_all_tokens()
+    return Rows(model, prompts, max_new_tokens, options if use_cache else None)
+
+
+def _require_method(model: SupportsGenerate, method: str, option: str) -> None:
+    """Raises LigerzooError unless the model has the method that an option needs."""
+    got = f"a {type(model).__name__} without {method}"
+    require(hasattr(model, method), option, got, f"a model with the method {method}, like ligerzoo.models.CausalLM")

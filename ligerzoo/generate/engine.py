@@ -1,0 +1,174 @@
+"""The loop of generation: an engine decodes one token of each row in a step, for a batch or for a queue of requests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ligerzoo.device import DelayedReads
+from ligerzoo.generate.graphs import CapturedCall
+from ligerzoo.generate.rows import Rows
+from ligerzoo.generate.sampling import Sampler, check_logits
+from ligerzoo.generate.stopping import Stopping
+from ligerzoo.kernels.sampling import SampledTokens
+
+LAG = 4
+"""Steps that the GPU may be ahead of the host. Its queue never runs empty."""
+
+C = TypeVar("C")
+L = TypeVar("L")
+U = TypeVar("U")
+
+
+class Engine(ABC, Generic[C, L, U]):
+    """Continues sequences together: each `step` decodes one token of each running row.
+
+        logits of the running rows, and of those that start
+            -> a token of each row, chosen in a captured graph where the model runs as one
+            -> the host reads what earlier steps have chosen
+
+    On a GPU the host reads `LAG` steps late, so that the GPU always has work. One thread drives an engine.
+
+    Args:
+        sampler: chooses the tokens.
+        device: device of the model.
+        lag: steps that the host reads late.
+    """
+
+    def __init__(self, sampler: Sampler, device: torch.device, lag: int = LAG) -> None:
+        self.device, self._sampler = device, sampler
+        self._call = CapturedCall[tuple[C, Tensor]](sampler)
+        self._reads: DelayedReads[L] = DelayedReads(device, lag)
+        self._updates: list[U] = []
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs, and `step` has returned all updates."""
+
+    def step(self) -> list[U]:
+        """Decodes one token of each running row. Returns what the host has read since the last step."""
+        self._decode()
+        self._read(waits=self._is_last)
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _decode(self) -> None:
+        """Launches the work of a step."""
+        if (logits := self._logits()) is not None:
+            self._sampler.prepare()
+            self._append(logits, *self._call(self._choose, logits, self._pool))
+
+    def _read(self, *, waits: bool) -> None:
+        """Reads the results of earlier steps, or of all; see `DelayedReads.pop`."""
+        for label, values in self._reads.pop(waits=waits):
+            self._handle(label, values)
+
+    @property
+    @abstractmethod
+    def _pool(self) -> object:
+        """Memory pool of the captured graph that computes the logits; None for eager ones."""
+
+    @property
+    @abstractmethod
+    def _is_last(self) -> bool:
+        """Whether the next step depends on the results, so that the host waits for them."""
+
+    @abstractmethod
+    def _logits(self) -> Tensor | None:
+        """Runs the model, (R, V) fp32 logits of the next tokens; None if no row runs."""
+
+    @abstractmethod
+    def _choose(self, logits: Tensor) -> tuple[C, Tensor]:
+        """Chooses a token of each row, by kernels only. The sampler is prepared."""
+
+    @abstractmethod
+    def _append(self, logits: Tensor, chosen: C, result: Tensor) -> None:
+        """Appends what `_choose` returned to the rows, and pushes to `_reads` what the host reads later."""
+
+    @abstractmethod
+    def _handle(self, label: L, values: Any) -> None:
+        """Handles the results of a step, which the host has read."""
+
+
+class BatchEngine(Engine[SampledTokens, int, Tensor]):
+    """Continues a batch whose rows start together, until all have finished. Each step returns (B,) tokens as shown.
+
+    The device finishes rows, and the host learns about it late. Tokens of steps after the last row has finished are
+    dropped. The host reads at once for a streamer, stop strings and criteria, and if the KV cache outlives the call,
+    since a cache may be unable to drop tokens.
+
+    Args:
+        rows: the tokens and the KV cache.
+        sampler: chooses the tokens.
+        stopping: finishes rows.
+        limit: largest number of new tokens.
+        streams: whether the host needs the tokens of each step.
+        keeps_logps: whether to record log-probabilities.
+    """
+
+    _lag = LAG
+
+    def __init__(
+        self, rows: Rows, sampler: Sampler, stopping: Stopping, limit: int, *, streams: bool, keeps_logps: bool
+    ) -> None:
+        reads_at_once = streams or stopping.is_on_host or rows.keeps_cache
+        super().__init__(sampler, rows.device, 0 if reads_at_once else self._lag)
+        self._rows, self._stopping, self._limit, self._keeps_logps = rows, stopping, limit, keeps_logps
+        self._reads_all = stopping.is_possible or streams
+        self._count, self._has_finished = 0, False
+        self._logps: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return self._has_finished or self._count == self._limit
+
+    @property
+    def _is_last(self) -> bool:
+        return self._count == self._limit
+
+    @property
+    def _pool(self) -> object:
+        return self._rows.pool
+
+    def _logits(self) -> Tensor:
+        return self._rows.decode() if self._count else self._rows.prefill()
+
+    def _choose(self, logits: Tensor) -> tuple[SampledTokens, Tensor]:
+        """Returns the tokens, and the same with padding in rows that had finished before, (B,)."""
+        sampled = self._sampler.draw(logits)
+        return sampled, self._stopping.update(sampled.tokens[:, None])
+
+    def _append(self, logits: Tensor | None, chosen: SampledTokens, result: Tensor) -> None:
+        self._rows.append(chosen.tokens[:, None])
+        self._count += 1
+        self._updates.append(result)
+        if self._keeps_logps:  # copies: a captured graph writes each step to the same memory
+            self._logps.append((chosen.logps.clone(), chosen.sampling_logps.clone()))
+        if self._reads_all or self._is_last:
+            if self._stopping.is_on_host:
+                self._stopping.update_on_host(self._rows.continuations)
+            self._reads.push(self._count, torch.cat([self._stopping.running, self._sampler.is_broken[None]]))
+
+    def _handle(self, label: int, values: list[float]) -> None:
+        if self._has_finished:
+            return
+        *is_running, is_broken = values
+        check_logits(bool(is_broken), label)
+        if any(is_running):
+            self._rows.release([row for row, runs in enumerate(is_running) if not runs])
+        else:
+            self._rows.truncate(label)
+            self._has_finished = True
+
+    def logps(self) -> tuple[Tensor, Tensor]:
+        """Returns `logps` and `sampling_logps` of the continuations, (R, new tokens)."""
+        continuations = self._rows.continuations
+        steps = self._logps[: continuations.shape[1]]  # the last ones may be dropped
+        if not steps:
+            return torch.zeros_like(continuations, dtype=torch.float32), continuations.float()
+        logps, sampling_logps = (torch.stack(columns, 1) for columns in zip(*steps, strict=True))
+        return logps, sampling_logps
