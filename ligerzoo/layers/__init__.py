@@ -11,7 +11,7 @@ from ligerzoo.layers.block import (
     SandwichBlock,
     ScaledPreNormBlock,
 )
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RecurrentLayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context, LayerOutputs, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
@@ -28,7 +28,6 @@ from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
-from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
     InterleavedSectionedRotaryEmbedding,
@@ -39,7 +38,7 @@ from ligerzoo.layers.rotary import (
     sectioned,
 )
 from ligerzoo.layers.routers import BiasedRouter, Router, SigmoidRouter
-from ligerzoo.layers.static_cache import StaticLayerCache
+from ligerzoo.layers.static_cache import StaticLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
     Grids,

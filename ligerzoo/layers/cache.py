@@ -1,15 +1,22 @@
-"""Key-value caches of one attention layer: keys and values of earlier tokens, which attention reads again.
+"""Caches of one layer: keys and values of earlier tokens, which attention reads again, or states of a recurrent layer.
 
-Caches are updated in place, so autograd cannot differentiate through them: a cache is for inference. `static_cache` has
-those of fixed size, and `kv_cache` the caches of all layers.
+                         grows           keeps a window      fixed size
+    keys and values      LayerCache      RollingLayerCache   StaticLayerCache
+    states               RecurrentLayerCache                 StaticRecurrentLayerCache
+    states of images     CrossAttentionLayerCache
 
-Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size.
+A kind says what differs: `is_recurrent`, `counts_tokens`, `is_static`. Caches are updated in place, so autograd cannot
+differentiate through them: a cache is for inference. `static_cache` has those of fixed size, and `kv_cache` the caches
+of all layers.
+
+Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size; C channels of a
+convolution, k its kernel size, V value heads, D_k and D_v key and value head sizes.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +33,16 @@ class LayerCache:
         capacity: maximum number of tokens; None for no limit.
         has_unwritten: whether `append` also returned slots of future tokens, which attention must mask.
         dtype: dtype in which keys and values are stored and returned; None for the one they have. `KVCache` sets it.
+        is_recurrent: whether it keeps a state, from which no token can be removed.
+        counts_tokens: whether its length is that of the sequence.
+        is_static: whether it has a fixed size, see `StaticLayerCache`.
+        drops_tokens: whether it drops tokens that a window does not reach.
     """
 
+    is_recurrent: bool = False
+    counts_tokens: ClassVar[bool] = True
+    is_static: ClassVar[bool] = False
+    drops_tokens: ClassVar[bool] = False
     capacity: int | None = None
     dtype: torch.dtype | None = None
     has_unwritten = False
@@ -146,6 +161,8 @@ class RollingLayerCache(LayerCache):
         window: tokens that a token attends to, including itself.
     """
 
+    drops_tokens = True
+
     def __init__(self, window: int) -> None:
         super().__init__()
         self.window = window
@@ -201,6 +218,92 @@ class CrossAttentionLayerCache(LayerCache):
 
     These states do not count towards the length of the sequence.
     """
+
+    counts_tokens = False
+
+
+class RecurrentLayerCache(LayerCache):
+    """States of one recurrent layer: the last inputs of its convolution, (B, k - 1, C), and the state of its
+    recurrence, (B, V, D_k, D_v) in fp32, whatever the dtype of the cache.
+
+    They are the two buffers of this cache, in place of keys and values. A state is a sum over all tokens, so that none
+    can be removed: neither speculative decoding nor a shorter common prefix can go back to an earlier state.
+    """
+
+    is_recurrent = True
+
+    @property
+    def is_updatable(self) -> bool:
+        """Whether there are states, and a step may update the tensors of `read_states` in place."""
+        return self._keys is not None
+
+    def read_states(self, rows: int, tokens: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Returns the inputs of the convolution and the state of the recurrence; None twice before the first token.
+
+        Args:
+            rows: B.
+            tokens: number of tokens that follow. They must fit before a step updates the states in place.
+
+        Raises:
+            ValueError: the states have another batch size, or the capacity is exceeded.
+        """
+        if self.capacity is not None and self.length + tokens > self.capacity:
+            raise ValueError(
+                f"{type(self).__name__}: cannot append {tokens} tokens to the {self.length} in the cache; "
+                f"expected at most {self.capacity} in all, the capacity"
+            )
+        if self._keys is None or self._values is None:
+            return None, None
+        if len(self._keys) != rows:
+            raise ValueError(f"{type(self).__name__}: got tokens of batch size {rows}; expected {len(self._keys)}")
+        return self._keys, self._values
+
+    def write_states(self, conv_state: Tensor, state: Tensor, tokens: int) -> None:
+        """Replaces the states, in place from the second time on, and counts tokens.
+
+        Args:
+            conv_state: (B, k - 1, C).
+            state: (B, V, D_k, D_v).
+            tokens: number of tokens since the last states.
+        """
+        for buffer, new in zip(self.allocate(len(state), conv_state, state), (conv_state, state), strict=True):
+            buffer.copy_(new)
+        self.count(tokens)
+
+    def count(self, tokens: int) -> None:
+        """Counts tokens, for which the states were updated in place."""
+        self.length += tokens
+
+    def allocate(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the buffers of B = `rows` rows; of zeros, unless they exist.
+
+        Args:
+            rows: B.
+            keys: (..., k - 1, C), inputs of a convolution.
+            values: (..., V, D_k, D_v), states.
+        """
+        if self._keys is None or self._values is None:
+            self._keys = keys.new_zeros(rows, *keys.shape[1:])
+            self._values = values.new_zeros(rows, *values.shape[1:])
+        return self._keys, self._values
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Raises TypeError: this cache holds no keys and values."""
+        raise TypeError(f"{type(self).__name__}: holds states of a recurrent layer; expected a cache of attention")
+
+    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Raises TypeError: this cache holds no keys and values."""
+        raise TypeError(f"{type(self).__name__}: holds states of a recurrent layer, no keys and values")
+
+    def check_removal(self, tokens: int) -> None:
+        """Raises ValueError unless `tokens` is 0: a state cannot go back to an earlier token."""
+        super().check_removal(tokens)
+        if tokens > 0:
+            raise ValueError(
+                f"{type(self).__name__}: cannot remove the last {tokens} of {self.length} tokens, which are part of "
+                "the state of a recurrent layer. Use clone() before the tokens to remove, or reset() and process the "
+                "text again"
+            )
 
 
 def writable(x: Tensor | None) -> Tensor | None:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels.fp8 import FP8
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache, writable
-from ligerzoo.layers.recurrent_cache import RecurrentLayerCache
+from ligerzoo.layers.cache import LayerCache, RollingLayerCache, writable
 from ligerzoo.layers.static_cache import StaticLayerCache
 
 _TOKEN_CACHES = {LayerCache, RollingLayerCache, StaticLayerCache}
@@ -43,7 +42,7 @@ def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache
     if len(caches) == len(others) == 1:
         return others[0]  # type: ignore[no-any-return]
     has_self_attention = len(others) < len(caches)
-    if others and not (has_self_attention and all(isinstance(cache, CrossAttentionLayerCache) for cache in others)):
+    if others and not (has_self_attention and not any(cache.counts_tokens for cache in others)):
         listed = ", ".join(f"{name} ({type(part).__name__})" for name, part in parts.items())
         raise ValueError(
             f"{type(layer).__name__}: no method new_cache, and several parts with caches of different kinds: {listed}; "
@@ -105,9 +104,9 @@ class KVCache:
 
     def _set_layers(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
-        self._self_attention = [layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)]
-        self._cross_attention = [layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)]
-        self._static = [layer for layer in self.layers if isinstance(layer, StaticLayerCache)]
+        self._self_attention = [layer for layer in self.layers if layer.counts_tokens]
+        self._cross_attention = [layer for layer in self.layers if not layer.counts_tokens]
+        self._static = [cast(StaticLayerCache, layer) for layer in self.layers if layer.is_static]
         for layer in self.layers:
             layer.dtype = self.dtype
         for layer in self._static:
@@ -127,7 +126,12 @@ class KVCache:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state instead of tokens, so that tokens cannot be removed."""
-        return any(isinstance(layer, RecurrentLayerCache) for layer in self.layers)
+        return any(layer.is_recurrent for layer in self.layers)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether a sliding-window layer drops tokens, see `keep_all_tokens`."""
+        return any(layer.drops_tokens for layer in self.layers)
 
     def require_tokens(self, what: str) -> None:
         """Raises ValueError if a layer is recurrent, so that tokens cannot be removed.
@@ -355,10 +359,10 @@ class KVCache:
             ValueError: the cache holds tokens already, or a layer is recurrent.
         """
         self.require_tokens("keep_all_tokens")
-        if any(isinstance(layer, RollingLayerCache) for layer in self.layers):
+        if self.drops_tokens:
             if self.length > 0:
                 raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")
-            self._set_layers(LayerCache() if isinstance(layer, RollingLayerCache) else layer for layer in self.layers)
+            self._set_layers(LayerCache() if layer.drops_tokens else layer for layer in self.layers)
 
     def get_seq_length(self) -> int:
         """Returns `length`; the name that Hugging Face's caches use."""

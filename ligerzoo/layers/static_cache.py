@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import write_to_cache
 from ligerzoo.kernels.fp8 import as_bytes
-from ligerzoo.layers.cache import LayerCache, between
+from ligerzoo.layers.cache import LayerCache, RecurrentLayerCache, between
 
 DECODE_TOKENS = 32
 """Most tokens of a decode step, for which static caches return tensors of constant shape: one token and drafts."""
@@ -94,6 +94,8 @@ class StaticLayerCache(LayerCache):
         ValueError: `capacity` is less than 1.
     """
 
+    is_static = True
+
     def __init__(self, capacity: int) -> None:
         super().__init__()
         if capacity < 1:
@@ -154,17 +156,32 @@ class StaticLayerCache(LayerCache):
     def copy_rows_from(self, other: StaticLayerCache, index: Tensor, rows: int) -> None:
         """Copies rows `index`, (n,) int64, of another cache to the first n of B = `rows` rows.
 
-        Copies as many tokens as both caches have room for.
+        Copies as many tokens as both caches have room for. The states of the remaining rows are zero.
         """
         self.length = other.length
         if other._keys is not None and other._values is not None:  # else a layer without attention
             tokens = min(self.capacity, other.capacity)
-            sources = other._keys, other._values
-            buffers = self.allocate(rows, *(source.transpose(1, 2) for source in sources))
-            for buffer, source in zip(buffers, sources, strict=True):
-                as_bytes(buffer)[: len(index), :, :tokens] = as_bytes(source)[index, :, :tokens]
+            for buffer, source in zip(self._like(rows, other), (other._keys, other._values), strict=True):
+                self._part(buffer, tokens)[: len(index)] = self._part(source, tokens)[index]
 
-    def prefill_rows(self, index: Tensor, rows: int) -> LayerCache:
+    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""
+        for buffer in (self._keys, self._values):
+            if buffer is not None:
+                part = self._part(buffer, tokens)
+                part[targets] = part[sources]
+
+    def _part(self, buffer: Tensor, tokens: int) -> Tensor:
+        """Returns the first tokens of all rows of a buffer, as a view."""
+        return as_bytes(buffer)[:, :, :tokens]
+
+    def _like(self, rows: int, other: StaticLayerCache) -> tuple[Tensor, Tensor]:
+        """Allocates the buffers for what the other cache holds."""
+        assert other._keys is not None
+        assert other._values is not None
+        return self.allocate(rows, other._keys.transpose(1, 2), other._values.transpose(1, 2))
+
+    def prefill_rows(self, index: Tensor, rows: int) -> PrefillLayerCache:
         """Returns a cache that writes prompts to rows `index`, (n,) int64, of B = `rows`."""
         return PrefillLayerCache(self, index, rows)
 
@@ -186,28 +203,65 @@ class StaticLayerCache(LayerCache):
             )
             other.append(keys, values)
 
-    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""
+
+class StaticRecurrentLayerCache(RecurrentLayerCache, StaticLayerCache):
+    """States in buffers that stay where they are, for decode steps that are captured in a CUDA graph.
+
+    Args:
+        capacity: maximum number of tokens, as for the caches of attention layers.
+    """
+
+    def count(self, tokens: int) -> None:
+        """See `RecurrentLayerCache.count`. Advances the position that all static layers share."""
+        assert self._values is not None
+        self.position.write(self.length, len(self._values), tokens, self._values.device)
+        super().count(tokens)
+
+    def reset(self) -> None:
+        """Empties the cache; its memory stays allocated."""
+        self.length = 0
         for buffer in (self._keys, self._values):
             if buffer is not None:
-                buffer = as_bytes(buffer)
-                buffer[targets, :, :tokens] = buffer[sources, :, :tokens]
+                buffer.zero_()
+
+    def _part(self, buffer: Tensor, tokens: int) -> Tensor:
+        """Returns the states, which include all tokens."""
+        return buffer
+
+    def _like(self, rows: int, other: StaticLayerCache) -> tuple[Tensor, Tensor]:
+        assert other._keys is not None
+        assert other._values is not None
+        self.reset()
+        return self.allocate(rows, other._keys, other._values)
+
+    def copy_tokens_from(self, other: LayerCache, source: int, columns: Tensor, target: int, rows: int) -> None:
+        """See `StaticLayerCache.copy_tokens_from`. The states include all tokens of the other cache."""
+        if other._keys is not None and other._values is not None:
+            states = other._keys, other._values
+            for buffer, state in zip(self.allocate(rows, *states), states, strict=True):
+                buffer[target] = state[source]
+
+    def append_tokens_to(self, other: LayerCache, rows: Tensor, positions: Tensor) -> None:
+        """See `StaticLayerCache.append_tokens_to`. The states include all tokens of the rows."""
+        assert isinstance(other, RecurrentLayerCache)
+        if self._keys is not None and self._values is not None:
+            other.write_states(self._keys[rows], self._values[rows], positions.shape[1])
 
 
-class PrefillLayerCache(LayerCache):
+class PrefillLayerCache(RecurrentLayerCache):
     """Some rows of a static cache, to which prompts are written from position 0, while other rows keep their tokens.
 
     Does not change the lengths of the static cache; see `KVCache.set_lengths`.
 
     Args:
-        cache: the static cache.
+        cache: the static cache, of keys and values or of states.
         index: (B,) int64, the rows.
         rows: number of rows of the static cache.
     """
 
     def __init__(self, cache: StaticLayerCache, index: Tensor, rows: int) -> None:
         super().__init__()
-        self.capacity = cache.capacity
+        self.capacity, self.is_recurrent = cache.capacity, cache.is_recurrent
         self._cache, self._index, self._rows = cache, index, rows
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,6 +277,25 @@ class PrefillLayerCache(LayerCache):
             as_bytes(buffer)[self._index, :, : self.length].transpose(1, 2).view(buffer.dtype) for buffer in buffers
         )
         return keys, values
+
+    @property
+    def is_updatable(self) -> bool:
+        """False: `read_states` returns copies."""
+        return False
+
+    def read_states(self, rows: int, tokens: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """See `RecurrentLayerCache.read_states`. The first tokens do not continue what the rows held before."""
+        conv_state, state = self._cache._keys, self._cache._values
+        if self.length == 0 or conv_state is None or state is None:
+            return None, None
+        return conv_state[self._index], state[self._index]
+
+    def write_states(self, conv_state: Tensor, state: Tensor, tokens: int) -> None:
+        """See `RecurrentLayerCache.write_states`."""
+        buffers = self._cache.allocate(self._rows, conv_state, state)
+        for buffer, new in zip(buffers, (conv_state, state), strict=True):
+            buffer[self._index] = new
+        self.count(tokens)
 
     @property
     def rows(self) -> int | None:
