@@ -167,3 +167,9 @@ def annotated_values(hint: Any) -> Values | None:
         if part is bool:
             return FLAG
     return None
+
+
+def option_values(hint: Any) -> Values | None:
+    """Returns the values that the annotation of an option describes, with None where it allows that."""
+    values = annotated_values(hint)
+    return or_none(values) if values is not None and type(None) in get_args(hint) else values

@@ -121,7 +121,7 @@ def serve(options: argparse.Namespace) -> int:
         from ligerzoo.serve.access import Access, names_of
         from ligerzoo.serve.app import Service
         from ligerzoo.serve.server import Server, is_local, listen, url
-    from ligerzoo.serve.engine import Engine
+    from ligerzoo.serve.engine_thread import EngineThread
     from ligerzoo.text.chat_template import ChatTemplate, read_template
 
     find_base_model(options)
@@ -136,7 +136,9 @@ def serve(options: argparse.Namespace) -> int:
         encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
         max_requests = options.batch_size + options.max_queue
         # The default of `max_cache_tokens` depends on the memory that is free now.
-        engine = Engine(partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests)
+        engine = EngineThread(
+            partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests
+        )
         name = options.name or model_name(options.model)
         max_body = options.max_body_mib * 2**20
         service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
@@ -284,7 +286,8 @@ class Continuation:
     def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer, max_new_tokens: int) -> None:
         import torch
 
-        from ligerzoo.generate.options import SAMPLING_OPTIONS, infer_do_sample, limits_length
+        from ligerzoo.generate.options import limits_length
+        from ligerzoo.sampling_options import SAMPLING_OPTIONS, infer_do_sample
 
         self.model, self.tokenizer = load_model(options), tokenizer
         length: int | None = options.max_new_tokens

@@ -6,19 +6,17 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from ligerzoo.checks import argument_type
 from ligerzoo.cli import commands
 from ligerzoo.cli.options import (
     AT_LEAST_1,
     COUNT,
     DEFAULT_BATCH_SIZE,
-    MIN_P,
     MODEL_HELP,
-    NOT_NEGATIVE,
     PORT,
     POSITIVE,
     SEED,
     STOP,
-    TOP_P,
     Subparsers,
     add_device_option,
     add_dtype_option,
@@ -29,6 +27,7 @@ from ligerzoo.cli.options import (
     add_revision_option,
 )
 from ligerzoo.optimizer_table import OPTIMIZERS
+from ligerzoo.sampling_options import OFFERS
 
 TRAINING: dict[str, tuple[str, object]] = {
     "--batch": ("batch_size", 1),
@@ -297,17 +296,11 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     sampling = parser.add_argument_group(
         "sampling", "The first four options enable sampling. Defaults are those of generation_config.json."
     )
-    add = partial(add_option, sampling)
-    temperature = "less than 1: more predictable; greater than 1: more varied; 0: the most likely token"
-    add("--temperature", NOT_NEGATIVE, temperature, metavar="T")
-    add("--top-k", AT_LEAST_1, "sample from the K most likely tokens", metavar="K")
-    add("--top-p", TOP_P, "sample from the most likely tokens with total probability P", metavar="P")
-    add("--min-p", MIN_P, "drop tokens less than P times as likely as the most likely one", metavar="P")
-    add("--seed", SEED, "seed of the random numbers that sampling draws", metavar="SEED")
-    penalty = "greater than 1: make tokens that have occurred less likely"
-    add("--repetition-penalty", POSITIVE, penalty, metavar="R")
-    add("--min-new-tokens", COUNT, "no end of the sequence before N new tokens")
-    add("--no-repeat-ngram-size", COUNT, "never repeat N tokens in a row; 0 allows all")
+    for name, offer in OFFERS.items():
+        if offer.values is not None:
+            flag = f"--{name.replace('_', '-')}"
+            add_option(sampling, flag, argument_type(offer.values), offer.help, metavar=offer.metavar)
+    add_option(sampling, "--seed", SEED, "seed of the random numbers that sampling draws", metavar="SEED")
     group = parser.add_argument_group("speculative decoding", "Less time for each token, and the same result.")
     drafts = group.add_mutually_exclusive_group()
     add_option(drafts, "--draft", str, "smaller checkpoint of the same vocabulary", metavar="MODEL")

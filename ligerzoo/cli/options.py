@@ -24,9 +24,6 @@ AT_LEAST_1 = argument_type(integer(1, _LARGEST))
 AT_LEAST_2 = argument_type(integer(2, _LARGEST))
 SEED = argument_type(integer(0, 2**63 - 1))
 POSITIVE = argument_type(checks.POSITIVE)
-NOT_NEGATIVE = argument_type(checks.NOT_NEGATIVE._replace(expected="a number, 0 or more"))
-TOP_P = argument_type(checks.SHARE)
-MIN_P = argument_type(checks.FRACTION)
 STOP = argument_type(checks.TEXT)
 
 

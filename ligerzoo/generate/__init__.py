@@ -22,7 +22,7 @@ from ligerzoo.errors import renamed
 from ligerzoo.generate.api import Completion, ConversationCache, GenerateOutput, generate, generate_many
 from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.graphs import release_decode_graphs
-from ligerzoo.generate.options import LogitsProcessor, SamplingOptions, SupportsGenerate
+from ligerzoo.generate.options import SupportsGenerate
 from ligerzoo.generate.processors import (
     apply_temperature,
     filter_logits,
@@ -36,6 +36,7 @@ from ligerzoo.generate.scheduler import BrokenLogitsError, Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions
 from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
+from ligerzoo.sampling_options import LogitsProcessor, SamplingOptions
 
 __all__ = [
     "BrokenLogitsError",

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from ligerzoo.checks import FLAG
 from ligerzoo.generate.engine import BatchEngine
 from ligerzoo.generate.options import (
-    SAMPLING_OPTIONS,
     CacheOptions,
     CallOptions,
-    SamplingOptions,
     SupportsGenerate,
     check_copies,
     check_option,
@@ -30,7 +28,7 @@ from ligerzoo.generate.options import (
     type_name,
 )
 from ligerzoo.generate.prompts import Prompts
-from ligerzoo.generate.rows import Rows, make_rows
+from ligerzoo.generate.rows import BatchRows, make_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions, SpeculativeEngine
@@ -38,6 +36,7 @@ from ligerzoo.generate.stopping import Stopping, StoppingCriterion, SupportsDeco
 from ligerzoo.generate.streaming import Streamer, check_streamer
 from ligerzoo.layers import KVCache
 from ligerzoo.models.output import ModelOutput
+from ligerzoo.sampling_options import SAMPLING_OPTIONS, SamplingOptions
 
 
 @dataclass
@@ -374,7 +373,7 @@ _OPTIONS += [*SAMPLING_OPTIONS, *_DRAFT_OPTIONS]
 
 
 def _check_seeds(
-    seeds: Tensor | None, rows: Rows, generator: torch.Generator | None, sampling: SamplingOptions
+    seeds: Tensor | None, rows: BatchRows, generator: torch.Generator | None, sampling: SamplingOptions
 ) -> Tensor | None:
     """Returns the seeds of the rows on their device, after checks."""
     if seeds is None:

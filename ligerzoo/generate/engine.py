@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligerzoo.device import DelayedReads
 from ligerzoo.generate.graphs import CapturedCall
-from ligerzoo.generate.rows import Rows
+from ligerzoo.generate.rows import BatchRows
 from ligerzoo.generate.sampling import Sampler, check_logits
 from ligerzoo.generate.stopping import Stopping
 from ligerzoo.kernels.sampling import SampledTokens
@@ -113,7 +113,7 @@ class BatchEngine(Engine[SampledTokens, int, Tensor]):
     _lag = LAG
 
     def __init__(
-        self, rows: Rows, sampler: Sampler, stopping: Stopping, limit: int, *, streams: bool, keeps_logps: bool
+        self, rows: BatchRows, sampler: Sampler, stopping: Stopping, limit: int, *, streams: bool, keeps_logps: bool
     ) -> None:
         reads_at_once = streams or stopping.is_on_host or rows.keeps_cache
         super().__init__(sampler, rows.device, 0 if reads_at_once else self._lag)

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import reprlib
-import sys
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.checks import (
-    AT_LEAST_1,
-    COUNT,
-    FLAG,
-    FRACTION,
-    SHARE,
-    Values,
-    instances,
-    integer,
-    is_number,
-    number,
-    or_none,
-)
+from ligerzoo.checks import AT_LEAST_1, COUNT, FLAG, Values
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import KVCache
 from ligerzoo.layers.exactness import exact_length
+from ligerzoo.sampling_options import FILTERS, SAMPLING_OPTIONS, SamplingOptions, warn
+
+T = TypeVar("T")
 
 
 class SupportsGenerate(Protocol):
@@ -99,6 +87,12 @@ _OWN_CACHE = "Pass past_key_values=model.new_cache(), or model.new_cache(capacit
 _PROMPTS = "Pass token ids as input_ids, or embeddings as inputs_embeds."
 _NO_COMPILE = "Decode steps run as captured CUDA graphs where the model allows it. Leave it out."
 
+
+def _all(names: str, value: T) -> dict[str, T]:
+    """Returns the same value for several names."""
+    return dict.fromkeys(names.split(), value)
+
+
 REMEDIES = {
     # other names of our options
     "inputs": _PROMPTS,
@@ -133,44 +127,44 @@ REMEDIES = {
     "synced_gpus": "Run one process per model, or gather the weights of a sharded model first.",
     "transformers_version": "Leave it out.",
     "is_assistant": _SPECULATIVE,
-    **dict.fromkeys(
-        ("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"), _OWN_CACHE
+    **_all(
+        "cache_implementation cache_config max_cache_len prefill_chunk_size low_memory",
+        _OWN_CACHE,
     ),
-    **dict.fromkeys(("compile_config", "disable_compile", "continuous_batching_config"), _NO_COMPILE),
-    **dict.fromkeys(
-        ("num_beams", "num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty", "constraints",
-         "force_words_ids"),
+    **_all("compile_config disable_compile continuous_batching_config", _NO_COMPILE),
+    **_all(
+        "num_beams num_beam_groups length_penalty early_stopping diversity_penalty constraints force_words_ids",
         _BEAMS,
     ),
-    **dict.fromkeys(
-        ("assistant_tokenizer", "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight",
-         "assistant_lookbehind", "draft_model", "num_assistant_tokens_schedule", "num_speculative_tokens",
-         "speculation_type", "speculative_model", "target_lookbehind", "use_mtp"),
+    **_all(
+        "assistant_tokenizer assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight "
+        "assistant_lookbehind draft_model num_assistant_tokens_schedule num_speculative_tokens speculation_type "
+        "speculative_model target_lookbehind use_mtp",
         _SPECULATIVE,
     ),
-    **dict.fromkeys(
-        ("custom_generate", "dola_layers", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
-         "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "guidance_scale",
-         "negative_prompt_attention_mask", "negative_prompt_ids", "penalty_alpha", "prefix_allowed_tokens_fn",
-         "remove_invalid_values", "renormalize_logits", "token_healing", "top_h", "typical_p", "watermarking_config"),
+    **_all(
+        "custom_generate dola_layers encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff "
+        "eta_cutoff exponential_decay_length_penalty guidance_scale negative_prompt_attention_mask "
+        "negative_prompt_ids penalty_alpha prefix_allowed_tokens_fn remove_invalid_values renormalize_logits "
+        "token_healing top_h typical_p watermarking_config",
         _NOT_IMPLEMENTED,
     ),
-}  # fmt: skip
+}
 """What to do instead, by the name of an option that other libraries have."""
 
 NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(
-        ("num_beams", "num_beam_groups", "length_penalty", "guidance_scale", "encoder_repetition_penalty", "typical_p"),
+    **_all(
+        "num_beams num_beam_groups length_penalty guidance_scale encoder_repetition_penalty typical_p",
         (1,),
     ),
-    **dict.fromkeys(
-        ("penalty_alpha", "diversity_penalty", "encoder_no_repeat_ngram_size", "early_stopping", "token_healing",
-         "output_scores", "output_logits", "output_attentions", "output_hidden_states", "synced_gpus"),
+    **_all(
+        "penalty_alpha diversity_penalty encoder_no_repeat_ngram_size early_stopping token_healing output_scores "
+        "output_logits output_attentions output_hidden_states synced_gpus",
         (0,),
     ),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0, 1)),
-    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), (False, True)),
-}  # fmt: skip
+    **_all("epsilon_cutoff eta_cutoff", (0, 1)),
+    **_all("remove_invalid_values renormalize_logits", (False, True)),
+}
 """Values without an effect on the result, of options of transformers that are not implemented. They are accepted."""
 
 
@@ -257,14 +251,6 @@ def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = N
         require(is_offloaded, str(name), f"a tensor on {inputs.device}", f"one on {device}, like the model", remedy)
 
 
-def warn(message: str) -> None:
-    """Warns, with the line of the caller of ligerzoo."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ligerzoo", "torch"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
-
-
 def invalid(name: str, got: object, expected: str, remedy: str | None = None) -> LigerzooError:
     """Returns the error for the value of an option."""
     return LigerzooError("invalid value", where=name, got=got, expected=expected, remedy=remedy)
@@ -287,188 +273,21 @@ def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-SMALLEST_DIVISOR = 1e-30
-"""Logits divided by less may exceed fp32."""
-
-_LARGEST = torch.finfo(torch.float32).max
-_INT32 = integer(0, 2**31 - 1)
-_DIVISOR = number(f"a number from {SMALLEST_DIVISOR}, finite in fp32", lambda x: SMALLEST_DIVISOR <= x <= _LARGEST)
-_TEMPERATURE = _DIVISOR._replace(contains=lambda x: x == 0 or _DIVISOR.contains(x))
-_COUNT = or_none(_INT32, "an integer, 0 or more, or None")
-
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_INT32.accepts, value))
-
-
-def _are_words(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(word and _are_ids(word) for word in value)
-
-
-def _are_biases(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) and all(map(_is_bias, _pairs(value)))
-
-
-def _is_bias(pair: object) -> bool:
-    if not isinstance(pair, list | tuple) or len(pair) != 2:
-        return False
-    ids, bias = pair
-    return bool(ids) and _are_ids(ids) and is_number(bias) and abs(bias) <= _LARGEST
-
-
-def _are_functions(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(callable, value))
-
-
-def _pairs(bias: Any) -> list[tuple[Sequence[int], float]]:
-    """Returns the sequences of `sequence_bias` with their biases."""
-    return list(bias.items() if isinstance(bias, Mapping) else bias or ())
-
-
-_IDS = instances("a list of token ids", _are_ids)
-_WORDS = instances("a list of lists of token ids, none of them empty", _are_words)
-_ID_OR_IDS = instances("a token id, a list of them", lambda value: _INT32.accepts(value) or _are_ids(value))
-_BIASES = instances("a dict of tuples of token ids to numbers, or a list of such pairs", _are_biases)
-_FUNCTIONS = instances("a list of functions of input_ids and scores", _are_functions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How the next tokens of a row are chosen. Names and meanings are those of transformers.
-
-    logits -> sequence_bias -> repetition penalty -> banned and forced tokens -> logits_processor
-        -> the most likely token (greedy), or temperature -> top-k -> top-p -> min-p -> sample
-
-    Args:
-        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
-            `top_p` and `min_p` have no effect; values that would change the distribution cause a warning.
-        temperature: see `apply_temperature`.
-        top_k: see `keep_top_k`. None or 0 keeps all tokens.
-        top_p: see `keep_top_p`. None keeps all tokens.
-        min_p: see `keep_min_p`. None keeps all tokens.
-        repetition_penalty: see `penalize_repetition`. It applies to the tokens of the prompt and of the continuation.
-        min_new_tokens: number of new tokens before which no end-of-sequence token is chosen. None for 0.
-        min_length: the same with the tokens of the prompt, padding included. `min_new_tokens` takes precedence.
-        bad_words_ids: sequences of token ids. The last token of a sequence is not chosen where the others come before
-            it, in the prompt or in the continuation. A sequence of one end-of-sequence token has no effect.
-        no_repeat_ngram_size: n tokens in a row that have occurred, in the prompt or in the continuation, do not occur
-            again. None or 0 allows all.
-        suppress_tokens: token ids that are never chosen.
-        begin_suppress_tokens: token ids that are not chosen as the first new token.
-        forced_bos_token_id: the token after a prompt of one token.
-        forced_eos_token_id: the token or tokens of which one is the last of `max_new_tokens` tokens.
-        sequence_bias: added to the logit of the last token of a sequence where the others come before it: a dict of
-            tuples of token ids, or a list of pairs of a list of token ids and a number.
-        logits_processor: functions `f(input_ids, scores) -> scores`, such as objects of transformers' `LogitsProcessor`
-            classes, called one after the other on each step: `input_ids` (B, T) int64 are the prompt and the new
-            tokens, `scores` (B, V) fp32. With them, decoding runs eagerly after the model.
-
-    Raises:
-        LigerzooError: an option is invalid.
-    """
-
-    do_sample: Annotated[bool, FLAG] = False
-    temperature: Annotated[float, _TEMPERATURE] = 1.0
-    top_k: Annotated[int | None, or_none(_INT32, "a positive integer, or None or 0 for all tokens")] = None
-    top_p: Annotated[float | None, or_none(SHARE)] = None
-    min_p: Annotated[float | None, or_none(FRACTION)] = None
-    repetition_penalty: Annotated[float, _DIVISOR._replace(expected=f"{_DIVISOR.expected}; 1 has no effect")] = 1.0
-    min_new_tokens: Annotated[int | None, _COUNT] = None
-    min_length: Annotated[int | None, _COUNT] = None
-    bad_words_ids: Annotated[Sequence[Sequence[int]] | None, or_none(_WORDS)] = None
-    no_repeat_ngram_size: Annotated[int | None, _COUNT] = None
-    suppress_tokens: Annotated[Sequence[int] | None, or_none(_IDS)] = None
-    begin_suppress_tokens: Annotated[Sequence[int] | None, or_none(_IDS)] = None
-    forced_bos_token_id: Annotated[int | None, or_none(_INT32, "a token id, or None")] = None
-    forced_eos_token_id: Annotated[int | Sequence[int] | None, or_none(_ID_OR_IDS)] = None
-    sequence_bias: Annotated[
-        Mapping[Sequence[int], float] | Sequence[tuple[Sequence[int], float]] | None, or_none(_BIASES)
-    ] = None
-    logits_processor: Annotated[Sequence[LogitsProcessor] | None, or_none(_FUNCTIONS)] = None
-
-    def __post_init__(self) -> None:
-        for name, values in _VALUES.items():
-            check_option(name, getattr(self, name), values, _REMEDIES_OF_VALUES.get(name))
-        if self.do_sample:
-            check_option("temperature", self.temperature, _DIVISOR, _REMEDIES_OF_VALUES["temperature"])
-            return
-        unused = {name: value for name, neutral in FILTERS.items() if (value := getattr(self, name)) not in neutral}
-        if unused:
-            warn(
-                f"generate: {', '.join(f'{name}={value!r}' for name, value in unused.items())} has no effect with "
-                "do_sample=False, which chooses the most likely token. Pass do_sample=True to sample."
-            )
-
-    @property
-    def is_filtering(self) -> bool:
-        """Whether tokens may be dropped by `top_k`, `top_p` or `min_p`."""
-        return self.do_sample and not (self.top_k in (None, 0) and self.top_p in (None, 1) and self.min_p in (None, 0))
-
-    @property
-    def is_banning(self) -> bool:
-        """Whether tokens may be banned by their ids."""
-        words, suppressed = self.bad_words_ids, (self.suppress_tokens, self.begin_suppress_tokens)
-        return bool(words or self.min_new_tokens or self.min_length or any(suppressed))
-
-    @property
-    def biases(self) -> list[tuple[Sequence[int], float]]:
-        """The sequences of `sequence_bias` with their biases."""
-        return _pairs(self.sequence_bias)
-
-    @property
-    def forced_eos_token_ids(self) -> list[int]:
-        """The tokens of `forced_eos_token_id`."""
-        ids = self.forced_eos_token_id
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-_VALUES: dict[str, Values] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
-}
-_REMEDIES_OF_VALUES = {
-    "temperature": "For the most likely token, leave out temperature and do_sample.",
-    "bad_words_ids": "tokenizer.encode(text) returns the token ids of a text, one sequence.",
-    "logits_processor": "Pass logits_processor=[processor].",
-}
-
-SAMPLING_OPTIONS = tuple(_VALUES)
-"""Names of the options of sampling."""
-
-FILTERS: dict[str, tuple[float | None, ...]] = {
-    "temperature": (0, 1), "top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)
-}  # fmt: skip
-"""Options that have an effect only if `do_sample` is true, and their values without one."""
-
-
-def infer_do_sample(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes options that do not say whether to sample: one of `FILTERS` samples, but a temperature of 0 does not.
-
-    Args:
-        options: of `generate`, by name. None counts as left out.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    filters = given.keys() & FILTERS.keys()
-    if given.get("temperature") == 0:
-        return {name: value for name, value in given.items() if name not in filters} | {"do_sample": False}
-    return given | {"do_sample": True} if filters else given
-
-
 _FILE = "generation_config.json"
 _TOP_K = 50  # transformers' default, which its files leave out
-_FOLLOWED = (
-    "do_sample", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences", "stop_strings",
-)  # fmt: skip
+_FOLLOWED = {*SAMPLING_OPTIONS, "num_return_sequences", "stop_strings"} - {*FILTERS, "logits_processor"}
 _LENGTHS = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
-_MISSING_FILTERS = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-_MISSING = (
-    "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "guidance_scale",
-    "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "token_healing",
-    "watermarking_config", "max_time",
-)  # fmt: skip
+_FOLLOWED -= {name for pair in _LENGTHS for name in pair}
+_MISSING = {
+    **_all(
+        "num_beams num_beam_groups penalty_alpha dola_layers constraints force_words_ids guidance_scale "
+        "encoder_repetition_penalty encoder_no_repeat_ngram_size exponential_decay_length_penalty token_healing "
+        "watermarking_config max_time",
+        False,
+    ),
+    **_all("typical_p top_h epsilon_cutoff eta_cutoff", True),
+}
+"""Options that change the tokens and are not implemented, and whether they do so only in sampling."""
 
 
 class CallOptions(dict[str, Any]):
@@ -507,14 +326,14 @@ class CallOptions(dict[str, Any]):
         samples = self.get("do_sample", file.get("do_sample", False)) is not False
         if generation_config.get("do_sample") is True and "top_k" not in self:
             file.setdefault("top_k", _TOP_K)
-        for name in _MISSING + (_MISSING_FILTERS if samples else ()):
-            if name in file and not is_neutral(name, file[name]):
+        for name, needs_sampling in _MISSING.items():
+            if name in file and samples >= needs_sampling and not is_neutral(name, file[name]):
                 warn(
                     f"{_FILE}: {name}={reprlib.repr(file[name])} is not implemented and has no effect. Remove it, or "
                     "use the generate method of transformers: "
                     "ligerzoo.integrations.transformers.wrap(model).generate(...)."
                 )
-        names = [*_FOLLOWED, *(FILTERS if samples else ())]
+        names = [*sorted(_FOLLOWED), *(FILTERS if samples else ())]
         for pair in _LENGTHS:  # the first takes precedence, and one of the caller replaces both
             names += [name for name in pair if name in file and not self.keys() & set(pair)][:1]
         self._from_file = {name: file[name] for name in names if name in file}

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.device import to_device, upload
-from ligerzoo.generate.options import LogitsProcessor, SamplingOptions, invalid, require, type_name
+from ligerzoo.generate.options import invalid, require, type_name
+from ligerzoo.sampling_options import LogitsProcessor, SamplingOptions
 
 
 def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float | Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ligerzoo.checks import is_integer
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import SupportsGenerate, check_devices, invalid, require, type_name
-from ligerzoo.layers import KVCache, RollingLayerCache
+from ligerzoo.layers import KVCache
 from ligerzoo.tensor_checks import kind_of
 
 
@@ -175,7 +175,7 @@ def _check_mask_of_cached(model: SupportsGenerate, mask: Tensor) -> None:
     remedy = "Pad on the left."
     require(is_last, "attention_mask", "padding in the last column", "tokens, with past_key_values", remedy)
     cache = model.new_cache() if hasattr(model, "new_cache") else KVCache([])
-    if cache.is_recurrent or any(isinstance(layer, RollingLayerCache) for layer in cache.layers):
+    if cache.is_recurrent or cache.drops_tokens:
         is_left = bool((mask[:, 1:] >= mask[:, :-1]).all())
         cause = (
             "recurrent layers, whose states include it" if cache.is_recurrent else "a sliding window, which counts it"

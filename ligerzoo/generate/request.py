@@ -11,17 +11,11 @@ from torch import Tensor
 
 from ligerzoo.checks import FLAG, integer
 from ligerzoo.errors import LigerzooError, did_you_mean
-from ligerzoo.generate.options import (
-    REMEDIES,
-    SAMPLING_OPTIONS,
-    CallOptions,
-    SupportsGenerate,
-    check_option,
-    count_new_tokens,
-)
+from ligerzoo.generate.options import REMEDIES, CallOptions, SupportsGenerate, check_option, count_new_tokens
 from ligerzoo.generate.sampling import check_generator
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 from ligerzoo.kernels.cross_entropy import cross_entropy
+from ligerzoo.sampling_options import SAMPLING_OPTIONS
 
 MAX_TOP_LOGPS = 20
 """Number of the most likely tokens that the device finds for each token, if any are asked for."""

@@ -27,7 +27,7 @@ from ligerzoo.layers import KVCache
 from ligerzoo.layers.static_cache import DECODE_TOKENS
 
 
-class Rows:
+class BatchRows:
     """The rows of a batch, in a KV cache that grows, with padding on the left.
 
     Args:
@@ -177,7 +177,7 @@ class Rows:
     def release(self, rows: list[int]) -> None:
         """Frees what finished rows need, where this is possible. Their logits are undefined from then on."""
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> BatchRows:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -248,10 +248,10 @@ class Rows:
             self._position_ids = (self._padding_mask.cumsum(1) - 1).clamp(min=0)
 
 
-class SlotRows(Rows):
-    """`Rows` in `Slots`, without padding.
+class SlotRows(BatchRows):
+    """`BatchRows` in `Slots`, without padding.
 
-    A cache of the caller, and prompts that are embeddings, are processed as by `Rows` and then copied.
+    A cache of the caller, and prompts that are embeddings, are processed as by `BatchRows` and then copied.
     """
 
     def __init__(self, model: CausalModel, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> None:
@@ -326,11 +326,11 @@ def make_rows(
     *,
     use_cache: object = True,
     is_rewindable: bool = False,
-) -> Rows:
-    """Returns `SlotRows` where decode steps can be captured, else `Rows`.
+) -> BatchRows:
+    """Returns `SlotRows` where decode steps can be captured, else `BatchRows`.
 
     Args:
-        model, prompts, max_new_tokens, options: see `Rows`.
+        model, prompts, max_new_tokens, options: see `BatchRows`.
         use_cache: whether to keep a KV cache.
         is_rewindable: whether any number of tokens can be removed later; a cache of the caller must allow it.
 
@@ -370,7 +370,7 @@ def make_rows(
     if is_rewindable and cache is None:
         prompts.cache, options = options.new_cache(model), DEFAULT_CACHE
         prompts.cache.keep_all_tokens()
-    return Rows(model, prompts, max_new_tokens, options if use_cache else None)
+    return BatchRows(model, prompts, max_new_tokens, options if use_cache else None)
 
 
 def _require_method(model: SupportsGenerate, method: str, option: str) -> None:

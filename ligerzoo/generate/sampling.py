@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligerzoo.device import upload
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.options import SamplingOptions, require
+from ligerzoo.generate.options import require
 from ligerzoo.generate.processors import (
     ALWAYS,
     BiasedSequence,
@@ -29,6 +29,7 @@ from ligerzoo.generate.processors import (
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.logit_filter import filter_bounds
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
+from ligerzoo.sampling_options import SamplingOptions
 
 _FREE = SamplingOptions()
 

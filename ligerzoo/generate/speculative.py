@@ -18,11 +18,10 @@ from ligerzoo.generate.engine import BatchEngine
 from ligerzoo.generate.graphs import independent_length
 from ligerzoo.generate.options import POSITIVE_INTEGER, SupportsGenerate, check_option, require, type_name
 from ligerzoo.generate.prompts import Prompts
-from ligerzoo.generate.rows import Rows, make_rows
+from ligerzoo.generate.rows import BatchRows, make_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.stopping import Stopping
 from ligerzoo.kernels.sampling import SampledTokens
-from ligerzoo.layers import RollingLayerCache
 
 
 class Drafter(AbstractContextManager["Drafter"]):
@@ -201,7 +200,7 @@ class DraftOptions:
             is_recurrent = one is not None and one.new_cache().is_recurrent  # type: ignore[attr-defined]
             got = f"a {type_name(one)}, whose recurrent layers cannot remove rejected drafts"
             require(not is_recurrent, name, got, "a model with self-attention only", plain)
-        if cache is not None and any(isinstance(layer, RollingLayerCache) for layer in cache.layers):
+        if cache is not None and cache.drops_tokens:
             got = f"a cache whose sliding windows have dropped tokens, with {option}"
             remedy = "Call cache.keep_all_tokens() before the first token."
             require(cache.length == 0, "past_key_values", got, "a cache of all tokens", remedy)
@@ -256,7 +255,7 @@ class SpeculativeEngine(BatchEngine):
     _lag = 0
 
     def __init__(
-        self, drafter: Drafter, rows: Rows, sampler: Sampler, stopping: Stopping, limit: int, **reads: bool
+        self, drafter: Drafter, rows: BatchRows, sampler: Sampler, stopping: Stopping, limit: int, **reads: bool
     ) -> None:
         super().__init__(rows, sampler, stopping, limit, **reads)
         self._drafter = drafter

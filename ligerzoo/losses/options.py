@@ -28,7 +28,6 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
-    get_args,
     get_origin,
     get_type_hints,
 )
@@ -41,9 +40,8 @@ from ligerzoo.checks import (
     NOT_NEGATIVE,
     POSITIVE,
     Values,
-    annotated_values,
     integer,
-    or_none,
+    option_values,
     refused,
 )
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
@@ -61,14 +59,6 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 Fraction = Annotated[float, FRACTION]
 NumItems = int | Tensor | None
 """A divisor of a sum: a positive number or a 0-d tensor, see `ligerzoo.tensor_checks.check_num_items`."""
-
-
-def _values(hint: Any) -> Values | None:
-    """Returns the values that an annotation describes; None if it is that of a tensor."""
-    values = annotated_values(hint)
-    if values is None or type(None) not in get_args(hint):
-        return values
-    return or_none(values)
 
 
 class LossInputs(NamedTuple):
@@ -126,7 +116,7 @@ class HeadOptions:
 
     def __init_subclass__(cls) -> None:
         hints = get_type_hints(cls, include_extras=True)
-        cls.accepted = {name: _values(hint) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+        cls.accepted = {name: option_values(hint) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
         fields = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         cls.positional = tuple(fields)
         cls.required = tuple(name for name, value in fields.items() if value.default is MISSING)

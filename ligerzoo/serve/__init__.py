@@ -8,7 +8,7 @@
     fields        JSON, and checks of its fields
     options       sampling options of one request, and what a client may choose
     prompts       texts and conversations -> checked token ids
-    engine        the thread that drives the scheduler for asynchronous callers
+    engine_thread the thread that drives the scheduler for asynchronous callers
     continuation  tokens -> text, up to a stop string
     batch         continues the prompts of a JSONL file
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
-from ligerzoo.serve.engine import SEE_LOG, Engine, GenerationError, Job, OverloadedError, Submission
+from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError, Submission
 from ligerzoo.serve.fields import encode_json, parse_strict_json, show
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
@@ -51,7 +51,13 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, encoder: PromptEncoder, *, name: str, device: torch.device | str, max_body: int = MAX_BODY
+        self,
+        engine: EngineThread,
+        encoder: PromptEncoder,
+        *,
+        name: str,
+        device: torch.device | str,
+        max_body: int = MAX_BODY,
     ) -> None:
         self._engine, self._encoder, self._device = engine, encoder, device
         self._texts = TokenTexts(encoder.tokenizer)

@@ -40,7 +40,7 @@ class Submission(NamedTuple):
 
 
 class Job:
-    """Requests that were submitted together. `Engine.submit` makes it; it belongs to the event loop.
+    """Requests that were submitted together. `EngineThread.submit` makes it; it belongs to the event loop.
 
     Iterating yields (position of the request in the job, its update) until all requests have finished, and raises
     GenerationError if the engine fails.
@@ -49,10 +49,10 @@ class Job:
         requests: as submitted.
         accepted: done when the scheduler has all requests.
         unfinished: positions of the requests whose last token does not exist yet. Only these count for
-            `Engine.max_requests`: others do not wait for a caller that does not read its results.
+            `EngineThread.max_requests`: others do not wait for a caller that does not read its results.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Submission]) -> None:
+    def __init__(self, engine: EngineThread, requests: Sequence[Submission]) -> None:
         self.requests = requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unfinished = set(range(len(requests)))
@@ -93,7 +93,7 @@ class Job:
         self._engine.release(self)
 
 
-class Engine:
+class EngineThread:
     """Runs the requests of callers on one event loop on one scheduler in one thread.
 
     Args:

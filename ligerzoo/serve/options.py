@@ -8,13 +8,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ligerzoo.checks import FRACTION, SHARE, Values, instances, integer, number
-from ligerzoo.generate.options import SMALLEST_DIVISOR, infer_do_sample
-from ligerzoo.serve.fields import TOKEN_ID, check_value
+from ligerzoo.checks import Values, instances, integer
+from ligerzoo.sampling_options import OFFERS, infer_do_sample
+from ligerzoo.serve.fields import check_value
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 32
-MAX_NGRAM_SIZE = 64
 
 _LARGEST = 2**31 - 1
 
@@ -28,31 +26,9 @@ def _is_stop(value: object) -> bool:
     )
 
 
-def _are_bad_words(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_BAD_WORDS
-        and all(isinstance(word, list) and 0 < len(word) <= MAX_BAD_WORD_LENGTH for word in value)
-        and all(TOKEN_ID.accepts(token) for word in value for token in word)
-    )
-
-
 VALUES: dict[str, Values] = {
     "max_new_tokens": integer(1, _LARGEST),
-    "temperature": number(
-        f"0, or a number from {SMALLEST_DIVISOR} to 1000", lambda x: x == 0 or SMALLEST_DIVISOR <= x <= 1000
-    ),
-    "top_k": integer(1, _LARGEST),
-    "top_p": SHARE,
-    "min_p": FRACTION,
-    "repetition_penalty": number("a number from 0.001 to 1000", lambda x: 1e-3 <= x <= 1000),
-    "min_new_tokens": integer(0, _LARGEST),
-    "no_repeat_ngram_size": integer(0, MAX_NGRAM_SIZE)._replace(
-        expected=f"an integer from 0 to {MAX_NGRAM_SIZE}; 0 allows all"
-    ),
-    "bad_words_ids": instances(
-        f"up to {MAX_BAD_WORDS} lists, each with 1 to {MAX_BAD_WORD_LENGTH} token ids", _are_bad_words
-    ),
+    **{name: offer.client for name, offer in OFFERS.items()},
     "seed": integer(-(2**63), 2**63 - 1)._replace(expected="an integer of 64 bits"),
     "stop": instances(f"a string, or up to {MAX_STOPS} strings, each with 1 to {MAX_STOP_LENGTH} characters", _is_stop),
 }

@@ -21,7 +21,7 @@ from ligerzoo.checks import integer, is_integer, or_none
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.request import MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
-from ligerzoo.serve.engine import Submission
+from ligerzoo.serve.engine_thread import Submission
 from ligerzoo.serve.fields import Neutral, check_field, check_names, check_value, flag, is_ids, or_default
 from ligerzoo.serve.options import VALUES, ClientOptions
 from ligerzoo.serve.prompts import CHAT_FIELDS, ChatPrompt, PromptEncoder

@@ -14,7 +14,7 @@ from ligerzoo.generate import Scheduler, Update
 from ligerzoo.models import Llama
 from ligerzoo.serve.access import Access
 from ligerzoo.serve.app import Service
-from ligerzoo.serve.engine import Engine
+from ligerzoo.serve.engine_thread import EngineThread
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.serve.server import Server, listen, url
 from ligerzoo.text.chat_template import ChatTemplate
@@ -81,7 +81,7 @@ def serving(
     """Runs a server within `with`; its scheduler is `Served.scheduler` by default."""
     served = Served(model, tokenizer)
     encoder = PromptEncoder(tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
-    engine = Engine(make_scheduler or served.make_scheduler, max_requests=max_requests)
+    engine = EngineThread(make_scheduler or served.make_scheduler, max_requests=max_requests)
     service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
     with listen("127.0.0.1", 0) as listener:
         served.url = url(listener)
