@@ -31,8 +31,8 @@ from ligerzoo.generate.processors import (
     keep_top_p,
     penalize_repetition,
 )
-from ligerzoo.generate.sampling import Sampler, draw_seeds
-from ligerzoo.generate.scheduler import BrokenLogitsError, Scheduler, Update
+from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
+from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions
 from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer

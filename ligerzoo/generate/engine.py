@@ -11,7 +11,7 @@ from torch import Tensor
 from ligerzoo.device import DelayedReads
 from ligerzoo.generate.graphs import CapturedCall
 from ligerzoo.generate.rows import BatchRows
-from ligerzoo.generate.sampling import Sampler, check_logits
+from ligerzoo.generate.sampling import BrokenLogitsError, Sampler
 from ligerzoo.generate.stopping import Stopping
 from ligerzoo.kernels.sampling import SampledTokens
 
@@ -157,7 +157,8 @@ class BatchEngine(Engine[SampledTokens, int, Tensor]):
         if self._has_finished:
             return
         *is_running, is_broken = values
-        check_logits(bool(is_broken), label)
+        if is_broken:
+            raise BrokenLogitsError(where="logits", steps=label)
         if any(is_running):
             self._rows.release([row for row, runs in enumerate(is_running) if not runs])
         else:

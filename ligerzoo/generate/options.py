@@ -171,25 +171,26 @@ NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
 POSITIVE_INTEGER = AT_LEAST_1._replace(expected="a positive integer")
 
 
-def refuse_unknown_options(model: Any, names: Iterable[str], options: Sequence[str]) -> None:
-    """Raises LigerzooError unless all names are inputs of the model.
+def refuse_unknown_options(model: SupportsGenerate, names: Iterable[str], options: Sequence[str]) -> None:
+    """Raises LigerzooError unless all names, which are not `options`, are inputs of the model.
 
-    Args:
-        model: the model. Any name is accepted that `REMEDIES` lacks, if the model has no `modalities`.
-        names: names of the keyword arguments that are not options.
-        options: names of the options, for suggestions.
+    A model without `modalities` may have any inputs whose names `REMEDIES` lacks.
     """
     modalities: Sequence[str] | None = getattr(model, "modalities", None)
     for name in names:
-        if name in (modalities or ()) or (modalities is None and name not in REMEDIES):
-            continue
-        remedy, inputs = REMEDIES.get(name) or did_you_mean(name, [*options, *(modalities or ())]), None
-        if remedy is None:
+        if name not in (modalities or ()) and (modalities is not None or name in REMEDIES):
             inputs = ", ".join(modalities or ()) or "text inputs only, such as input_ids"
             remedy = "help(ligerzoo.generate.generate) lists the options."
-        raise LigerzooError(
-            f"not an option of generate or input of {type(model).__name__}", where=name, expected=inputs, remedy=remedy
-        )
+            what = f"not an option of generate or input of {type(model).__name__}"
+            raise no_such_option(name, what, [*options, *(modalities or ())], inputs, remedy)
+
+
+def no_such_option(
+    name: str, what: str, names: Iterable[str], expected: str, remedy: str | None = None, others: Mapping[str, str] = {}
+) -> LigerzooError:
+    """Returns the error for an option that does not exist; `others` has further remedies."""
+    found = others.get(name) or REMEDIES.get(name) or did_you_mean(name, names)
+    return LigerzooError(what, where=name, expected=None if found else expected, remedy=found or remedy)
 
 
 def count_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:
@@ -225,7 +226,7 @@ def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
     require(is_useful, "num_return_sequences", got, "1", "Pass do_sample=True to sample different ones.")
 
 
-def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = None) -> None:
+def check_devices(model: object, name: str | None = None, inputs: Tensor | None = None) -> None:
     """Raises LigerzooError if the model has no weights or is sharded, or if inputs are on another device than they.
 
     Args:
@@ -234,16 +235,14 @@ def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = N
         inputs: model inputs, or None.
     """
     device: torch.device | None = getattr(model, "device", None)
+    where = type(model).__name__
     if device is not None and device.type == "meta":
-        raise LigerzooError(
-            "the weights are on the meta device, which stores no values", where=type(model).__name__,
-            remedy="Load them with from_pretrained.",
-        )  # fmt: skip
-    if hasattr(model, "unshard") and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
-        raise LigerzooError(
-            "the model is sharded: each token would gather all weights from all processes", where=type(model).__name__,
-            remedy="Generate within `with ligerzoo.parallel.unsharded(model):`.",
-        )  # fmt: skip
+        what = "the weights are on the meta device, which stores no values"
+        raise LigerzooError(what, where=where, remedy="Load them with from_pretrained.")
+    weights = model.parameters() if isinstance(model, nn.Module) and hasattr(model, "unshard") else ()
+    if any(hasattr(weight, "device_mesh") for weight in weights):
+        what = "the model is sharded: each token would gather all weights from all processes"
+        raise LigerzooError(what, where=where, remedy="Generate within `with ligerzoo.parallel.unsharded(model):`.")
     # Weights on a CPU may be offloaded, so that the model computes elsewhere.
     if inputs is not None and device is not None and device != inputs.device:
         is_offloaded = device.type == "cpu" and inputs.device.type != "meta"

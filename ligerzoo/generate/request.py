@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import FLAG, integer
-from ligerzoo.errors import LigerzooError, did_you_mean
-from ligerzoo.generate.options import REMEDIES, CallOptions, SupportsGenerate, check_option, count_new_tokens
+from ligerzoo.generate.options import CallOptions, SupportsGenerate, check_option, count_new_tokens, no_such_option
 from ligerzoo.generate.sampling import check_generator
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 from ligerzoo.kernels.cross_entropy import cross_entropy
@@ -20,20 +19,8 @@ from ligerzoo.sampling_options import SAMPLING_OPTIONS
 MAX_TOP_LOGPS = 20
 """Number of the most likely tokens that the device finds for each token, if any are asked for."""
 
-
-class TokenLogps(NamedTuple):
-    """Tokens of one sequence and their log-probabilities, without temperature and filters.
-
-    Attributes:
-        tokens: the token ids.
-        logps: their log-probabilities.
-        top_logps: for each token, the most likely token ids at its position and their log-probabilities, the most
-            likely first. Empty if none were asked for.
-    """
-
-    tokens: list[int]
-    logps: list[float]
-    top_logps: list[dict[int, float]]
+Scored = tuple[list[int], list[float], list[dict[int, float]]]
+"""Tokens, their log-probabilities without temperature and filters, and for each the most likely tokens and theirs."""
 
 
 def packed_logps(tokens: Tensor, logps: Tensor) -> Tensor:
@@ -48,11 +35,7 @@ def score(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def with_top_logps(packed: Tensor, logits: Tensor) -> Tensor:
-    """Appends the most likely tokens to packed log-probabilities.
-
-    Args:
-        packed: (2, n), see `packed_logps`.
-        logits: (n, V), which they are of.
+    """Appends the most likely tokens to packed log-probabilities, (2, n), of logits (n, V).
 
     Returns:
         (2 + 2K, n): the packed rows, the ids of the K most likely tokens, and their log-probabilities. Tokens with the
@@ -65,25 +48,15 @@ def with_top_logps(packed: Tensor, logits: Tensor) -> Tensor:
     return torch.cat([packed, ids.T.double(), logps.T])
 
 
-def unpack(rows: Sequence[Sequence[float]], columns: Sequence[int], count: int) -> TokenLogps:
-    """Returns the log-probabilities in some columns of what `with_top_logps` or `packed_logps` returned.
-
-    Args:
-        rows: the rows, on the host.
-        columns: the columns.
-        count: number of the most likely tokens.
-    """
+def unpack(rows: Sequence[Sequence[float]], columns: Sequence[int], count: int) -> Scored:
+    """Returns some columns of what `with_top_logps` or `packed_logps` returned, with the `count` most likely tokens."""
     tokens, logps, *top = rows
     ids, top_logps = top[: len(top) // 2][:count], top[len(top) // 2 :][:count]
-    return TokenLogps(
-        [int(tokens[i]) for i in columns],
-        [logps[i] for i in columns],
-        [{int(a[i]): b[i] for a, b in zip(ids, top_logps, strict=True)} for i in columns] if count else [],
-    )
+    likely = [{int(a[i]): b[i] for a, b in zip(ids, top_logps, strict=True)} for i in columns] if count else []
+    return [int(tokens[i]) for i in columns], [logps[i] for i in columns], likely
 
 
 _REMEDIES = {
-    **REMEDIES,
     "attention_mask": "Leave out the padding: each prompt is a list of tokens.",
     "cache_dtype": "Pass it to Scheduler: all requests share a KV cache.",
     "exact": "Pass it to Scheduler: all requests share a KV cache.",
@@ -137,7 +110,8 @@ class RequestOptions:
         self.top_logps, self.prompt_logps = top_logps, prompt_logps
         given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
         call = CallOptions(model, given, sampling, use_model_defaults=use_model_defaults)
-        _refuse_unknown(sampling)
+        for name in sampling:
+            raise no_such_option(name, "not an option of a request", _OPTIONS, ", ".join(_OPTIONS), others=_REMEDIES)
         self.naming_file = call.naming_file
         with call.naming_file():
             self.sampling = call.sampling
@@ -222,11 +196,3 @@ class Request:
         """Counts tokens of the prompt that are scored, and returns why the request is finished; None if it is not."""
         self._scored += tokens
         return "length" if self.max_new_tokens == 0 and self._scored == len(self.prompt) - 1 else None
-
-
-def _refuse_unknown(sampling: Mapping[str, Any]) -> None:
-    """Raises LigerzooError if there is an option."""
-    for name in sampling:
-        remedy = _REMEDIES.get(name) or did_you_mean(name, _OPTIONS)
-        expected = None if remedy else ", ".join(_OPTIONS)
-        raise LigerzooError("not an option of a request", where=name, expected=expected, remedy=remedy)

@@ -364,20 +364,24 @@ def draw_seeds(count: int, device: torch.device, generator: torch.Generator | No
     return torch.randint(2**62, (count,), generator=generator, device=device)
 
 
-def check_logits(is_broken: bool, steps: int) -> None:
-    """Raises LigerzooError if no token could be chosen in some row: a logit was NaN or inf, or all were -inf.
-
-    Single logits may be -inf.
+class BrokenLogitsError(LigerzooError):
+    """No token can be chosen: a logit of a row was NaN or inf, or all were -inf. Single logits may be -inf.
 
     Args:
-        is_broken: `Sampler.is_broken`.
-        steps: number of new tokens so far.
+        requests: indices of the requests of a `Scheduler`.
+        where: names them.
+        steps: number of new tokens within which this happened, if it is known.
+
+    Attributes:
+        requests: as given.
     """
-    if is_broken:
-        raise LigerzooError(
+
+    def __init__(self, requests: Sequence[int] = (), where: str | None = None, steps: int | None = None) -> None:
+        self.requests = requests
+        super().__init__(
             "no token can be chosen",
-            where="logits",
-            got=f"NaN, inf or only -inf within {steps} new tokens",
+            where=where or f"logits of request {', '.join(map(str, requests))}",
+            got="NaN, inf or only -inf" + ("" if steps is None else f" within {steps} new tokens"),
             expected="finite logits; -inf for some tokens only",
             remedy="Check the weights for NaN, use bfloat16 or float32 instead of float16, a higher temperature, or "
             "options that allow more tokens.",

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, integer, or_none
 from ligerzoo.device import to_device, upload
-from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
 from ligerzoo.generate.prompts import as_prompt
 from ligerzoo.generate.request import Request, RequestOptions, packed_logps, score, unpack, with_top_logps
-from ligerzoo.generate.sampling import Sampler, draw_seeds
+from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots, default_cache_tokens
 
 CHUNK_TOKENS = 64
@@ -29,16 +28,9 @@ GPU_CHUNK_TOKENS = 256
 
 
 class ChunkedPrefill:
-    """A prompt that is processed into a separate KV cache.
-
-    Args:
-        model: the model. Runs uncompiled after `model.compile()`.
-        options: of the KV cache.
-        request: the request, with the prompt.
-        row: the row that the sequence will have, for the caller.
+    """A prompt that is processed into a separate KV cache, before it moves to its row.
 
     Attributes:
-        request, row: as given.
         cache: the KV cache.
         logits: (1, V) fp32 logits after the prompt; None until all chunks are processed.
     """
@@ -62,10 +54,8 @@ class ChunkedPrefill:
         start, self._done = self._done, min(self._done + self._chunk_tokens, len(self._prompt))
         ids = to_device(self._prompt[start : self._done + 1], self._device)  # with the token that follows
         count = self._done - start
-        output = self._model(
-            ids[None, :count], None, None, past_key_values=self.cache, use_cache=True,
-            logits_to_keep=count if self._scores else 1,
-        )  # fmt: skip
+        keep = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": count if self._scores else 1}
+        output = self._model(ids[None, :count], None, None, **keep)
         if self._done == len(self._prompt):
             self.logits = output.logits[:, -1].float()
         if not self._scores:
@@ -111,33 +101,8 @@ class Update:
     is_prompt: bool = False
 
 
-class BrokenLogitsError(LigerzooError):
-    """No token can be chosen for some requests.
-
-    Args:
-        requests: their indices.
-        where: names them.
-
-    Attributes:
-        requests: as given.
-    """
-
-    def __init__(self, requests: Sequence[int], where: str | None = None) -> None:
-        self.requests = requests
-        super().__init__(
-            "no token can be chosen", where=where or f"logits of request {', '.join(map(str, requests))}",
-            got="NaN, inf or only -inf", expected="finite logits; -inf for some tokens only",
-            remedy="Check the weights for NaN, or use bfloat16 or float32 instead of float16.",
-        )  # fmt: skip
-
-
 class _Step(NamedTuple):
-    """What a step has computed: the columns of each request in the tokens and log-probabilities.
-
-    Attributes:
-        columns: by request, see `unpack`.
-        is_prompt: whether the tokens are those of a prompt.
-    """
+    """Results of a step: the columns of each request, see `unpack`, and whether the tokens are those of a prompt."""
 
     columns: dict[int, Sequence[int]]
     is_prompt: bool = False
@@ -439,15 +404,13 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         for index, columns in label.columns.items():
             if (request := self._requests.get(index)) is None:  # finished or cancelled
                 continue
-            read = unpack(values, columns, request.options.top_logps)
-            if any(map(math.isnan, read.logps)):
+            tokens, logps, top = unpack(values, columns, request.options.top_logps)
+            if any(map(math.isnan, logps)):
                 broken.append(index)
                 self._finish(index)
                 continue
-            reason = request.count_scored(len(read.tokens)) if label.is_prompt else request.append(*read.tokens)
-            self._updates.append(
-                Update(index, read.tokens, read.logps, reason, read.top_logps, is_prompt=label.is_prompt)
-            )
+            reason = request.count_scored(len(tokens)) if label.is_prompt else request.append(*tokens)
+            self._updates.append(Update(index, tokens, logps, reason, top, label.is_prompt))
             if reason is not None:
                 self._finish(index)
         if broken:

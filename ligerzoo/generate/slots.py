@@ -122,9 +122,8 @@ class Slots:
         """
         self._assign(rows, list(map(len, columns)), new_tokens)
         for source, row in enumerate(rows):
-            self._current.cache.copy_tokens_from(
-                cache, source, columns[source], self._index[row], self._current.rows
-            )  # fmt: skip
+            target = self._index[row]
+            self._current.cache.copy_tokens_from(cache, source, columns[source], target, self._current.rows)
 
     def export(self, rows: Sequence[int], cache: KVCache, tokens: int) -> None:
         """Appends the last tokens of n rows to another cache, of any kind, of n rows."""
@@ -186,11 +185,7 @@ class Slots:
         return self._batch
 
     def _prefill(self, indices: list[int], prompts: list[Tensor]) -> Tensor:
-        """Prefills prompts, longest first, into rows of the cache, in chunks of at most PREFILL_TOKENS tokens.
-
-        Returns:
-            (n, V) fp32 logits after each prompt.
-        """
+        """Prefills prompts, longest first, into rows of the cache, by chunks. Returns (n, V) fp32 logits after each."""
         device = self._current.device
         ids, lengths = to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
         ragged = upload(lengths, device) if lengths[-1] < lengths[0] else None
@@ -200,10 +195,8 @@ class Slots:
         while count > 0:
             end = min(start + chunk, lengths[0])
             last = [[min(length, end) - start - 1] for length in lengths[:count]]
-            output = self._model(
-                ids[:count, start:end], None, None, past_key_values=cache, use_cache=True,
-                logits_to_keep=upload(last, device),
-            )  # fmt: skip
+            keep = {"past_key_values": cache, "use_cache": True, "logits_to_keep": upload(last, device)}
+            output = self._model(ids[:count, start:end], None, None, **keep)
             remaining = sum(length > end for length in lengths)
             if remaining < count:
                 parts.append(output.logits[remaining:, -1].float())
@@ -247,13 +240,7 @@ class Slots:
         return max((self._lengths[index] for index in self._index.values()), default=0)
 
     def _reserve(self, rows: int, tokens: int, desired: int = 0) -> None:
-        """Continues with another cache if it lacks room.
-
-        Args:
-            rows: number of sequences.
-            tokens: number of tokens in each row.
-            desired: number of tokens for which to make room, if memory allows it, without fewer rows.
-        """
+        """Continues with another cache if it lacks room for `tokens` of each row; for `desired` ones if they fit."""
         old_rows, old_capacity = (0, 0) if self._batch is None else (self._batch.rows, self._batch.capacity)
         has_room = rows <= old_rows and tokens <= old_capacity
         if has_room and min(desired, self.max_length or desired) <= old_capacity:
@@ -298,11 +285,7 @@ class Slots:
             self._give_back(old)
 
     def _make_room(self, new: DecodeBatch, old: DecodeBatch | None) -> bool:
-        """Frees caches so that there is memory for a new one.
-
-        Returns:
-            Whether the old cache must be freed layer by layer, since there is no memory for both.
-        """
+        """Frees idle caches for a new one. Returns whether the old one must be freed by layers: both do not fit."""
         if self.max_cache_tokens is None:
             return False
         room = self.max_cache_tokens - new.cache_tokens
@@ -326,10 +309,9 @@ def max_length(model: nn.Module, options: CacheOptions = DEFAULT_CACHE) -> int |
         LigerzooError: see `has_static_decoding`.
     """
     if not has_static_decoding(model):
-        raise LigerzooError(
-            "the model cannot decode with a KV cache of fixed size", where=type(model).__name__,
-            expected="a ligerzoo.models.CausalLM with causal self-attention only", remedy="Use generate.",
-        )  # fmt: skip
+        what = "the model cannot decode with a KV cache of fixed size"
+        expected = "a ligerzoo.models.CausalLM with causal self-attention only"
+        raise LigerzooError(what, where=type(model).__name__, expected=expected, remedy="Use generate.")
     lengths = independent_length(model), options.longest(model)
     return min((length for length in lengths if length is not None), default=None)
 

@@ -142,10 +142,9 @@ class StopStrings:
         is_valid = self.strings != [] and all(isinstance(string, str) and string for string in self.strings)
         require(is_valid, "stop_strings", repr(strings), "one or more strings that are not empty")
         if tokenizer is None or not hasattr(tokenizer, "decode"):
-            raise LigerzooError(
-                "stop_strings need a tokenizer", where="tokenizer", got=type_name(tokenizer),
-                expected="a ligerzoo.Tokenizer", remedy="Pass tokenizer=... to generate.",
-            )  # fmt: skip
+            what, got, expected = "stop_strings need a tokenizer", type_name(tokenizer), "a ligerzoo.Tokenizer"
+            remedy = "Pass tokenizer=... to generate."
+            raise LigerzooError(what, where="tokenizer", got=got, expected=expected, remedy=remedy)
         self.tokenizer = tokenizer
         self.window = max(len(string.encode()) for string in self.strings) + self._CUTS
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from http import HTTPStatus
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
 from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError, Submission
-from ligerzoo.serve.fields import encode_json, parse_strict_json, show
+from ligerzoo.serve.fields import OBJECT, STRING, Json, checked, encode_json, parse_strict_json
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Endpoint, TextCompletion, detokenize_request, tokenize_request
@@ -100,9 +100,7 @@ class Service:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model)
 
-    async def _convert(
-        self, function: Callable[[dict[str, Any], PromptEncoder], dict[str, Any]], request: Request
-    ) -> Response:
+    async def _convert(self, function: Callable[[Json, PromptEncoder], Json], request: Request) -> Response:
         """Responds to a request that needs the tokenizer only, whose `model` may be absent."""
 
         def respond(body: bytes) -> Response:
@@ -130,22 +128,17 @@ class Service:
         call = endpoint.read(self._read(body), self._encoder, self._engine.max_requests)
         return call, call.requests(self._encoder, self._device), Outputs(call, self._encoder)
 
-    def _read(self, body: bytes, *, is_model_required: bool = True) -> dict[str, Any]:
+    def _read(self, body: bytes, *, is_model_required: bool = True) -> Json:
         """Returns the fields of a body for this model."""
         check_values(body)
         try:
             fields = parse_strict_json(body)
         except (ValueError, RecursionError) as error:
             raise LigerzooError("not valid JSON", where="body", got=error) from error
-        if not isinstance(fields, dict):
-            raise LigerzooError("invalid value", where="body", got=show(fields), expected="a JSON object")
-        model = fields.get("model")
-        if model is None and not is_model_required:
-            return fields
-        if not isinstance(model, str):
-            raise LigerzooError("invalid value", where="model", got=show(model), expected=repr(self._model["id"]))
-        self._check_model(model)
-        return fields
+        checked(fields, "body", OBJECT._replace(expected="a JSON object"))
+        if fields.get("model") is not None or is_model_required:
+            self._check_model(checked(fields.get("model"), "model", STRING._replace(expected=repr(self._model["id"]))))
+        return cast(Json, fields)
 
     def _check_model(self, name: str) -> None:
         if name != self._model["id"]:
@@ -261,7 +254,7 @@ _ENDPOINTS = (
 )
 
 
-def _error(message: str, kind: str, param: object = None, code: str | None = None) -> dict[str, Any]:
+def _error(message: str, kind: str, param: object = None, code: str | None = None) -> Json:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -18,7 +18,7 @@ import torch
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
 from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.fields import parse_strict_json
+from ligerzoo.serve.fields import OBJECT, STRING, parse_strict_json
 from ligerzoo.serve.options import VALUES, ClientOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
@@ -63,11 +63,11 @@ class Entry:
             fields = parse_strict_json(text)
         except (ValueError, RecursionError) as error:
             raise LigerzooError(f"not valid JSON: {error}", got=quote(text.strip())) from error
-        if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        if not OBJECT.accepts(fields) or ("prompt" in fields) == ("messages" in fields):
             raise LigerzooError(
                 "invalid line", got=quote(text.strip()), expected='an object with "prompt" or with "messages"'
             )
-        if not isinstance(fields.get("prompt", ""), str):
+        if not STRING.accepts(fields.get("prompt", "")):
             raise LigerzooError("not a text", where="prompt", got=quote(fields["prompt"]))
         for name in fields:
             if name not in FIELDS:

@@ -6,10 +6,13 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
-from ligerzoo.checks import Values, integer
+from ligerzoo import checks
+from ligerzoo.checks import Values, instances, integer
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
+
+T = TypeVar("T")
 
 _SURROGATE = re.compile("[\ud800-\udfff]|\\\\u[dD][89a-fA-F]")
 _ITEMS = 256  # that are encoded at once
@@ -61,16 +64,48 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
+Fields = Mapping[str, object]
+"""A JSON object of a client."""
+
+Json = dict[str, object]
+"""A JSON object for a client."""
+
 TOKEN_ID = integer(0, 2**31 - 1)
+FLAG = checks.FLAG._replace(expected="true or false")
+STRING = instances("a text", lambda value: isinstance(value, str))
+OBJECT = instances("an object", lambda value: isinstance(value, dict))
+IDS = instances("a list of token ids", lambda value: isinstance(value, list) and all(map(TOKEN_ID.accepts, value)))
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = 200
 
-Neutral = Mapping[str, tuple[tuple[Any, ...], str | None]]
+Neutral = Mapping[str, tuple[tuple[object, ...], str | None]]
 """Unsupported fields: the values without an effect, and what to do instead."""
 
 
-def check_names(fields: Mapping[str, Any], supported: Sequence[str], neutral: Neutral) -> None:
+def read(fields: Fields, name: str, values: Values, default: T, where: str | None = None) -> T:
+    """Returns a field, or the default if it is absent or null.
+
+    Raises:
+        LigerzooError: it is none of the values. Names it, or `where`.
+    """
+    value = fields.get(name)
+    return default if value is None else cast("T", checked(value, where or name, values))
+
+
+def checked(value: object, where: str, values: Values, remedy: str | None = None) -> Any:
+    """Returns a value; raises LigerzooError unless it is one of these."""
+    check_field(values.accepts(value), where, value, values.expected, remedy)
+    return value
+
+
+def check_field(holds: bool, field: str, got: object, expected: str, remedy: str | None = None) -> None:
+    """Raises LigerzooError unless the value of a field is valid."""
+    if not holds:
+        raise LigerzooError("invalid value", where=field, got=show(got), expected=expected, remedy=remedy)
+
+
+def check_names(fields: Fields, supported: Sequence[str], neutral: Neutral) -> None:
     """Raises LigerzooError if a field is unknown, or unsupported with a value that would have an effect."""
     for name, value in fields.items():
         if name in supported or (name in neutral and value is None):
@@ -81,39 +116,6 @@ def check_names(fields: Mapping[str, Any], supported: Sequence[str], neutral: Ne
         if value not in values:
             expected = " or ".join(map(repr, values)) or "no such field"
             raise LigerzooError("not supported", where=name, got=show(value), expected=expected, remedy=remedy)
-
-
-def flag(fields: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """Returns a field that is true or false."""
-    return bool(or_default(optional_flag(fields, name), default))
-
-
-def optional_flag(fields: Mapping[str, Any], name: str) -> bool | None:
-    """Returns a field that is true or false, or None if it is absent."""
-    value: bool | None = fields.get(name)
-    check_field(isinstance(value, bool | None), name, value, "true or false")
-    return value
-
-
-def is_ids(value: object) -> bool:
-    """Returns whether a JSON value is a list of token ids."""
-    return isinstance(value, list) and all(map(TOKEN_ID.accepts, value))
-
-
-def or_default(value: Any, default: Any) -> Any:
-    """Returns a value, or the default if it is None."""
-    return default if value is None else value
-
-
-def check_field(holds: bool, field: str, got: object, expected: str, remedy: str | None = None) -> None:
-    """Raises LigerzooError unless the value of a field is valid."""
-    if not holds:
-        raise LigerzooError("invalid value", where=field, got=show(got), expected=expected, remedy=remedy)
-
-
-def check_value(field: str, got: object, values: Values) -> None:
-    """Raises LigerzooError unless the value of a field is one of these."""
-    check_field(values.accepts(got), field, got, values.expected)
 
 
 def show(value: object) -> str:

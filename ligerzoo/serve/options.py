@@ -10,20 +10,19 @@ import torch
 
 from ligerzoo.checks import Values, instances, integer
 from ligerzoo.sampling_options import OFFERS, infer_do_sample
-from ligerzoo.serve.fields import check_value
+from ligerzoo.serve.fields import Fields, checked
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 
 _LARGEST = 2**31 - 1
 
 
+_STOP = Values("", lambda value: isinstance(value, str), lambda value: 0 < len(value) <= MAX_STOP_LENGTH)
+
+
 def _is_stop(value: object) -> bool:
-    strings = [value] if isinstance(value, str) else value
-    return (
-        isinstance(strings, list)
-        and len(strings) <= MAX_STOPS
-        and all(isinstance(string, str) and 0 < len(string) <= MAX_STOP_LENGTH for string in strings)
-    )
+    strings = value if isinstance(value, list) else [value]
+    return len(strings) <= MAX_STOPS and all(map(_STOP.accepts, strings))
 
 
 VALUES: dict[str, Values] = {
@@ -49,7 +48,7 @@ class ClientOptions(NamedTuple):
     stop: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any], names: Mapping[str, str]) -> Self:
+    def from_json(cls, fields: Fields, names: Mapping[str, str]) -> Self:
         """Reads the options from a JSON object; the fields without an option are not looked at.
 
         Args:
@@ -62,10 +61,9 @@ class ClientOptions(NamedTuple):
         given: dict[str, Any] = {}
         for field, name in names.items():
             if (value := fields.get(field)) is not None:
-                check_value(field, value, VALUES[name])
-                given[name] = value
-        stop = given.pop("stop", ())
-        return cls(given, given.pop("seed", None), (stop,) if isinstance(stop, str) else tuple(stop))
+                given[name] = checked(value, field, VALUES[name])
+        stop = given.pop("stop", [])
+        return cls(given, given.pop("seed", None), tuple(stop if isinstance(stop, list) else [stop]))
 
     @property
     def max_new_tokens(self) -> int | None:

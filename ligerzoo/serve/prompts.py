@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -11,12 +11,23 @@ from typing import Any, Self
 
 import torch
 
+from ligerzoo.checks import instances, one_of
 from ligerzoo.errors import LigerzooError, quote
-from ligerzoo.serve.fields import check_field, optional_flag, or_default
+from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read
 from ligerzoo.text.messages import trying_text_arguments, with_parsed_arguments
 from ligerzoo.text.rendered import Rendered
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
+
+_SPECIAL_TOKENS = one_of(("text", "control"))._replace(expected='"text" or "control"')
+_MESSAGES = instances("a list of messages", lambda value: isinstance(value, list) and value != [])
+_ROLE = STRING._replace(expected='"system", "user" or "assistant"')
+_CONTENT = instances("a string, or a list of parts", lambda value: isinstance(value, str | list))
+_PART = instances(
+    '{"type": "text", "text": "..."}',
+    lambda part: OBJECT.accepts(part) and part.get("type") == "text" and STRING.accepts(part.get("text")),
+)
+_NO_IMAGES = "Images are not supported: use `ligerzoo generate --image`."
 
 CHAT_FIELDS = ("messages", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "special_tokens")
 
@@ -35,35 +46,33 @@ class ChatPrompt:
     """
 
     messages: object
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Fields = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     special_tokens: SpecialTokens = "text"
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Self:
+    def read(cls, fields: Fields) -> Self:
         """Reads the fields `CHAT_FIELDS`. Both flags may also be in `chat_template_kwargs`.
 
         Raises:
             LigerzooError: a field is invalid. The messages are not looked at.
         """
-        variables = or_default(fields.get("chat_template_kwargs"), {})
-        check_field(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")
-        special_tokens = or_default(fields.get("special_tokens"), "text")
-        check_field(special_tokens in ("text", "control"), "special_tokens", special_tokens, '"text" or "control"')
-        continues = bool(_given_once(fields, variables, "continue_final_message"))
-        begins = or_default(_given_once(fields, variables, "add_generation_prompt"), not continues)
+        variables: Fields = read(fields, "chat_template_kwargs", OBJECT, {})
+        special_tokens: SpecialTokens = read(fields, "special_tokens", _SPECIAL_TOKENS, "text")
+        continues = _given_once(fields, variables, "continue_final_message", default=False)
+        begins = _given_once(fields, variables, "add_generation_prompt", default=not continues)
         variables = {name: value for name, value in variables.items() if name not in CHAT_FIELDS}
         return cls(fields.get("messages"), variables, begins, continues, special_tokens)
 
 
-def _given_once(fields: Mapping[str, Any], variables: Mapping[str, Any], name: str) -> bool | None:
+def _given_once(fields: Fields, variables: Fields, name: str, *, default: bool) -> bool:
     """Returns an option that is a field of the request or in `chat_template_kwargs`."""
-    given, variable = optional_flag(fields, name), variables.get(name)
-    check_field(isinstance(variable, bool | None), f"chat_template_kwargs.{name}", variable, "true or false")
-    if given is not None and variable is not None and given != variable:
+    given: bool | None = read(fields, name, FLAG, None)
+    variable: bool | None = read(variables, name, FLAG, given, f"chat_template_kwargs.{name}")
+    if given is not None and variable != given:
         raise LigerzooError("given twice with different values", where=name, expected="one of them")
-    return variable if given is None else given
+    return default if variable is None else variable
 
 
 class ContextLengthError(LigerzooError):
@@ -105,7 +114,7 @@ class PromptEncoder:
         texts = [decoder.push(token_id) for token_id in ids]
         return [*texts[:-1], texts[-1] + decoder.flush()]
 
-    def encode_chat(self, messages: object, variables: Mapping[str, Any] | None = None, **options: Any) -> list[int]:
+    def encode_chat(self, messages: object, variables: Fields | None = None, **options: Any) -> list[int]:
         """Returns the ids of a conversation; see `render`.
 
         Args:
@@ -130,17 +139,12 @@ class PromptEncoder:
             LigerzooError: a message is malformed, the chat template refuses the conversation or does not read a
                 variable.
         """
-        messages, variables = chat.messages, chat.variables
-        if not isinstance(messages, list) or not messages:
-            raise _invalid("messages", messages, "a list of messages")
-        checked = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        messages, variables = checked(chat.messages, "messages", _MESSAGES), chat.variables
+        messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if taken := inspect.signature(Tokenizer.apply_chat_template).parameters.keys() & variables.keys():
             raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=quote(min(taken)))
-        render = partial(
-            self.tokenizer.render_chat, add_generation_prompt=chat.add_generation_prompt, variables=variables,
-            continue_final_message=chat.continue_final_message, special_tokens=chat.special_tokens,
-        )  # fmt: skip
-        return trying_text_arguments(render, checked)
+        options = {name: value for name, value in vars(chat).items() if name != "messages"}
+        return trying_text_arguments(partial(self.tokenizer.render_chat, **options), messages)
 
     def _check_length(self, text: str) -> None:
         """Refuses a text that cannot fit, before the time to encode it is spent."""
@@ -190,34 +194,18 @@ def _parts(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
     return [text[start:end] for start, end in pairwise([*ends[:-1], len(text)])]
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise _invalid(where, message, "an object")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise _invalid(f"{where}.role", role, '"system", "user" or "assistant"')
+def _message(message: object, where: str) -> Json:
+    fields: Fields = checked(message, where, OBJECT)
+    role, content = checked(fields.get("role"), f"{where}.role", _ROLE), fields.get("content")
+    if content is not None or role != "assistant":
+        content = checked(content, f"{where}.content", _CONTENT)
     if isinstance(content, list):
-        content = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    elif not (isinstance(content, str) or (content is None and role == "assistant")):
-        raise _invalid(f"{where}.content", content, "a string, or a list of parts")
-    message = with_parsed_arguments(message, where)
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
-
-
-def _text(part: object, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    expected = '{"type": "text", "text": "..."}'
-    raise _invalid(where, part, expected, "Images are not supported: use `ligerzoo generate --image`.")
+        parts = (checked(part, f"{where}.content[{i}]", _PART, _NO_IMAGES) for i, part in enumerate(content))
+        content = "\n".join(part["text"] for part in parts)
+    parsed = with_parsed_arguments(fields, where)
+    return {**parsed, "role": "system" if role == "developer" else role, "content": content}
 
 
 def _too_long(got: str, max_context: int) -> ContextLengthError:
-    return ContextLengthError(
-        "the context is too long", where="prompt", got=got, expected=f"at most {max_context} in total",
-        remedy="Shorten the prompt, or ask for fewer new tokens.",
-    )  # fmt: skip
-
-
-def _invalid(where: str, got: object, expected: str, remedy: str | None = None) -> LigerzooError:
-    return LigerzooError("invalid value", where=where, got=quote(repr(got)), expected=expected, remedy=remedy)
+    expected, remedy = f"at most {max_context} in total", "Shorten the prompt, or ask for fewer new tokens."
+    return ContextLengthError("the context is too long", where="prompt", got=got, expected=expected, remedy=remedy)

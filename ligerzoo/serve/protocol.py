@@ -13,16 +13,28 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ligerzoo.checks import integer, is_integer, or_none
+from ligerzoo.checks import instances, integer, is_integer
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.request import MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
 from ligerzoo.serve.engine_thread import Submission
-from ligerzoo.serve.fields import Neutral, check_field, check_names, check_value, flag, is_ids, or_default
+from ligerzoo.serve.fields import (
+    FLAG,
+    IDS,
+    OBJECT,
+    STRING,
+    Fields,
+    Json,
+    Neutral,
+    check_field,
+    check_names,
+    checked,
+    read,
+)
 from ligerzoo.serve.options import VALUES, ClientOptions
 from ligerzoo.serve.prompts import CHAT_FIELDS, ChatPrompt, PromptEncoder
 
@@ -31,12 +43,12 @@ MIN_LOGP = -9999.0
 """What the API returns for less likely tokens."""
 
 _SAMPLING = tuple(name for name in VALUES if name != "max_new_tokens")
-_WITHOUT_EFFECT = (
-    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
-)  # fmt: skip
+_CACHING = ("prompt_cache_key", "prompt_cache_retention")
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "service_tier", *_CACHING)
 _COMMON = ("model", "n", "stream", "stream_options", "logprobs", "max_tokens", *_SAMPLING, *_WITHOUT_EFFECT)
 
 _TOP_LOGPROBS = integer(0, MAX_TOP_LOGPS)
+_OPTIONAL_TOP_LOGPROBS = _TOP_LOGPROBS._replace(expected=f"null, or {_TOP_LOGPROBS.expected}")
 _CHOICES = integer(1, MAX_CHOICES)
 _PENALTY = "Use repetition_penalty."
 _TOOLS = "Describe the functions in a message, and parse the answer."
@@ -138,7 +150,7 @@ class Endpoint(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
+    def read(cls, fields: Fields, encoder: PromptEncoder, max_requests: int) -> Call:
         """Reads a request.
 
         Args:
@@ -151,7 +163,7 @@ class Endpoint(ABC):
                 counted before any prompt is encoded.
         """
 
-    def response(self, choices: Sequence[Piece], completion_tokens: int) -> dict[str, Any]:
+    def response(self, choices: Sequence[Piece], completion_tokens: int) -> Json:
         """Returns the response with the whole continuations."""
         return {
             **self._head,
@@ -160,32 +172,32 @@ class Endpoint(ABC):
             "usage": self._call.usage(completion_tokens),
         }
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """Returns the chunks that precede the text of a stream."""
         return []
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> Json:
         """Returns the chunk of a stream for a part of a continuation."""
         return self._chunk([self._choice(index, piece, self._part(piece.text))], None)
 
-    def closing(self, completion_tokens: int) -> list[dict[str, Any]]:
+    def closing(self, completion_tokens: int) -> list[Json]:
         """Returns the chunks that follow the text of a stream."""
         return [self._chunk([], self._call.usage(completion_tokens))] if self._call.includes_usage else []
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[Json], usage: dict[str, int] | None) -> Json:
         chunk = {**self._head, "object": self.chunk_type, "choices": choices}
         return {**chunk, "usage": usage} if self._call.includes_usage else chunk
 
-    def _choice(self, index: int, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece, text: Json) -> Json:
         logprobs = None if self._call.top_logprobs is None else self._logprobs(piece.tokens)
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     @abstractmethod
-    def _whole(self, text: str) -> dict[str, Any]: ...
+    def _whole(self, text: str) -> Json: ...
     @abstractmethod
-    def _part(self, text: str) -> dict[str, Any]: ...
+    def _part(self, text: str) -> Json: ...
     @abstractmethod
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]: ...
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Json: ...
 
 
 class Chat(Endpoint):
@@ -195,10 +207,9 @@ class Chat(Endpoint):
     fields = ("max_completion_tokens", "top_logprobs", *CHAT_FIELDS, *_COMMON)
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
+    def read(cls, fields: Fields, encoder: PromptEncoder, max_requests: int) -> Call:
         check_names(fields, cls.fields, _NEUTRAL_CHAT)
-        has_logprobs, top = flag(fields, "logprobs"), or_default(fields.get("top_logprobs"), 0)
-        check_value("top_logprobs", top, _TOP_LOGPROBS)
+        has_logprobs, top = read(fields, "logprobs", FLAG, False), read(fields, "top_logprobs", _TOP_LOGPROBS, 0)
         check_field(has_logprobs or top == 0, "top_logprobs", top, "0 or null without logprobs")
         limits = [name for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
         if len(limits) > 1:
@@ -208,18 +219,18 @@ class Chat(Endpoint):
         _check_count(call.n, max_requests)
         return replace(call, prompts=[encoder.encode_chat(**vars(chat))], continues_text=chat.continue_final_message)
 
-    def opening(self) -> list[dict[str, Any]]:
-        beginning = {"delta": {"role": "assistant", "content": ""}}
+    def opening(self) -> list[Json]:
+        beginning: Json = {"delta": {"role": "assistant", "content": ""}}
         choices = (self._choice(i, Piece("", [], None), beginning) for i in range(self._call.n))
         return [self._chunk([choice], None) for choice in choices]
 
-    def _whole(self, text: str) -> dict[str, Any]:
+    def _whole(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Json:
         content = [
             {
                 **_entry(token.text, token.text.encode(), token.logp),
@@ -230,7 +241,7 @@ class Chat(Endpoint):
         return {"content": content, "refusal": None}
 
 
-def _entry(text: str, content: bytes, logp: float | None) -> dict[str, Any]:
+def _entry(text: str, content: bytes, logp: float | None) -> Json:
     return {"token": text, "bytes": list(content), "logprob": _bounded(logp)}
 
 
@@ -246,27 +257,28 @@ class TextCompletion(Endpoint):
     default_max_tokens = 16  # the API's
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder, max_requests: int) -> Call:
+    def read(cls, fields: Fields, encoder: PromptEncoder, max_requests: int) -> Call:
         check_names(fields, cls.fields, _NEUTRAL_COMPLETION)
-        top, echoes = fields.get("logprobs"), flag(fields, "echo")
-        check_value("logprobs", top, or_none(_TOP_LOGPROBS, f"null, or {_TOP_LOGPROBS.expected}"))
-        limit = or_default(fields.get("max_tokens"), cls.default_max_tokens)
+        top: int | None = read(fields, "logprobs", _OPTIONAL_TOP_LOGPROBS, None)
+        echoes, limit = read(fields, "echo", FLAG, False), fields.get("max_tokens")
+        limit = cls.default_max_tokens if limit is None else limit
         is_echo_alone = echoes and is_integer(limit) and limit == 0
         call = _call({**fields, "max_tokens": None if is_echo_alone else limit}, top, {"max_tokens": "max_new_tokens"})
         if is_echo_alone:
             call = replace(call, options=call.options.updated(max_new_tokens=0))
-        prompts = _prompts(fields.get("prompt"))
+        given = checked(fields.get("prompt"), "prompt", _PROMPTS)
+        prompts: list[str | list[int]] = [given] if _is_prompt(given) else given
         _check_count(len(prompts) * call.n, max_requests)
         encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
         echoed = [encoder.texts(*pair) for pair in zip(prompts, encoded, strict=True)] if echoes else None
         return replace(call, prompts=encoded, echoed=echoed, continues_text=True)
 
-    def _whole(self, text: str) -> dict[str, Any]:
+    def _whole(self, text: str) -> Json:
         return {"text": text}
 
     _part = _whole
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Json:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_bounded(token.logp) for token in tokens],
@@ -284,45 +296,40 @@ class TextCompletion(Endpoint):
         return likely
 
 
-def _call(fields: Mapping[str, Any], top_logprobs: int | None, limits: Mapping[str, str]) -> Call:
+def _call(fields: Fields, top_logprobs: int | None, limits: Mapping[str, str]) -> Call:
     """Reads what both endpoints have, all but the prompts."""
     names = {**{name: name for name in _SAMPLING}, **limits}
-    n = or_default(fields.get("n"), 1)
-    check_value("n", n, _CHOICES)
-    is_streamed = flag(fields, "stream")
-    stream_options = fields.get("stream_options")
-    check_field(stream_options is None or is_streamed, "stream_options", stream_options, "no such field without stream")
-    check_field(isinstance(stream_options, dict | None), "stream_options", stream_options, "an object")
-    check_names(stream_options or {}, ["include_usage"], {"include_obfuscation": ((False,), None)})
+    n, is_streamed = read(fields, "n", _CHOICES, 1), read(fields, "stream", FLAG, False)
+    given = fields.get("stream_options")
+    check_field(given is None or is_streamed, "stream_options", given, "no such field without stream")
+    stream_options: Fields = read(fields, "stream_options", OBJECT, {})
+    check_names(stream_options, ["include_usage"], {"include_obfuscation": ((False,), None)})
     return Call(
-        model=fields["model"],
+        model=str(fields["model"]),
         prompts=[],
         options=ClientOptions.from_json(fields, names).updated(do_sample=True),  # the API samples by default
         n=n,
         is_streamed=is_streamed,
-        includes_usage=flag(stream_options or {}, "include_usage"),
+        includes_usage=read(stream_options, "include_usage", FLAG, False),
         top_logprobs=top_logprobs,
     )
 
 
 def _check_count(count: int, max_requests: int) -> None:
     if count > max_requests:
-        raise LigerzooError(
-            "too many continuations", where="n times the number of prompts", got=count,
-            expected=f"at most {max_requests}", remedy="Send several requests.",
-        )  # fmt: skip
-
-
-def _prompts(prompt: object) -> list[str | list[int]]:
-    """Returns the prompts: a text, several texts, a list of ids, or several lists of ids."""
-    several: list[Any] = prompt if isinstance(prompt, list) and not _is_prompt(prompt) else [prompt]
-    check_field(several != [] and all(isinstance(one, str) or _is_prompt(one) for one in several), "prompt", prompt,
-             "a text, a list of texts, a list of token ids, or a list of such lists")  # fmt: skip
-    return several
+        where, expected = "n times the number of prompts", f"at most {max_requests}"
+        remedy = "Send several requests."
+        raise LigerzooError("too many continuations", where=where, got=count, expected=expected, remedy=remedy)
 
 
 def _is_prompt(value: object) -> bool:
-    return value != [] and is_ids(value)
+    return STRING.accepts(value) or (IDS.accepts(value) and value != [])
+
+
+_PROMPTS = instances(
+    "a text, a list of texts, a list of token ids, or a list of such lists",
+    lambda value: _is_prompt(value) or (isinstance(value, list) and value != [] and all(map(_is_prompt, value))),
+)
 
 
 _TOKENIZE_FIELDS = ("model", "add_special_tokens", "return_token_strs")
@@ -333,7 +340,7 @@ _NEUTRAL_TOKENIZE: Neutral = {
 }
 
 
-def tokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dict[str, Any]:
+def tokenize_request(fields: Fields, encoder: PromptEncoder) -> Json:
     """Returns the token ids of a text or of a conversation. They may be more than the context.
 
     Args:
@@ -352,15 +359,14 @@ def tokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dict[
         check_names(fields, (*CHAT_FIELDS, *_TOKENIZE_FIELDS), _NEUTRAL_TOKENIZE)
     else:
         check_names(fields, ("prompt", *_TOKENIZE_FIELDS), {})
-    adds_special_tokens = flag(fields, "add_special_tokens", default=not is_chat)
-    has_texts = flag(fields, "return_token_strs")
+    adds_special_tokens = read(fields, "add_special_tokens", FLAG, not is_chat)
+    has_texts = read(fields, "return_token_strs", FLAG, False)
     tokenizer = encoder.tokenizer
     if is_chat:
         rendered = encoder.render(ChatPrompt.read(fields))
         ids, _ = tokenizer.encode_rendered(rendered, add_special_tokens=adds_special_tokens)
     else:
-        check_field(isinstance(fields["prompt"], str), "prompt", fields["prompt"], "a text")
-        ids = tokenizer.encode(fields["prompt"], add_special_tokens=adds_special_tokens)
+        ids = tokenizer.encode(checked(fields["prompt"], "prompt", STRING), add_special_tokens=adds_special_tokens)
     return {
         "count": len(ids),
         "max_model_len": encoder.max_context,
@@ -369,7 +375,7 @@ def tokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dict[
     }
 
 
-def detokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dict[str, Any]:
+def detokenize_request(fields: Fields, encoder: PromptEncoder) -> Json:
     """Returns the text of token ids, with special tokens.
 
     Args:
@@ -380,9 +386,8 @@ def detokenize_request(fields: Mapping[str, Any], encoder: PromptEncoder) -> dic
         LigerzooError: a field is unknown or invalid, or a token id does not exist.
     """
     check_names(fields, ("model", "tokens"), {})
-    ids = fields.get("tokens")
-    check_field(is_ids(ids), "tokens", ids, "a list of token ids")
+    ids: list[int] = checked(fields.get("tokens"), "tokens", IDS)
     size = max(len(encoder.tokenizer), encoder.vocab_size)
-    unknown = next((token_id for token_id in ids or () if token_id >= size), None)
+    unknown = next((token_id for token_id in ids if token_id >= size), None)
     check_field(unknown is None, "tokens", unknown, f"token ids below {size}")
-    return {"prompt": encoder.tokenizer.decode(ids or [])}
+    return {"prompt": encoder.tokenizer.decode(ids)}
