@@ -73,12 +73,12 @@ def generate(options: argparse.Namespace) -> int:
         return generate_batch(options)
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
     inputs, tokenizer = (prepare_images if options.image else prepare_text)(prompt, options)
-    continuation = Continuation(options, tokenizer, GENERATED_TOKENS)
-    continuation.decoding["cache_dtype"] = find_cache_dtype(options.cache_dtype)
+    printer = ContinuationPrinter(options, tokenizer, GENERATED_TOKENS)
+    printer.decoding["cache_dtype"] = find_cache_dtype(options.cache_dtype)
     is_question = bool(options.image or options.chat)
     if not is_question and tokenizer.chat_templates:
         print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
-    continuation.print(inputs, skip_prompt=is_question)
+    printer.print(inputs, skip_prompt=is_question)
     return 0
 
 
@@ -164,15 +164,15 @@ def chat(options: argparse.Namespace) -> int:
     conversation = Conversation(tokenizer, processor, system=options.system)
     for file in options.image:
         conversation.add_image(file)
-    continuation = Continuation(options, tokenizer, ANSWER_TOKENS)
-    cache = ConversationCache(continuation.model)
+    printer = ContinuationPrinter(options, tokenizer, ANSWER_TOKENS)
+    cache = ConversationCache(printer.model)
     images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
     for line in input_lines("Ctrl-D ends the conversation." + images):
         command, _, file = line.partition(" ")
         if command == "/image":
             add_image(file.strip(), conversation)
         else:
-            conversation.add_answer(continuation.print(conversation.ask(line), cache=cache))
+            conversation.add_answer(printer.print(conversation.ask(line), cache=cache))
     return 0
 
 
@@ -270,7 +270,7 @@ def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, To
     return conversation.ask(prompt), processor.tokenizer
 
 
-class Continuation:
+class ContinuationPrinter:
     """Prints continuations of prompts as the options say, with the model that they name.
 
     Args:

@@ -138,10 +138,7 @@ def run(text_file: Path | None = None) -> int:
         cached, uncached = generate_twice(reloaded, tokenizer, PROMPT_AFTER_TRAINING)
         checks.add("the outputs with and without the cache are equal", torch.equal(cached, uncached))
 
-    print(f"\n{checks.passed} of {checks.total} checks passed.\n\n{styled('Try next', BOLD)}")
-    for purpose, command in next_commands():
-        print(f"\n{styled('# ' + purpose, DIM)}\n{command}")
-    return 0 if checks.passed == checks.total else 1
+    return checks.finish(next_commands())
 
 
 # Checks
@@ -163,6 +160,13 @@ class Checks:
         self.total += 1
         self.passed += is_true
         print(f"{styled('✓', GREEN)} {claim}" if is_true else f"{styled('✗', RED)} NOT TRUE: {claim}", flush=True)
+
+    def finish(self, commands: list[tuple[str, str]]) -> int:
+        """Prints the result, and commands to try next with their purpose. Returns the exit code: 1 if one failed."""
+        print(f"\n{self.passed} of {self.total} checks passed.\n\n{styled('Try next', BOLD)}")
+        for purpose, command in commands:
+            print(f"\n{styled('# ' + purpose, DIM)}\n{command}")
+        return 0 if self.passed == self.total else 1
 
 
 def equals_files(model: Llama, directory: Path) -> bool:
@@ -195,10 +199,9 @@ def split(text: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.long)
     count = len(ids) // (WINDOW - 1)
     if count < 10:
-        raise LigerzooError(
-            "the text is too short", got=f"{len(ids)} tokens", expected=f"at least {10 * WINDOW} tokens",
-            remedy="Pass a longer text file, or leave it out to use modules of Python.",
-        )  # fmt: skip
+        got, expected = f"{len(ids)} tokens", f"at least {10 * WINDOW} tokens"
+        remedy = "Pass a longer text file, or leave it out to use modules of Python."
+        raise LigerzooError("the text is too short", got=got, expected=expected, remedy=remedy)
     windows = F.pad(ids[: count * (WINDOW - 1)].view(count, -1), (1, 0), value=tokenizer.bos_token_id)
     is_validation = torch.arange(count) % 5 == 4
     return windows[~is_validation], windows[is_validation][:32]

@@ -16,7 +16,7 @@ from random import randrange
 import torch
 
 from ligerzoo.demo.drawings import draw
-from ligerzoo.demo.text import BOLD, DIM, Checks, print_step, relative_path, styled
+from ligerzoo.demo.text import Checks, print_step, relative_path
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.generate import TextStreamer
 from ligerzoo.models import Qwen2VL
@@ -115,10 +115,7 @@ def run(seed: int | None = None) -> int:
     same = all((CHECKPOINT / name).read_bytes() == content for name, content in files.items())
     checks.add(f"all {len(files)} saved files equal the original ones, byte for byte", same)
 
-    print(f"\n{checks.passed} of {checks.total} checks passed.\n\n{styled('Try next', BOLD)}")
-    for purpose, command in next_commands(pictures[0]):
-        print(f"\n{styled('# ' + purpose, DIM)}\n{command}")
-    return 0 if checks.passed == checks.total else 1
+    return checks.finish(next_commands(pictures[0]))
 
 
 def count_stored(directory: Path) -> int:

@@ -33,7 +33,7 @@ def apply_names(model: nn.Module, rules: tuple[Rule, ...]) -> None:
             case ModuleRules():
                 apply_names(model.get_submodule(rule.prefix.removesuffix(".")), rule.rules)
             case Fused():
-                fuse(model, rule)
+                fuse_projections(model, rule)
                 _rename(model, fused_path(rule), rule.stored_path)
             case Rename() if rule.stored_path == f"{rule.path}.proj":
                 separate_convolution(model.get_submodule(rule.path))
@@ -140,7 +140,7 @@ def fused_path(rule: Fused) -> str:
     return f"{parent_path}.{fused_name}"
 
 
-def fuse(model: nn.Module, rule: Fused) -> None:
+def fuse_projections(model: nn.Module, rule: Fused) -> None:
     """Replaces projections by the fused ones that checkpoints store, in place.
 
     The weights move to one tensor. The parameters that they came from become views of it.
