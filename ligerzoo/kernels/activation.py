@@ -30,7 +30,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import unsplit_linear
-from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
 from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2"]
@@ -135,27 +135,22 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 
 @kernel
-def _forward_kernel(x_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def _forward_kernel(x, y_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    y, _ = activate(x, ACTIVATION, x_ptr.dtype.element_ty == tl.float32)
+    y, _ = activate(load_strip(x, row, cols, mask), ACTIVATION, x.ptr.dtype.element_ty == tl.float32)
     tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
-def _backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, y_ptr, dy_stride, x_stride, n_cols,
-    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, NEEDS_Y: tl.constexpr,
-):  # fmt: skip
+def _backward_kernel(dy, x, dx_ptr, y_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     target = row * n_cols + cols
-    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    y, slope = activate(x, ACTIVATION, x_ptr.dtype.element_ty == tl.float32)
-    tl.store(dx_ptr + target, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEEDS_Y:
+    y, slope = activate(load_strip(x, row, cols, mask), ACTIVATION, x.ptr.dtype.element_ty == tl.float32)
+    dx = load_strip(dy, row, cols, mask) * slope
+    tl.store(dx_ptr + target, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if y_ptr is not None:
         tl.store(y_ptr + target, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -166,8 +161,8 @@ def _allocate_forward(x: Tensor, dtype: torch.dtype) -> Tensor:
 @register("activation_forward", fake=_allocate_forward)
 def _forward(x: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
     y = _allocate_forward(x, dtype)
-    (x,), n_cols, block, programs = strips(x)
-    _forward_kernel[programs](x, y, x.stride(0), n_cols, block, activation, num_warps=STRIP_WARPS)
+    (rows,), n_cols, block, programs = strips(x)
+    _forward_kernel[programs](rows, y, n_cols, block, activation, num_warps=STRIP_WARPS)
     return y
 
 
@@ -178,10 +173,8 @@ def _allocate_backward(dy: Tensor, x: Tensor, needs_y: bool) -> tuple[Tensor, Te
 @register("activation_backward", fake=_allocate_backward)
 def _backward(dy: Tensor, x: Tensor, activation: Activation, needs_y: bool) -> tuple[Tensor, Tensor]:
     dx, y = _allocate_backward(dy, x, needs_y)
-    (dy, x), n_cols, block, programs = strips(dy, x)
-    _backward_kernel[programs](
-        dy, x, dx, y, dy.stride(0), x.stride(0), n_cols, block, activation, needs_y, num_warps=STRIP_WARPS
-    )
+    rows, n_cols, block, programs = strips(dy, x)
+    _backward_kernel[programs](*rows, dx, y if needs_y else None, n_cols, block, activation, num_warps=STRIP_WARPS)
     return dx, y
 
 

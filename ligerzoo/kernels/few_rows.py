@@ -29,6 +29,7 @@ from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, padded_size, uses_
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import splits_row_sums, would_split
+from ligerzoo.kernels.tiling import StridedRows
 
 MAX_ROWS = 64
 _MAX_WEIGHTS = 3
@@ -51,54 +52,83 @@ class Tiling(NamedTuple):
     warps: int
 
 
+class _Three(NamedTuple):
+    """Tensors of up to three projections."""
+
+    first: Tensor | None = None
+    second: Tensor | None = None
+    third: Tensor | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        return [0 if t is None else t.shape[0] for t in self]
+
+
+class _Operands(NamedTuple):
+    """Tensors of the same kind for up to three projections: the first, and the distances of the others from it."""
+
+    ptr: Tensor | None
+    distance_1: int
+    distance_2: int
+
+
+class _Outputs(NamedTuple):
+    """The result, the numbers of outputs of each weight, and of programs of the first two."""
+
+    ptr: Tensor
+    size_0: int
+    size_1: int
+    size_2: int
+    tiles_0: int
+    tiles_1: int
+
+
 @jit
-def _weight_of_program(program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
-                       bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2):  # fmt: skip
-    """Which of three weights a program computes: its first program, size, offset in the output, and distances.
+def _part(program, out, value_0, value_1, value_2):
+    """The value of the weight that a program computes.
 
     With an activation all programs compute the first, the gate, and the second, the up projection.
     """
-    is_0, is_1 = program < tiles_0, program < tiles_0 + tiles_1
-    first = tl.where(is_0, 0, tl.where(is_1, tiles_0, tiles_0 + tiles_1))
-    size = tl.where(is_0, size_0, tl.where(is_1, size_1, size_2))
-    offset = tl.where(is_0, 0, tl.where(is_1, size_0, size_0 + size_1))
-    distance = tl.where(is_0, 0, tl.where(is_1, distance_1, distance_2))
-    bias_distance = tl.where(is_0, 0, tl.where(is_1, bias_distance_1, bias_distance_2))
-    scale_distance = tl.where(is_0, 0, tl.where(is_1, scale_distance_1, scale_distance_2))
-    return first, size, offset, distance, bias_distance, scale_distance
+    tiles = out.tiles_0 + out.tiles_1
+    return tl.where(program < out.tiles_0, value_0, tl.where(program < tiles, value_1, value_2))
 
 
 @jit
-def _scale_and_shift(sums, scale_ptr, bias_ptr, scale_distance, bias_distance, outputs, mask):
+def _distance(x, program, out):
+    """Distance of a program's tensor from the first one."""
+    return _part(program, out, 0, x.distance_1, x.distance_2)
+
+
+@jit
+def _scale_and_shift(sums, scale, bias, scale_distance, bias_distance, outputs, mask):
     """The sums of these outputs, times their scales, plus their biases."""
-    if scale_ptr is not None:
-        sums *= tl.load(scale_ptr + scale_distance + outputs, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + bias_distance + outputs, mask=mask, other=0.0).to(tl.float32)
+    if scale.ptr is not None:
+        sums *= tl.load(scale.ptr + scale_distance + outputs, mask=mask, other=0.0)
+    if bias.ptr is not None:
+        sums += tl.load(bias.ptr + bias_distance + outputs, mask=mask, other=0.0).to(tl.float32)
     return sums
 
 
 @jit
-def _rounded(x, out_ptr):
+def _rounded(x, out):
     """fp32 values rounded to the dtype of the output, as separate products of the gate and the up projection are."""
-    return x.to(out_ptr.dtype.element_ty).to(tl.float32)
+    return x.to(out.ptr.dtype.element_ty).to(tl.float32)
 
 
 @kernel
 def _row_kernel(
-    x_ptr, w_ptr, bias_ptr, scale_ptr, out_ptr, n_features, tiles_0, tiles_1, size_0, size_1, size_2,
-    distance_1, distance_2, bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr, weight, bias, scale, out, n_features, ACTIVATION: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
+):
+    BLOCK_N: tl.constexpr = TILE[0]
+    BLOCK_K: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
     program = tl.program_id(0)
-    first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
-        program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
-        bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
-    )  # fmt: skip
+    first = _part(program, out, 0, out.tiles_0, out.tiles_0 + out.tiles_1)
     outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
-    in_size = outputs < size
-    rows = w_ptr + distance + outputs[:, None].to(tl.int64) * n_features + features[None, :]
+    in_size = outputs < _part(program, out, out.size_0, out.size_1, out.size_2)
+    distance = _distance(weight, program, out)
+    rows = weight.ptr + distance + outputs[:, None].to(tl.int64) * n_features + features[None, :]
     sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up_sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for start in tl.range(0, n_features, BLOCK_K, num_stages=STAGES):  # without a matrix product, not by default
@@ -111,35 +141,36 @@ def _row_kernel(
             mask = mask & in_row[None, :]
         sums += x[None, :] * tl.load(rows + start, mask=mask, other=0.0).to(tl.float32)
         if ACTIVATION is not None:
-            up_sums += x[None, :] * tl.load(rows + start + distance_1, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(rows + start + weight.distance_1, mask=mask, other=0.0)
+            up_sums += x[None, :] * up.to(tl.float32)
     y = tl.sum(sums, axis=1)
-    y = _scale_and_shift(y, scale_ptr, bias_ptr, scale_distance, bias_distance, outputs, in_size)
+    scale_distance, bias_distance = _distance(scale, program, out), _distance(bias, program, out)
+    y = _scale_and_shift(y, scale, bias, scale_distance, bias_distance, outputs, in_size)
     if ACTIVATION is not None:
         up = tl.sum(up_sums, axis=1)
-        up = _scale_and_shift(up, scale_ptr, bias_ptr, scale_distance_1, bias_distance_1, outputs, in_size)
-        y, _ = activate(_rounded(y, out_ptr), ACTIVATION, False)
-        y = y * _rounded(up, out_ptr)
-    tl.store(out_ptr + offset + outputs, y.to(out_ptr.dtype.element_ty), mask=in_size)
+        up = _scale_and_shift(up, scale, bias, scale.distance_1, bias.distance_1, outputs, in_size)
+        y, _ = activate(_rounded(y, out), ACTIVATION, False)
+        y = y * _rounded(up, out)
+    offset = _part(program, out, 0, out.size_0, out.size_0 + out.size_1)
+    tl.store(out.ptr + offset + outputs, y.to(out.ptr.dtype.element_ty), mask=in_size)
 
 
 @kernel
 def _rows_kernel(
-    x_ptr, w_ptr, bias_ptr, scale_ptr, out_ptr, n_rows, n_features, x_stride, n_out,
-    tiles_0, tiles_1, size_0, size_1, size_2,
-    distance_1, distance_2, bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, bias, scale, out, n_rows, n_features, n_out,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_N: tl.constexpr = TILE[0]
+    BLOCK_K: tl.constexpr = TILE[1]
     program = tl.program_id(0)
-    first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
-        program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
-        bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
-    )  # fmt: skip
+    first = _part(program, out, 0, out.tiles_0, out.tiles_0 + out.tiles_1)
     outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, ROWS)
-    in_size, in_rows = outputs < size, rows < n_rows
-    weights = w_ptr + distance + outputs[:, None].to(tl.int64) * n_features + features[None, :]
-    inputs = x_ptr + rows[None, :] * x_stride + features[:, None]
+    in_size, in_rows = outputs < _part(program, out, out.size_0, out.size_1, out.size_2), rows < n_rows
+    distance = _distance(weight, program, out)
+    weights = weight.ptr + distance + outputs[:, None].to(tl.int64) * n_features + features[None, :]
+    inputs = x.ptr + rows[None, :] * x.row_stride + features[:, None]
     sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     for start in range(0, n_features, BLOCK_K):
@@ -147,18 +178,22 @@ def _rows_kernel(
         if not EVEN:
             in_row = start + features < n_features
             x_mask, w_mask = x_mask & in_row[:, None], w_mask & in_row[None, :]
-        x = tl.load(inputs + start, mask=x_mask, other=0.0)
-        sums = tl.dot(tl.load(weights + start, mask=w_mask, other=0.0).to(x.dtype), x, sums)
+        columns = tl.load(inputs + start, mask=x_mask, other=0.0)
+        w = tl.load(weights + start, mask=w_mask, other=0.0).to(columns.dtype)
+        sums = tl.dot(w, columns, sums)
         if ACTIVATION is not None:
-            up_sums = tl.dot(tl.load(weights + start + distance_1, mask=w_mask, other=0.0).to(x.dtype), x, up_sums)
+            up = tl.load(weights + start + weight.distance_1, mask=w_mask, other=0.0).to(columns.dtype)
+            up_sums = tl.dot(up, columns, up_sums)
     column, in_column = outputs[:, None], in_size[:, None]
-    sums = _scale_and_shift(sums, scale_ptr, bias_ptr, scale_distance, bias_distance, column, in_column)
+    scale_distance, bias_distance = _distance(scale, program, out), _distance(bias, program, out)
+    sums = _scale_and_shift(sums, scale, bias, scale_distance, bias_distance, column, in_column)
     if ACTIVATION is not None:
-        up_sums = _scale_and_shift(up_sums, scale_ptr, bias_ptr, scale_distance_1, bias_distance_1, column, in_column)
-        active, _ = activate(_rounded(sums, out_ptr), ACTIVATION, False)
-        sums = active * _rounded(up_sums, out_ptr)
-    out = out_ptr + rows[None, :] * n_out + offset + outputs[:, None]
-    tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=in_rows[None, :] & in_size[:, None])
+        up_sums = _scale_and_shift(up_sums, scale, bias, scale.distance_1, bias.distance_1, column, in_column)
+        active, _ = activate(_rounded(sums, out), ACTIVATION, False)
+        sums = active * _rounded(up_sums, out)
+    offset = _part(program, out, 0, out.size_0, out.size_0 + out.size_1)
+    pointers = out.ptr + rows[None, :] * n_out + offset + outputs[:, None]
+    tl.store(pointers, sums.to(out.ptr.dtype.element_ty), mask=in_rows[None, :] & in_size[:, None])
 
 
 def _tiling(is_row: bool, n_outputs: int, is_glu: bool) -> Tiling:
@@ -170,55 +205,47 @@ def _tiling(is_row: bool, n_outputs: int, is_glu: bool) -> Tiling:
     return Tiling(128, 128, 4, 8) if n_outputs > 32768 else Tiling(64, 128, 6, 4)
 
 
-def _distance(first: Tensor | None, other: Tensor | None) -> int:
-    """Elements from the start of one tensor to that of another, which a kernel adds to its pointer to the first."""
-    return 0 if first is None or other is None else (other.data_ptr() - first.data_ptr()) // first.element_size()
+def _operands(tensors: _Three) -> _Operands:
+    """Distances are in elements, which a kernel adds to its pointer to the first tensor."""
+    first, *others = tensors
+    distances = (
+        0 if first is None or t is None else (t.data_ptr() - first.data_ptr()) // first.element_size() for t in others
+    )
+    return _Operands(first, *distances)
 
 
 @register(
     "few_rows",
-    fake=lambda x, weight_0, weight_1, weight_2, activation: x.new_empty(
-        x.shape[0], sum(_sizes([weight_0, weight_1, weight_2])[: 3 if activation is None else 1])
+    fake=lambda x, weights, activation: x.new_empty(
+        x.shape[0], weights.first.shape[0] if activation is not None else sum(weights.sizes)
     ),
 )
 def _few_rows(
-    x: Tensor, weight_0: Tensor, weight_1: Tensor | None, weight_2: Tensor | None,
-    bias_0: Tensor | None, bias_1: Tensor | None, bias_2: Tensor | None,
-    scale_0: Tensor | None, scale_1: Tensor | None, scale_2: Tensor | None, activation: Activation | None,
-    splits: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weights: _Three, biases: _Three, scales: _Three, activation: Activation | None, splits: bool
+) -> Tensor:
     """(R, K) -> (R, N_0 + N_1 + N_2); with an activation, (R, I) from the weights of the gate and the up projection.
 
     Unless sums may be split (`splits`), a row of the result does not depend on R.
     """
     (n_rows, n_features), is_glu = x.shape, activation is not None
     is_row = splits and n_rows == 1
-    sizes = _sizes([weight_0, weight_1, weight_2])
+    sizes = weights.sizes
     out = x.new_empty(n_rows, sizes[0] if is_glu else sum(sizes))
     outputs, features, stages, warps = _tiling(is_row, out.shape[1], is_glu)
     tiles = [cdiv(size, outputs) for size in sizes]
     programs = tiles[0] if is_glu else sum(tiles)
-    distances = [_distance(weight_0, weight) for weight in (weight_1, weight_2)]
-    distances += [_distance(bias_0, bias) for bias in (bias_1, bias_2)]
-    distances += [_distance(scale_0, scale) for scale in (scale_1, scale_2)]
-    is_even = n_features % features == 0
+    operands = [_operands(tensors) for tensors in (weights, biases, scales)]
+    targets, is_even = _Outputs(out, *sizes, *tiles[:2]), n_features % features == 0
+    tile = outputs, features, stages
     if is_row:
-        _row_kernel[programs](
-            x, weight_0, bias_0, scale_0, out, n_features, *tiles[:2], *sizes, *distances,
-            activation, outputs, features, is_even, stages, num_warps=warps,
-        )  # fmt: skip
+        _row_kernel[programs](x, *operands, targets, n_features, activation, tile, is_even, num_warps=warps)
     else:
+        rows, tile_rows = StridedRows(x, x.stride(0)), padded_size(n_rows)
+        numbers = n_rows, n_features, out.shape[1]
         _rows_kernel[programs](
-            x, weight_0, bias_0, scale_0, out, n_rows, n_features, x.stride(0), out.shape[1],
-            *tiles[:2], *sizes, *distances,
-            activation, padded_size(n_rows), outputs, features, is_even,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+            rows, *operands, targets, *numbers, activation, tile_rows, tile, is_even, num_warps=warps, num_stages=stages
+        )
     return out
-
-
-def _sizes(weights: Sequence[Tensor | None]) -> list[int]:
-    return [0 if weight is None else weight.shape[0] for weight in weights]
 
 
 def uses_few_rows(
@@ -274,10 +301,7 @@ def project_few_rows(
     scales: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """`linears` in one kernel, for inputs that `uses_few_rows` accepts. The results are views of one tensor."""
-    missing = [None] * (_MAX_WEIGHTS - len(weights))
-    factors = [None] * len(weights) if scales is None else scales
-    parameters = *weights, *missing, *biases, *missing, *factors, *missing
-    out = _few_rows(as_rows(x), *parameters, None, splits_row_sums())  # type: ignore[call-arg]
+    out = _few_rows(as_rows(x), _Three(*weights), _Three(*biases), _Three(*scales or ()), None, splits_row_sums())
     return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
 
 
@@ -289,7 +313,5 @@ def gate_few_rows(
     activation: Activation,
 ) -> Tensor:
     """`linear_glu` in one kernel, for inputs that `uses_few_rows` accepts."""
-    factors = (None, None) if scales is None else scales
-    parameters = *weights, None, *biases, None, *factors, None
-    out = _few_rows(as_rows(x), *parameters, activation, splits_row_sums())  # type: ignore[call-arg]
+    out = _few_rows(as_rows(x), _Three(*weights), _Three(*biases), _Three(*scales or ()), activation, splits_row_sums())
     return out.view(*x.shape[:-1], -1)

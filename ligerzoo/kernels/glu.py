@@ -14,7 +14,7 @@ which has few columns; see `lora_linears`. Low-rank terms of gate and up are add
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import low_rank_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
-from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
@@ -31,7 +31,7 @@ from ligerzoo.kernels.low_rank_glu_gradients import low_rank_glu_gradients
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import unsplit_linear
-from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
 from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
 
@@ -58,36 +58,28 @@ def linear_reference(
 
 
 @kernel
-def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
+def _forward_kernel(gate, up, y_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    activated, _ = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
-    tl.store(y_ptr + row * n_cols + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
+    activated, _ = activate(load_strip(gate, row, cols, mask), ACTIVATION, gate.ptr.dtype.element_ty == tl.float32)
+    y = activated * load_strip(up, row, cols, mask)
+    tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
-def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, dy_stride, gate_stride, up_stride, n_cols,
-    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-    NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, NEEDS_Y: tl.constexpr,
-):  # fmt: skip
+def _backward_kernel(dy, gate, up, dgate_ptr, dup_ptr, y_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     target = row * n_cols + cols
-    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    activated, slope = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
-    if NEEDS_DUP:
+    dy = load_strip(dy, row, cols, mask)
+    activated, slope = activate(load_strip(gate, row, cols, mask), ACTIVATION, gate.ptr.dtype.element_ty == tl.float32)
+    if dup_ptr is not None:
         tl.store(dup_ptr + target, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
-    if NEEDS_DGATE or NEEDS_Y:
-        up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        if NEEDS_DGATE:
+    if (dgate_ptr is not None) or (y_ptr is not None):
+        up = load_strip(up, row, cols, mask)
+        if dgate_ptr is not None:
             tl.store(dgate_ptr + target, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
-        if NEEDS_Y:
+        if y_ptr is not None:
             tl.store(y_ptr + target, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -98,10 +90,8 @@ def _allocate_forward(gate: Tensor, dtype: torch.dtype) -> Tensor:
 @register("glu_forward", fake=_allocate_forward)
 def _forward(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
     y = _allocate_forward(gate, dtype)
-    (gate, up), n_cols, block, programs = strips(gate, up)
-    _forward_kernel[programs](
-        gate, up, y, gate.stride(0), up.stride(0), n_cols, block, activation, num_warps=STRIP_WARPS
-    )  # fmt: skip
+    rows, n_cols, block, programs = strips(gate, up)
+    _forward_kernel[programs](*rows, y, n_cols, block, activation, num_warps=STRIP_WARPS)
     return y
 
 
@@ -116,11 +106,9 @@ def _backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dgate, dup, y = _allocate_backward(dy, gate, up, needs_gate, needs_up, needs_y)
-    (dy, gate, up), n_cols, block, programs = strips(dy, gate, up)
-    _backward_kernel[programs](
-        dy, gate, up, dgate, dup, y, dy.stride(0), gate.stride(0), up.stride(0), n_cols, block, activation,
-        needs_gate, needs_up, needs_y, num_warps=STRIP_WARPS,
-    )  # fmt: skip
+    rows, n_cols, block, programs = strips(dy, gate, up)
+    results = if_needed((dgate, dup, y), (needs_gate, needs_up, needs_y))
+    _backward_kernel[programs](*rows, *results, n_cols, block, activation, num_warps=STRIP_WARPS)
     return dgate, dup, y
 
 
@@ -140,74 +128,85 @@ class _GLU(FusedFunction):
         return dgate if needs_gate else None, dup if needs_up else None, None
 
 
+class _LinearOptions(NamedTuple):
+    """The numbers of `glu_linear`: the activation, the scale of the update, and the scales of the terms, if any."""
+
+    activation: Activation
+    update_scale: float
+    term_scales: tuple[float, ...]
+
+
 class _GLULinear(FusedFunction):
-    """The last arguments are the scales and the tensors of `LowRankTerms`, none without terms."""
+    """a and b are the matrices of the update; the last arguments are the tensors of `LowRankTerms`, none without."""
 
     @staticmethod
     def forward(
-        ctx: FusedContext, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation,
-        a: Tensor | None, b: Tensor | None, scale: float, scales: Sequence[float], *factors: Tensor,
-    ) -> Tensor:  # fmt: skip
-        y, h = _activated(gate, up, activation, weight.dtype, scales, *factors), None
+        ctx: FusedContext,
+        options: _LinearOptions,
+        gate: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        *factors: Tensor,
+    ) -> Tensor:
+        y, h = _activated(options, weight.dtype, gate, up, *factors), None
         if a is None or b is None:
             z = unsplit_linear(y, weight, bias)
         else:
             rows = y.view(-1, y.shape[-1])
             h = F.linear(rows, a.to(y.dtype))
-            recomputable(
-                (h,), _inner, gate, up, a, activation, weight.dtype, scales, *factors, level=Recompute.BLOCK
-            )  # fmt: skip
-            z = linear_with_update(rows, weight, bias, h, b, scale).view(*y.shape[:-1], len(weight))
+            recomputable((h,), _inner, options, weight.dtype, a, gate, up, *factors, level=Recompute.BLOCK)
+            z = linear_with_update(rows, weight, bias, h, b, options.update_scale).view(*y.shape[:-1], len(weight))
         ctx.save_for_backward(gate, up, weight, a, b, h, *factors)
-        ctx.activation, ctx.scale, ctx.scales = activation, scale, scales
+        ctx.options = options
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FusedContext, dz: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight, a, b, h, *factors = ctx.saved_tensors
-        needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _, _, *needs_factors = ctx.needs_input_grad
+        activation, update_scale, term_scales = ctx.options
+        _, needs_gate, needs_up, needs_weight, needs_bias, needs_a, needs_b, *needs_factors = ctx.needs_input_grad
         dgate, dup, dweight, dh, da, db, dz_rows = None, None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
         dfactors: Sequence[Tensor | None] = [None] * len(factors)
         if a is not None:
-            dh, db = update_gradients(dz_rows, b, h, ctx.scale, needs_b)
+            dh, db = update_gradients(dz_rows, b, h, update_scale, needs_b)
         if factors and (needs_gate or needs_up or any(needs_factors)):
-            terms = LowRankTerms(*factors, *ctx.scales)
-            found = low_rank_glu_gradients(dz @ weight, gate, up, terms, dh, a, ctx.activation, needs_weight)
+            terms = LowRankTerms(*factors, *term_scales)
+            found = low_rank_glu_gradients(dz @ weight, gate, up, terms, dh, a, activation, needs_weight)
             (dgate, dup, dterm_h, _, y), (dgate_b, dup_b, da) = found, found.of_factors(terms, a)
-            dfactors = [d if needs else None for d, needs in zip((dterm_h, dgate_b, dup_b), needs_factors, strict=True)]
+            dfactors = if_needed((dterm_h, dgate_b, dup_b), needs_factors)
         elif needs_gate or needs_up:
             if dh is None:
                 dy = dz @ weight
             else:
                 dy_rows = dh @ a.to(dz.dtype)
                 dy = torch.addmm(dy_rows, dz_rows, weight, out=dy_rows).view(gate.shape)
-            dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_weight or needs_a)
+            dgate, dup, y = _backward(dy, gate, up, activation, needs_gate, needs_up, needs_weight or needs_a)
         elif needs_weight or needs_a:
-            y = _activated(gate, up, ctx.activation, weight.dtype, ctx.scales, *factors)
+            y = _activated(ctx.options, weight.dtype, gate, up, *factors)
         if needs_weight:
             dweight = dz_rows.T @ y.view(-1, y.shape[-1])
         if dh is not None and needs_a and da is None:
             da = (dh.T @ y.view(-1, y.shape[-1])).to(a.dtype)
         dbias = dz_rows.sum(0) if needs_bias else None
-        dgate, dup = dgate if needs_gate else None, dup if needs_up else None
-        return dgate, dup, dweight, dbias, None, da if needs_a else None, db, None, None, *dfactors
+        gradients = if_needed((dgate, dup, da), (needs_gate, needs_up, needs_a))
+        return None, *gradients[:2], dweight, dbias, gradients[2], db, *dfactors
 
 
-def _activated(
-    gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype, scales: Any, *factors: Any
-) -> Tensor:  # fmt: skip
-    """Returns y, with the terms of these scales and tensors."""
+def _activated(options: _LinearOptions, dtype: torch.dtype, gate: Tensor, up: Tensor, *factors: Tensor) -> Tensor:
+    """Returns y, with the terms of these tensors."""
     if not factors:
-        return _forward(gate, up, activation, dtype)
-    return low_rank_glu.forward(gate, up, LowRankTerms(*factors, *scales), activation, dtype)
+        return _forward(gate, up, options.activation, dtype)
+    terms = LowRankTerms(*factors, *options.term_scales)  # type: ignore[arg-type]
+    return low_rank_glu.forward(gate, up, terms, options.activation, dtype)
 
 
-def _inner(
-    gate: Tensor, up: Tensor, a: Tensor, activation: Activation, dtype: torch.dtype, scales: Any, *factors: Any
-) -> Tensor:  # fmt: skip
+def _inner(options: _LinearOptions, dtype: torch.dtype, a: Tensor, gate: Tensor, *others: Tensor) -> Tensor:
     """Returns the product of y and A, (T, r)."""
-    y = _activated(gate, up, activation, dtype, scales, *factors)
+    y = _activated(options, dtype, gate, *others)
     return F.linear(y.view(-1, gate.shape[-1]), a.to(dtype))
 
 
@@ -328,5 +327,5 @@ def glu_linear(
         if terms is not None and not (gate.dtype == weight.dtype and weight.element_size() == 2):
             (gate, up), terms = terms.add(gate, up), None
         factors, scales = ((), ()) if terms is None else (terms[:3], terms[3:])
-        return _GLULinear.apply(gate, up, weight, bias, activation, a, b, scale, scales, *factors)
+        return _GLULinear.apply(_LinearOptions(activation, scale, scales), gate, up, weight, bias, a, b, *factors)
     return linear_reference(gate, up, weight, bias, activation, update, terms)

@@ -20,7 +20,7 @@ The teacher may be given as logits instead of hidden states.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from ligerzoo.kernels.loss.chunked_head import (
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
-from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
+from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.registration import register
 from ligerzoo.tensor_checks import check_floats
 
@@ -269,14 +269,31 @@ def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) 
         raise LigerzooError(", ".join(given), where=name, expected=expected)
 
 
-def linear_kl_div(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
+class LinearDivergenceOptions(TypedDict, total=False):
+    """Options of `linear_kl_div`, which documents them, `linear_jsd` and `linear_tvd`."""
+
+    temperature: float
+    student_bias: Tensor | None
+    teacher_bias: Tensor | None
+    student_logit_scale: float
+    teacher_logit_scale: float
+    student_softcap: float | None
+    teacher_softcap: float | None
+    ignore_index: int
+    reduction: Reduction
+    num_items: int | Tensor | None
+    logits_budget: int | None
+    backend: Backend
+
+
+def _divergence_of_heads(
+    name: str,
+    divergence: Divergence,
+    beta: float,
+    hidden: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    target: Tensor | None,
     *,
-    reverse: bool = False,
     temperature: float = 1.0,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
@@ -289,6 +306,22 @@ def linear_kl_div(
     num_items: int | Tensor | None = None,
     logits_budget: int | None = None,
     backend: Backend = "auto",
+) -> Tensor:
+    student = Side("student_", hidden[0], weights[0], student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", hidden[1], weights[1], teacher_bias, teacher_logit_scale, teacher_softcap)
+    options = DivergenceOptions(divergence, beta, temperature, ignore_index)
+    return linear_divergence(name, student, teacher, target, options, reduction, num_items, logits_budget, backend)
+
+
+def linear_kl_div(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    **options: Unpack[LinearDivergenceOptions],
 ) -> Tensor:
     """`kl_div` of `student_hidden @ student_weight.T` and `teacher_hidden @ teacher_weight.T`, without materializing
     all logits of either.
@@ -324,12 +357,9 @@ def linear_kl_div(
     Raises:
         ValueError: a shape, a dtype or an option is invalid, or a tensor of the teacher requires a gradient.
     """
-    options = DivergenceOptions("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
-    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
-    return linear_divergence(
-        "linear_kl_div", student, teacher, target, options, reduction, num_items, logits_budget, backend
-    )
+    hidden, weights = (student_hidden, teacher_hidden), (student_weight, teacher_weight)
+    divergence: Divergence = "reverse_kl" if reverse else "forward_kl"
+    return _divergence_of_heads("linear_kl_div", divergence, 0.0, hidden, weights, target, **options)
 
 
 def linear_jsd(
@@ -340,26 +370,11 @@ def linear_jsd(
     target: Tensor | None = None,
     *,
     beta: float = 0.5,
-    temperature: float = 1.0,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
-    logits_budget: int | None = None,
-    backend: Backend = "auto",
+    **options: Unpack[LinearDivergenceOptions],
 ) -> Tensor:
     """`jsd` of two heads, with its `beta`. The other arguments, the result and errors are those of `linear_kl_div`."""
-    options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
-    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
-    return linear_divergence(
-        "linear_jsd", student, teacher, target, options, reduction, num_items, logits_budget, backend
-    )
+    hidden, weights = (student_hidden, teacher_hidden), (student_weight, teacher_weight)
+    return _divergence_of_heads("linear_jsd", jsd_divergence(beta), beta, hidden, weights, target, **options)
 
 
 def linear_tvd(
@@ -368,24 +383,8 @@ def linear_tvd(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
-    logits_budget: int | None = None,
-    backend: Backend = "auto",
+    **options: Unpack[LinearDivergenceOptions],
 ) -> Tensor:
     """`tvd` of two heads. The arguments, the result and the errors are those of `linear_kl_div`."""
-    options = DivergenceOptions("tvd", 0.0, temperature, ignore_index)
-    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
-    return linear_divergence(
-        "linear_tvd", student, teacher, target, options, reduction, num_items, logits_budget, backend
-    )
+    hidden, weights = (student_hidden, teacher_hidden), (student_weight, teacher_weight)
+    return _divergence_of_heads("linear_tvd", "tvd", 0.0, hidden, weights, target, **options)

@@ -11,6 +11,8 @@ Saved: cos and sin. One launch rotates queries and keys, out of place.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -37,29 +39,61 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([*features, rest], -1).to(x.dtype)
 
 
+class _Heads(NamedTuple):
+    """Heads to rotate and their results, as the kernel takes them; a null pointer and no heads if there are none."""
+
+    ptr: Tensor | None
+    out: Tensor
+    n_heads: int
+    batch_stride: int
+    token_stride: int
+    head_stride: int
+    feature_stride: int
+
+
+class _Angles(NamedTuple):
+    """Cosines and sines, as the kernel takes them, and -1 for the inverse rotation or 1."""
+
+    cos: Tensor
+    sin: Tensor
+    batch_stride: int
+    token_stride: int
+    pair_stride: int
+    direction: float
+
+
+class _Sizes(NamedTuple):
+    """Numbers of tokens of a sequence, of features of a head, and of their pairs."""
+
+    n_tokens: int
+    head_dim: int
+    half: int
+
+
 @jit
 def _rotate_heads(
-    x_ptr, y_ptr, x_head_stride, x_feature_stride, cos, sin, n_heads, head_dim, half,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    x, row, cos, sin, sizes, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    n_tokens, head_dim, half = sizes
+    n_heads, x_feature_stride = x.n_heads, x.feature_stride
     heads = tl.arange(0, HEADS)[:, None].to(tl.int64)  # in a (B, N, T, D) layout the head stride may be large
-    source = x_ptr + heads * x_head_stride
-    target = y_ptr + heads * head_dim
+    source = x.ptr + row // n_tokens * x.batch_stride + row % n_tokens * x.token_stride + heads * x.head_stride
+    target = x.out + row * n_heads * head_dim + heads * head_dim
 
     if INTERLEAVED:  # loads and stores both features of a pair together, and splits them in registers
         features = tl.arange(0, 2 * HALF)[None, :].to(tl.int64)
         mask = (heads < n_heads) & (features < 2 * half)
-        x = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
+        pairs = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(pairs, (HEADS, HALF, 2)))
         y = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), (HEADS, 2 * HALF))
-        tl.store(target + features, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + features, y.to(x.out.dtype.element_ty), mask=mask)
     else:
         features = tl.arange(0, HALF)[None, :].to(tl.int64)
         mask = (heads < n_heads) & (features < half)
         x1 = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(source + (features + half) * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target + features, (x1 * cos - x2 * sin).to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + features + half, (x2 * cos + x1 * sin).to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + features, (x1 * cos - x2 * sin).to(x.out.dtype.element_ty), mask=mask)
+        tl.store(target + features + half, (x2 * cos + x1 * sin).to(x.out.dtype.element_ty), mask=mask)
 
     if REST > 0:  # partial rotation
         features = 2 * half + tl.arange(0, REST)[None, :].to(tl.int64)
@@ -70,30 +104,20 @@ def _rotate_heads(
 
 @kernel
 def _rotation_kernel(
-    cos_ptr, sin_ptr, q_ptr, k_ptr, q_out_ptr, k_out_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, q_feature_stride,
-    k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
-    angle_batch_stride, angle_token_stride, angle_pair_stride,
-    n_tokens, n_q_heads, n_k_heads, head_dim, half, direction,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    batch, token = row // n_tokens, row % n_tokens
+    angles, q, k, sizes, TILES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    Q_HEADS: tl.constexpr = TILES[0]
+    K_HEADS: tl.constexpr = TILES[1]
+    row, half = tl.program_id(0).to(tl.int64), sizes.half
+    batch, token = row // sizes.n_tokens, row % sizes.n_tokens
     features = tl.arange(0, HALF).to(tl.int64)
-    angle = batch * angle_batch_stride + token * angle_token_stride + features * angle_pair_stride
-    cos = tl.load(cos_ptr + angle, mask=features < half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=features < half, other=0.0).to(tl.float32)[None, :] * direction
-
+    angle = batch * angles.batch_stride + token * angles.token_stride + features * angles.pair_stride
+    cos = tl.load(angles.cos + angle, mask=features < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles.sin + angle, mask=features < half, other=0.0).to(tl.float32)[None, :] * angles.direction
     if Q_HEADS > 0:
-        _rotate_heads(
-            q_ptr + batch * q_batch_stride + token * q_token_stride, q_out_ptr + row * n_q_heads * head_dim,
-            q_head_stride, q_feature_stride, cos, sin, n_q_heads, head_dim, half, Q_HEADS, HALF, REST, INTERLEAVED,
-        )  # fmt: skip
+        _rotate_heads(q, row, cos, sin, sizes, Q_HEADS, HALF, REST, INTERLEAVED)
     if K_HEADS > 0:
-        _rotate_heads(
-            k_ptr + batch * k_batch_stride + token * k_token_stride, k_out_ptr + row * n_k_heads * head_dim,
-            k_head_stride, k_feature_stride, cos, sin, n_k_heads, head_dim, half, K_HEADS, HALF, REST, INTERLEAVED,
-        )  # fmt: skip
+        _rotate_heads(k, row, cos, sin, sizes, K_HEADS, HALF, REST, INTERLEAVED)
 
 
 def _allocate(cos: Tensor, q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -107,25 +131,23 @@ def _rotation(
 ) -> tuple[Tensor, Tensor]:
     """The rotated queries and keys; empty for None."""
     q_out, k_out = _allocate(cos, q, k)
-    batch, tokens, _, head_dim = next(x.shape for x in (q, k) if x is not None)
+    n_rows, tokens, _, head_dim = next(x.shape for x in (q, k) if x is not None)
     half = cos.shape[-1]
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    q_heads, q_tile, q_strides = _heads(q)
-    k_heads, k_tile, k_strides = _heads(k)
-    tile_half = next_power_of_2(half)
-    _rotation_kernel[batch * tokens](
-        cos, sin, q, k, q_out, k_out, *q_strides, *k_strides, cos.stride(0) if cos.shape[0] > 1 else 0,
-        *cos.stride()[1:], tokens, q_heads, k_heads, head_dim, half, -1.0 if inverse else 1.0, q_tile, k_tile,
-        tile_half, next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0, interleaved,
-        num_warps=min(16, max(4, max(q_tile, k_tile) * tile_half // 512)),
-    )  # fmt: skip
+    batch, token, pair = cos.stride()
+    angles = _Angles(cos, sin, batch if cos.shape[0] > 1 else 0, token, pair, -1.0 if inverse else 1.0)
+    heads = _heads(q, q_out), _heads(k, k_out)
+    tiles = tuple(next_power_of_2(x.n_heads) if x.n_heads else 0 for x in heads)
+    tile_half, rest = next_power_of_2(half), head_dim - 2 * half
+    tile_rest, sizes = next_power_of_2(rest) if rest else 0, _Sizes(tokens, head_dim, half)
+    warps = min(16, max(4, max(tiles) * tile_half // 512))
+    _rotation_kernel[n_rows * tokens](angles, *heads, sizes, tiles, tile_half, tile_rest, interleaved, num_warps=warps)
     return q_out, k_out
 
 
-def _heads(x: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
-    """The number of heads, the number of heads of a tile, and the strides."""
-    return (0, 0, (0,) * 4) if x is None else (x.shape[2], next_power_of_2(x.shape[2]), x.stride())
+def _heads(x: Tensor | None, out: Tensor) -> _Heads:
+    return _Heads(None, out, 0, 0, 0, 0, 0) if x is None else _Heads(x, out, x.shape[2], *x.stride())
 
 
 class _RoPE(FusedFunction):

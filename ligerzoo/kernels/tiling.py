@@ -177,21 +177,26 @@ def column_sums_(sums: Tensor, addends: Tensor | None) -> None:
     _column_sums_kernel[cdiv(n_cols, cols)](addends, sums, n_rows, n_cols, rows, cols, num_warps=4)
 
 
-def strips(*tensors: Tensor) -> tuple[tuple[Tensor, ...], int, int, int]:
+class StridedRows(NamedTuple):
+    """A matrix whose rows have unit stride, as kernels take it."""
+
+    ptr: Tensor
+    row_stride: int
+
+
+def strips(*tensors: Tensor) -> tuple[list[StridedRows], int, int, int]:
     """Splits the rows of an elementwise kernel's inputs into strips, one per program.
 
     If all tensors are contiguous, they are treated as a single row. The halves of a fused projection are not copied.
 
     Returns:
-        The tensors with unit stride along rows, the number of columns, the columns per program, the number of programs.
+        The tensors, the number of columns, the columns per program, the number of programs.
     """
-    if all(t.is_contiguous() for t in tensors):
-        n_rows, n_cols = 1, tensors[0].numel()
-    else:
-        tensors = tuple(as_rows(t) for t in tensors)
-        n_rows, n_cols = tensors[0].shape
+    is_dense = all(t.is_contiguous() for t in tensors)
+    rows = [StridedRows(t, t.stride(0)) for t in (tensors if is_dense else map(as_rows, tensors))]
+    n_rows, n_cols = (1, tensors[0].numel()) if is_dense else rows[0].ptr.shape
     block = min(_STRIP, next_power_of_2(n_cols))
-    return tensors, n_cols, block, n_rows * cdiv(n_cols, block)
+    return rows, n_cols, block, n_rows * cdiv(n_cols, block)
 
 
 @jit
@@ -199,3 +204,9 @@ def row_and_columns(n_cols, BLOCK: tl.constexpr):
     """The row and the columns of this program's strip."""
     program, blocks = tl.program_id(0), tl.cdiv(tl.cast(n_cols, tl.int64), BLOCK)
     return program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@jit
+def load_strip(x, row, cols, mask):
+    """Columns of a row in fp32, 0 beyond the mask."""
+    return tl.load(x.ptr + row * x.row_stride + cols, mask=mask, other=0.0).to(tl.float32)

@@ -10,6 +10,8 @@ Saved: x, a, b, beta and eps.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradien
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import expm1
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 
@@ -27,10 +29,17 @@ def reference(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: 
     dtype = accumulation_dtype(x.dtype)
     wide = x.to(dtype)
     positive, negative, beta, eps = (t.to(dtype) for t in (positive, negative, beta, eps))
-    curved = torch.where(
-        wide > 0, positive * wide * wide, negative * (torch.expm1(torch.minimum(wide, eps)) - wide)
-    )  # fmt: skip
-    return (curved + beta * wide).to(x.dtype)
+    curve = torch.expm1(torch.minimum(wide, eps)) - wide
+    return (torch.where(wide > 0, positive * wide * wide, negative * curve) + beta * wide).to(x.dtype)
+
+
+class _Numbers(NamedTuple):
+    """The parameters of xIELU, one element each."""
+
+    positive: Tensor
+    negative: Tensor
+    beta: Tensor
+    eps: Tensor
 
 
 @jit
@@ -40,33 +49,28 @@ def _load(ptr):
 
 
 @kernel
-def _forward_kernel(
-    x_ptr, positive_ptr, negative_ptr, beta_ptr, eps_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr
-):  # fmt: skip
+def _forward_kernel(x, numbers, y_ptr, n_cols, BLOCK: tl.constexpr):
     row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    eps = _load(eps_ptr)
+    x = load_strip(x, row, cols, mask)
+    eps = _load(numbers.eps)
     curve = expm1(tl.where(x > eps, eps, x)) - x
-    y = tl.where(x > 0.0, _load(positive_ptr) * x * x, _load(negative_ptr) * curve) + _load(beta_ptr) * x
+    y = tl.where(x > 0.0, _load(numbers.positive) * x * x, _load(numbers.negative) * curve) + _load(numbers.beta) * x
     tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
-def _backward_kernel(
-    dy_ptr, x_ptr, positive_ptr, negative_ptr, beta_ptr, eps_ptr, dx_ptr, sums_ptr, dy_stride, x_stride, n_cols,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _backward_kernel(dy, x, numbers, dx_ptr, sums_ptr, n_cols, BLOCK: tl.constexpr):
     row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
-    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    eps, is_positive = _load(eps_ptr), x > 0.0
+    dy = load_strip(dy, row, cols, mask)
+    x = load_strip(x, row, cols, mask)
+    eps, is_positive = _load(numbers.eps), x > 0.0
     growth = expm1(tl.where(x > eps, eps, x))
     if dx_ptr is not None:
         curve_slope = tl.where(x < eps, growth, -1.0)
-        slope = tl.where(is_positive, 2.0 * _load(positive_ptr) * x, _load(negative_ptr) * curve_slope)
-        dx = dy * (slope + _load(beta_ptr))
+        slope = tl.where(is_positive, 2.0 * _load(numbers.positive) * x, _load(numbers.negative) * curve_slope)
+        dx = dy * (slope + _load(numbers.beta))
         tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if sums_ptr is not None:
         program = tl.program_id(0).to(tl.int64)
@@ -79,12 +83,10 @@ def _allocate_forward(x: Tensor) -> Tensor:
 
 
 @register("xielu_forward", fake=_allocate_forward)
-def _forward(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+def _forward(x: Tensor, numbers: _Numbers) -> Tensor:
     y = _allocate_forward(x)
-    (x,), n_cols, block, programs = strips(x)
-    _forward_kernel[programs](
-        x, positive, negative, beta, eps, y, x.stride(0), n_cols, block, num_warps=STRIP_WARPS
-    )  # fmt: skip
+    (rows,), n_cols, block, programs = strips(x)
+    _forward_kernel[programs](rows, numbers, y, n_cols, block, num_warps=STRIP_WARPS)
     return y
 
 
@@ -93,18 +95,12 @@ def _allocate_backward(x: Tensor, needs_x: bool, needs_curvatures: bool) -> tupl
 
 
 @register("xielu_backward", fake=_allocate_backward)
-def _backward(
-    dy: Tensor, x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor, needs_x: bool,
-    needs_curvatures: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _backward(dy: Tensor, x: Tensor, numbers: _Numbers, needs_x: bool, needs_curvatures: bool) -> tuple[Tensor, Tensor]:
     """Returns dx, and da and db, without elements if not needed."""
     dx, curvatures = _allocate_backward(x, needs_x, needs_curvatures)
-    (dy, x), n_cols, block, programs = strips(dy, x)
+    rows, n_cols, block, programs = strips(dy, x)
     sums = x.new_empty((programs, 2), dtype=torch.float32) if needs_curvatures else None
-    _backward_kernel[programs](
-        dy, x, positive, negative, beta, eps, dx if needs_x else None, sums, dy.stride(0), x.stride(0), n_cols, block,
-        num_warps=STRIP_WARPS,
-    )  # fmt: skip
+    _backward_kernel[programs](*rows, numbers, dx if needs_x else None, sums, n_cols, block, num_warps=STRIP_WARPS)
     if sums is not None:
         torch.sum(sums, 0, out=curvatures)
     return dx, curvatures
@@ -112,21 +108,18 @@ def _backward(
 
 class _XIELU(FusedFunction):
     @staticmethod
-    def forward(ctx: FusedContext, x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        ctx.save_for_backward(x, positive, negative, beta, eps)
-        return _forward(x, positive, negative, beta, eps)
+    def forward(ctx: FusedContext, x: Tensor, *numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *numbers)
+        return _forward(x, _Numbers(*numbers))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, positive, negative, beta, eps = ctx.saved_tensors
-        needs_x, needs_positive, needs_negative, *_ = ctx.needs_input_grad
-        dx, curvatures = _backward(
-            dy, x, positive, negative, beta, eps, needs_x, needs_positive or needs_negative
-        )  # fmt: skip
+        x, *numbers = ctx.saved_tensors
+        needs_x, *needed = ctx.needs_input_grad[:3]
+        dx, curvatures = _backward(dy, x, _Numbers(*numbers), needs_x, any(needed))
         dpositive, dnegative = (
-            curvatures[i].to(t.dtype).view(t.shape) if needed else None
-            for i, (t, needed) in enumerate([(positive, needs_positive), (negative, needs_negative)])
+            curvatures[i].to(numbers[i].dtype).view(numbers[i].shape) if needed[i] else None for i in range(2)
         )
         return dx if needs_x else None, dpositive, dnegative, None, None
 

@@ -12,6 +12,7 @@ from ligerzoo.kernels.causal_conv import ConvInputs
 from ligerzoo.kernels.decode_attention import VisibleKeys
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared
 from ligerzoo.kernels.experts import _Needs
+from ligerzoo.kernels.few_rows import _Three as Three
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.layer_norm import _Needs as LayerNormNeeds
@@ -22,6 +23,7 @@ from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds
 from ligerzoo.kernels.rms_norm import _Options as Options
 from ligerzoo.kernels.route import SigmoidOptions
 from ligerzoo.kernels.weighted_glu import Biases
+from ligerzoo.kernels.xielu import _Numbers as XIELUNumbers
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import angles, numbers
 
@@ -177,18 +179,17 @@ def _exact_attention(device: str) -> Samples:
 
 def _few_rows(device: str) -> Samples:
     t = partial(new, device=device, dtype=torch.bfloat16)
-    names = [f"{kind}_{i}" for kind in ("weight", "bias", "scale") for i in range(3)]
-    empty = {**dict.fromkeys([*names[1:], "activation"]), "splits": False}
+    empty = {"biases": Three(), "scales": Three(), "activation": None, "splits": False}
     int8 = torch.arange(-70, 70, dtype=torch.int8, device=device).view(7, 20)
-    scales = {f"scale_{i}": torch.full((7,), 0.01, device=device) for i in range(2)}
-    biases = {"bias_0": t(7), "bias_1": t(7)}
+    quantized = {"weights": Three(int8, -int8), "scales": Three(*(torch.full((7,), 0.01, device=device) for _ in "01"))}
+    biases = {"biases": Three(t(7), t(7))}
     return [
-        empty | {"x": t(1, 20), "weight_0": t(7, 20)},
-        empty | {"x": t(1, 20), "weight_0": t(7, 20), "splits": True},
-        empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(2, 20), "weight_2": t(33, 20)},
-        empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(7, 20), "activation": "silu"} | biases,
-        empty | {"x": t(3, 20), "weight_0": int8, "weight_1": -int8} | scales,
-        empty | {"x": t(1, 20), "weight_0": int8, "weight_1": -int8, "activation": "gelu"} | biases | scales,
+        empty | {"x": t(1, 20), "weights": Three(t(7, 20))},
+        empty | {"x": t(1, 20), "weights": Three(t(7, 20)), "splits": True},
+        empty | {"x": t(3, 20), "weights": Three(t(7, 20), t(2, 20), t(33, 20))},
+        empty | {"x": t(3, 20), "weights": Three(t(7, 20), t(7, 20)), "activation": "silu"} | biases,
+        empty | {"x": t(3, 20)} | quantized,
+        empty | {"x": t(1, 20), "activation": "gelu"} | biases | quantized,
     ]
 
 
@@ -499,9 +500,9 @@ def _gated_rms_norm_backward(device: str) -> Samples:
 
 
 def _xielu_forward(device: str) -> Samples:
-    numbers = {name: new(1, device=device) for name in ("positive", "negative", "beta", "eps")}
+    xielu = {"numbers": XIELUNumbers(*(new(1, device=device) for _ in XIELUNumbers._fields))}
     half = new(2, 3, 33, device=device, dtype=torch.float16)
-    return [{"x": x, **numbers} for x in (new(5, 33, device=device), transposed(half), new(0, 33, device=device))]
+    return [{"x": x, **xielu} for x in (new(5, 33, device=device), transposed(half), new(0, 33, device=device))]
 
 
 def _xielu_backward(device: str) -> Samples:
