@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,10 @@ _REMEDY = (
 )
 
 
-def _check_model(name: str, model: Any) -> None:
+def _check_model(name: str, model: object) -> None:
     """Raises TypeError, before any forward runs, for a module without an `objective` argument in its forward.
 
-    A callable other than a module is checked by its output, see `_forward`.
+    A callable other than a module is checked by its output, see `_ModelCall.run`.
     """
     if torch.compiler.is_compiling() or (callable(model) and not isinstance(model, nn.Module)):
         return
@@ -58,65 +58,68 @@ def _accepts_objective(module: type[nn.Module]) -> bool:
     return inspect.signature(module.forward).parameters.keys() >= {"labels", "objective"}
 
 
-def _forward(name: str, model: Model, *args: Any, **inputs: Any) -> Any:
-    """Runs the model; raises TypeError if its output is not a `CausalLMOutput`."""
-    _check_model(name, model)
-    out = model(*args, **inputs)
-    if not hasattr(out, "details"):
-        what = f"got a {type(model).__name__}, which returns a {type(out).__name__}"
-        raise WrongTypeError(what, where=name, expected=_EXPECTED_MODEL, remedy=_REMEDY)
-    return out
+class _ModelCall(NamedTuple):
+    """A forward of a model that computes something of its hidden states, head and shifted labels.
 
-
-def _loss_of_model(
-    name: str,
-    model: Model,
-    loss_of: Callable[..., LossOutput],
-    input_ids: Tensor,
-    labels: Tensor,
-    inputs: Mapping[str, Any],
-    aux_loss_share: float,
-) -> LossOutput:
-    """Computes `loss_of` of the model's hidden states, head and shifted labels, within its forward.
-
-    Adds the load-balancing loss of the model's routers times `aux_loss_share`, and reports it as "aux_loss".
+    Attributes:
+        name: the function or module that messages name.
+        model: the model.
+        input_ids, labels: (B, T).
+        inputs: other inputs of the model.
+        sequences: the sequences of packed rows, see `HeadLoss.of`.
     """
-    own_loss: Any = None
 
-    def objective(hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> LossOutput:
-        nonlocal own_loss
-        output = loss_of(hidden, weight, target, **head)
-        own_loss = output.loss
-        return output
+    name: str
+    model: Model
+    input_ids: Tensor
+    labels: Tensor
+    inputs: Mapping[str, object]
+    sequences: Tensor | None = None
 
-    out = _forward(name, model, input_ids, labels=labels, objective=objective, **inputs)
-    if out.aux_loss is None:
-        return LossOutput(out.loss, out.details)
-    loss = out.loss  # includes the load-balancing loss in full
-    if aux_loss_share != 1:
-        loss = own_loss + aux_loss_share * (loss - own_loss)
-    return LossOutput(loss, {**out.details, "aux_loss": out.aux_loss.detach()})
+    def run(self, objective: Callable[..., object]) -> Any:
+        """Runs the model; raises TypeError if its output is not a `CausalLMOutput`."""
+        _check_model(self.name, self.model)
 
+        def of_sequences(hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> object:
+            if self.sequences is not None:
+                hidden, target = unpacked(self.name, hidden, target, self.sequences)
+            return objective(hidden, weight, target, **head)
 
-def _model_logps(
-    name: str,
-    logps: Callable[..., Tensor],
-    model: Model,
-    input_ids: Tensor,
-    labels: Tensor,
-    inputs: Mapping[str, Any],
-    head_options: Mapping[str, Any] | None = None,
-    sequences: Tensor | None = None,
-) -> Tensor:
-    """Computes `logps` of the model's hidden states, head and shifted labels, within its forward."""
+        out = self.model(self.input_ids, labels=self.labels, objective=of_sequences, **self.inputs)
+        if not hasattr(out, "details"):
+            what = f"got a {type(self.model).__name__}, which returns a {type(out).__name__}"
+            raise WrongTypeError(what, where=self.name, expected=_EXPECTED_MODEL, remedy=_REMEDY)
+        return out
 
-    def objective(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[None, Tensor]:
-        if sequences is not None:
-            hidden, target = unpacked(name, hidden, target, sequences)
-        return None, logps(hidden, weight, target, **{**options, **(head_options or {})})
+    def logps(self, logps: Callable[..., Tensor], **head_options: object) -> Tensor:
+        """Computes log-probabilities within the forward; `head_options` override those of the model's head."""
 
-    details: Tensor = _forward(name, model, input_ids, labels=labels, objective=objective, **inputs).details
-    return details
+        def objective(*head: Tensor, **options: object) -> tuple[None, Tensor]:
+            return None, logps(*head, **{**options, **head_options})
+
+        details: Tensor = self.run(objective).details
+        return details
+
+    def loss(self, loss_of: Callable[..., LossOutput], aux_loss_share: float) -> LossOutput:
+        """Computes a loss within the forward.
+
+        Adds the load-balancing loss of the model's routers times `aux_loss_share`, and reports it as "aux_loss".
+        """
+        own_loss: Any = None
+
+        def objective(*head: Tensor, **options: object) -> LossOutput:
+            nonlocal own_loss
+            output = loss_of(*head, **options)
+            own_loss = output.loss
+            return output
+
+        out = self.run(objective)
+        if out.aux_loss is None:
+            return LossOutput(out.loss, out.details)
+        loss = out.loss  # includes the load-balancing loss in full
+        if aux_loss_share != 1:
+            loss = own_loss + aux_loss_share * (loss - own_loss)
+        return LossOutput(loss, {**out.details, "aux_loss": out.aux_loss.detach()})
 
 
 def model_token_logps(
@@ -137,8 +140,8 @@ def model_token_logps(
     Raises:
         TypeError: the model is not a `ligerzoo.models.CausalLM`.
     """
-    logps = partial(token_logps, temperature=temperature)
-    return _model_logps("model_token_logps", logps, model, input_ids, labels, inputs)
+    call = _ModelCall("model_token_logps", model, input_ids, labels, inputs)
+    return call.logps(partial(token_logps, temperature=temperature))
 
 
 def model_sequence_logps(
@@ -168,8 +171,8 @@ def model_sequence_logps(
     Raises:
         TypeError: the model is not a `ligerzoo.models.CausalLM`.
     """
-    logps = partial(sequence_logps, average_log_prob=average_log_prob, temperature=temperature)
-    return _model_logps("model_sequence_logps", logps, model, input_ids, labels, inputs, sequences=sequences)
+    call = _ModelCall("model_sequence_logps", model, input_ids, labels, inputs, sequences)
+    return call.logps(partial(sequence_logps, average_log_prob=average_log_prob, temperature=temperature))
 
 
 class HeadLoss(nn.Module):
@@ -197,12 +200,14 @@ class HeadLoss(nn.Module):
         self._checked(options)
         self.options = options
 
-    def _checked(self, arguments: Mapping[str, Any]) -> HeadOptions:
+    def _checked(self, arguments: Mapping[str, object]) -> HeadOptions:
         """Returns the options of a loss; tensors that it requires may be missing. Raises as the function does."""
         optional = dict.fromkeys(self.options_type.required)
         return self.options_type.checked(type(self).__name__, **(optional | dict(arguments)))
 
-    def _arguments(self, method: Callable[..., Any], args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(
+        self, method: Callable[..., object], args: Sequence[object], inputs: Mapping[str, object]
+    ) -> dict[str, Any]:
         """Returns the arguments of the loss in a call of `of` or `of_teacher`. Raises before any model runs."""
         name, options = type(self).__name__, self.options_type
         arguments = {**self.options, **dict(zip(options.positional, args, strict=False)), **inputs}
@@ -246,7 +251,7 @@ class HeadLoss(nn.Module):
         labels: Tensor,
         *args: Any,
         attention_mask: Tensor | None = None,
-        model_inputs: Mapping[str, Any] | None = None,
+        model_inputs: Mapping[str, object] | None = None,
         reference: Model | None = None,
         sequences: Tensor | None = None,
         aux_loss_share: float = 1.0,
@@ -294,23 +299,18 @@ class HeadLoss(nn.Module):
             if "ref_logps" not in self.options_type.accepted:
                 what = f"{name} does not use a reference model; for a teacher use Distillation.of_teacher"
                 raise WrongTypeError(what)
-            shared = ("logits_budget", "backend")
-            head_options: dict[str, Any] = {option: arguments[option] for option in shared if option in arguments}
+            head = {option: arguments[option] for option in ("logits_budget", "backend") if option in arguments}
             with torch.no_grad():
-                logps = self.reference_logps(arguments)
-                arguments["ref_logps"] = _model_logps(
-                    name, logps, reference, input_ids, labels, model_inputs, head_options, sequences
-                )
+                call = _ModelCall(name, reference, input_ids, labels, model_inputs, sequences)
+                arguments["ref_logps"] = call.logps(self.reference_logps(arguments), **head)
 
-        def loss_of(hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> LossOutput:
-            if sequences is not None:
-                hidden, target = unpacked(name, hidden, target, sequences)
-            output: LossOutput = self(hidden, weight, target, **{**head, **arguments})
+        def loss_of(*head: Tensor, **options: object) -> LossOutput:
+            output: LossOutput = self(*head, **{**options, **arguments})
             return output
 
-        return _loss_of_model(name, model, loss_of, input_ids, labels, model_inputs, aux_loss_share)
+        return _ModelCall(name, model, input_ids, labels, model_inputs, sequences).loss(loss_of, aux_loss_share)
 
-    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
+    def needs_reference(self, arguments: Mapping[str, object]) -> bool:
         """Returns whether `of` needs `reference` or `ref_logps`, with arguments that override the options."""
         return self._checked({**self.options, **arguments}).needs_reference
 
@@ -388,7 +388,7 @@ class Distillation(HeadLoss):
         labels: Tensor,
         *,
         attention_mask: Tensor | None = None,
-        model_inputs: Mapping[str, Any] | None = None,
+        model_inputs: Mapping[str, object] | None = None,
         aux_loss_share: float = 1.0,
         **inputs: Any,
     ) -> LossOutput:
@@ -420,16 +420,15 @@ class Distillation(HeadLoss):
         shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         needs_gradient = torch.is_grad_enabled()
 
-        def loss_of(*student: Tensor, **options: Any) -> LossOutput:
-            def objective(hidden: Tensor, weight: Tensor, _: Tensor, **head: Any) -> tuple[None, LossOutput]:
+        def loss_of(*student: Tensor, **options: object) -> LossOutput:
+            def objective(hidden: Tensor, weight: Tensor, _: Tensor, **head: object) -> tuple[None, LossOutput]:
                 with torch.set_grad_enabled(needs_gradient):
                     names = head.keys() & {"bias", "softcap", "logit_scale"}
                     teacher_options = {f"teacher_{name}": head[name] for name in names}
                     return None, self(*student, hidden, weight, **{**teacher_options, **options, **arguments})
 
             with torch.no_grad():
-                out = _forward(name, teacher, input_ids, labels=labels, objective=objective, **shared_inputs)
-            output: LossOutput = out.details
+                output: LossOutput = _ModelCall(name, teacher, input_ids, labels, shared_inputs).run(objective).details
             return output
 
-        return _loss_of_model(name, model, loss_of, input_ids, labels, shared_inputs, aux_loss_share)
+        return _ModelCall(name, model, input_ids, labels, shared_inputs).loss(loss_of, aux_loss_share)
