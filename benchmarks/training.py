@@ -52,7 +52,7 @@ from benchmarks.workloads import WorkloadResults, select
 from ligerzoo.adapters import add_lora
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.memory import apply_activation_plan, plan_activations
-from ligerzoo.train.checks import trains_bfloat16
+from ligerzoo.train.optimizer_step import trains_bfloat16
 
 WARMUP, STEPS = 2, 3
 RANK, ALPHA = 16, 32

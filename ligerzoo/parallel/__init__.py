@@ -5,8 +5,7 @@ fsdp           shards a model with FSDP2
 copy_engines   communication of FSDP2 between the GPUs of one host, without their multiprocessors
 loading        loads and initializes sharded models: each process reads its part
 directories    replaces a directory atomically, written by all processes
-optimizers     saves and loads optimizer states of sharded models
-tensors        saves and loads other tensors that may be sharded
+states         saves and loads optimizer states, and other tensors, of sharded models
 vocab_parallel a loss head whose vocabulary is sharded
 """
 
@@ -17,8 +16,6 @@ from ligerzoo.parallel.fsdp import shard_model as shard_model
 from ligerzoo.parallel.fsdp import unsharded as unsharded
 from ligerzoo.parallel.loading import initialize_sharded as initialize_sharded
 from ligerzoo.parallel.loading import load_sharded as load_sharded
-from ligerzoo.parallel.optimizers import load_optimizer as load_optimizer
-from ligerzoo.parallel.optimizers import save_optimizer as save_optimizer
 from ligerzoo.parallel.processes import Processes as Processes
 from ligerzoo.parallel.processes import barrier as barrier
 from ligerzoo.parallel.processes import failing_together as failing_together
@@ -26,8 +23,10 @@ from ligerzoo.parallel.processes import gather_objects as gather_objects
 from ligerzoo.parallel.processes import items_per_process as items_per_process
 from ligerzoo.parallel.processes import start_processes as start_processes
 from ligerzoo.parallel.processes import stop_processes as stop_processes
-from ligerzoo.parallel.tensors import load_tensors as load_tensors
-from ligerzoo.parallel.tensors import save_tensors as save_tensors
+from ligerzoo.parallel.states import load_optimizer as load_optimizer
+from ligerzoo.parallel.states import load_tensors as load_tensors
+from ligerzoo.parallel.states import save_optimizer as save_optimizer
+from ligerzoo.parallel.states import save_tensors as save_tensors
 from ligerzoo.parallel.vocab_parallel import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
+import torch
 from torch import Tensor
 
 from ligerzoo.models import CausalLM
-from ligerzoo.train.checks import trains_bfloat16, warn_of_rounding
 from ligerzoo.train.optimizers import (
     EMA,
     SkipNonFinite,
@@ -16,8 +17,32 @@ from ligerzoo.train.optimizers import (
     make_optimizer,
     schedule,
     set_lr,
+    share_unchanged,
 )
 from ligerzoo.train.run_options import RunOptions
+
+
+def trains_bfloat16(model: CausalLM) -> bool:
+    """Whether a weight that trains is in bfloat16, in which most small updates would be lost by rounding."""
+    return any(weight.requires_grad and weight.dtype == torch.bfloat16 for weight in model.parameters())
+
+
+def warn_of_rounding(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Warns if most weights would not change by an update of size `lr`, because their dtype rounds it away.
+
+    Args:
+        optimizer: any optimizer.
+        lr: peak learning rate; AdamW changes a weight by about as much.
+    """
+    share = share_unchanged(optimizer, lr)
+    if share > 0.5:
+        dtype = optimizer.param_groups[0]["params"][0].dtype
+        warnings.warn(
+            f"a learning rate of {lr:g} is below the resolution of {str(dtype).removeprefix('torch.')} for {share:.0%} "
+            "of the weights, which would not change; use --stochastic-rounding on, --dtype float32 --mixed-precision "
+            "or a higher learning rate",
+            stacklevel=2,
+        )
 
 
 def rounds_stochastically(options: RunOptions, model: CausalLM) -> bool:

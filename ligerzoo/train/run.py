@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -18,7 +21,6 @@ from ligerzoo.memory import ActivationPlan
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes, run_model
-from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import CountedBatch, RunLog
 from ligerzoo.train.metrics import num_items
 from ligerzoo.train.optimizer_step import OptimizerStep, describe_update
@@ -237,3 +239,36 @@ class Step:
         values = {"loss": loss, "grad_norm": grad_norm, "skipped": step.skip.count, **(metrics or {})}
         given = self.batches if batches is None else batches
         self._run.log.step(self.number, values=values, lr=step.lr, batches=given)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # SIGTERM: what job schedulers and `kill` send
+
+
+class StopRequest:
+    """A context manager in which the first Ctrl-C or SIGTERM sets `requested`. The second one has its usual effect.
+
+    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._request) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            self.requested = True
+            return
+        handler = self._handlers[number]
+        if callable(handler):
+            handler(number, frame)
+        elif handler is not signal.SIG_IGN:
+            raise KeyboardInterrupt

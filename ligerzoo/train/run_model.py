@@ -11,15 +11,16 @@ import torch
 from ligerzoo import Tokenizer
 from ligerzoo.adapters import add_lora, freeze_all_but
 from ligerzoo.device import hint_of_dtype
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, quote
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.models import CausalLM
+from ligerzoo.optimizer_table import check_optimizer
 from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, shard_model
 from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
-from ligerzoo.train.checks import check_model
+from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
@@ -134,6 +135,49 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
     return meta_model
 
 
+def check_model(model: CausalLM, optimizer: str) -> None:
+    """Makes the checks below, and refuses optimizers that several processes cannot use.
+
+    Args:
+        model: the model as it will be trained, also on the meta device.
+        optimizer: name of its optimizer.
+
+    Raises:
+        LigerzooError: One of them fails.
+    """
+    check_dtype(model)
+    check_tied_weights(model)
+    check_optimizer(optimizer, processes.world_size())
+
+
+def check_dtype(model: CausalLM) -> None:
+    """Refuses weights in float16, in which small gradients become 0.
+
+    Raises:
+        ConfigError: A weight that trains is in float16.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            what = "cannot be trained in float16: small gradients would become 0"
+            remedy = "Choose a dtype, such as --dtype bfloat16."
+            raise ConfigError(what, where=name, expected="float32 or bfloat16", remedy=remedy)
+
+
+def check_tied_weights(model: CausalLM) -> None:
+    """Refuses a model whose head has become separate from the embedding, although its config ties them.
+
+    Both would train, and the file could store only one of them.
+
+    Raises:
+        ConfigError: The weights are separate.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if model.config.tie_word_embeddings and head is not embedding:
+        what = "the head is separate from the embedding, although config.json ties them"
+        remedy = "Call model.tie_weights() before the optimizer is made."
+        raise ConfigError(what, where=type(model).__name__, remedy=remedy)
+
+
 def open_trained_model(
     options: RunOptions, run: RunState, device: torch.device, plan: ActivationPlan | None, new: bool = False
 ) -> CausalLM:
@@ -151,6 +195,57 @@ def open_trained_model(
         if all(processes.gather(plan.keeps_gathered)):  # GPUs differ in what is free, and all gather at once
             keep_gathered(model)
     return model
+
+
+def load_teacher(options: DistillRunOptions, student: CausalLM, *, device: torch.device) -> CausalLM:
+    """Loads the teacher of a run without gradients. Several processes shard it.
+
+    Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,
+    which no token of a common tokenizer has, are removed.
+
+    Args:
+        options: options of the run.
+        student: the student, whose tokenizer has been compared by `check_same_tokens`.
+        device: device of the weights.
+
+    Raises:
+        ConfigError: The student's vocabulary is larger.
+    """
+    expected = student.config.vocab_size
+
+    def shrink(model: CausalLM) -> None:
+        if model.config.vocab_size > expected:
+            model.resize_token_embeddings(expected)
+
+    teacher, param_dtype = options.teacher, compute_dtype(options)
+    model = open_model(teacher, dtype=options.dtype, device=device, adapt=shrink, param_dtype=param_dtype)
+    size = model.config.vocab_size
+    if size < expected:
+        what = "the teacher's vocabulary is smaller than the student's"
+        remedy = f"Resize the student first: model.resize_token_embeddings({size})."
+        raise ConfigError(what, where=f"teacher {teacher}", got=f"vocab_size {size}", expected=expected, remedy=remedy)
+    return model.requires_grad_(False).eval()
+
+
+def check_same_tokens(student: Tokenizer, teacher: str) -> None:
+    """Refuses a teacher with other tokens than the student's: their distributions could not be compared.
+
+    Args:
+        student: the student's tokenizer.
+        teacher: checkpoint of the teacher.
+
+    Raises:
+        ConfigError: A token id means different texts, or only one of them has it.
+    """
+    both = student, Tokenizer.from_pretrained(teacher)
+    own, other = ({index: token for token, index in one.get_vocab().items()} for one in both)
+    different = sorted(index for index in own.keys() | other.keys() if own.get(index) != other.get(index))
+    if different:
+        first = different[0]
+        got, expected = (quote(one[first]) if first in one else "no token" for one in (other, own))
+        what = f"the teacher has another vocabulary than the student: {len(different):,} token ids differ"
+        remedy = "Choose a teacher with the student's tokenizer, such as a larger model of its family."
+        raise ConfigError(what, where=f"teacher {teacher}, token {first}", got=got, expected=expected, remedy=remedy)
 
 
 def open_reference(options: RunOptions, device: torch.device) -> CausalLM:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ligerzoo import adapters
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError, first_names
@@ -46,7 +47,6 @@ from ligerzoo.parallel import (
 )
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
-from ligerzoo.train.checks import weights_that_are_not_finite
 from ligerzoo.train.fingerprint import fingerprint
 from ligerzoo.train.optimizers import EMA
 from ligerzoo.train.options import options_of
@@ -332,6 +332,27 @@ class RunState:
                 f"{', '.join(sorted(may_change))}."
             )
             raise ConfigError(what, where=self.checkpoint, got=", ".join(changes), remedy=remedy)
+
+
+def weights_that_are_not_finite(model: CausalLM) -> list[str]:
+    """Returns the names of weights that train and, in this process, have a value that is infinite or NaN.
+
+    Waits for the GPU.
+    """
+    own = {
+        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    largest = [
+        (name, torch.linalg.vector_norm(weight.detach(), torch.inf).double())
+        for name, weight in own.items()
+        if weight.numel()
+    ]
+    if not largest:
+        return []
+    are_finite = torch.stack([value for _, value in largest]).isfinite().tolist()
+    return [name for (name, _), is_finite in zip(largest, are_finite, strict=True) if not is_finite]
 
 
 def checkpoints(output: Path) -> list[Path]:

@@ -1,9 +1,12 @@
-"""What a step computes and uses: FLOPs, the share of the GPU's peak, and memory."""
+"""FLOPs, the share of the GPU's peak, memory and time of a step."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -75,3 +78,28 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Stopwatch:
+    """Adds up the time of named parts, each of which waits for the device at its end.
+
+    Args:
+        device: device of the work.
+
+    Attributes:
+        seconds: by "NAME_seconds".
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Times the block."""
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        key = f"{name}_seconds"
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ligerzoo import AutoModel
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM, Mixtral, MixtralConfig
-from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, cut_log, first_sources, read_log
 from ligerzoo.train.plot import MAX_POINTS, plot_metric, plot_svg, thinned, ticks
+from ligerzoo.train.run import StopRequest
 from ligerzoo.train.throughput import StepFlops
 from tests.train.tiny_run import SIZES
 

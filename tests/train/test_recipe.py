@@ -19,14 +19,14 @@ from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.memory import OPTIMIZERS
 from ligerzoo.models import Mixtral, MixtralConfig
 from ligerzoo.train import tracking
-from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
 from ligerzoo.train.methods import METHODS, SFTRunOptions, printed_recipe
+from ligerzoo.train.optimizer_step import warn_of_rounding
 from ligerzoo.train.optimizers import OPTIMIZER_NAMES
 from ligerzoo.train.options import options_of
 from ligerzoo.train.recipes import sft
-from ligerzoo.train.run_model import open_model
+from ligerzoo.train.run_model import check_dtype, check_tied_weights, open_model
 from ligerzoo.train.run_options import RunOptions
 from tests.train import tiny_run
 from tests.train.grpo_run import write_reward

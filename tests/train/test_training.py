@@ -10,9 +10,9 @@ import torch
 from ligerzoo import AutoModel, adapters, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.train import captured_step, processes
-from ligerzoo.train.checks import check_model
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import sft
+from ligerzoo.train.run_model import check_model
 from ligerzoo.train.run_state import checkpoints
 from tests.covering import representatives
 from tests.train.test_resume import assert_equal, stop_after, train, untimed_log

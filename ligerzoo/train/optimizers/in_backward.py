@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.train.optimizers.clipping import clip_grad_norm
+from ligerzoo.train.optimizers.gradients import SkipNonFinite, clip_grad_norm
 from ligerzoo.train.optimizers.groups import Group
-from ligerzoo.train.optimizers.non_finite import SkipNonFinite
 
 
 class StepInBackward:

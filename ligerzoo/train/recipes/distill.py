@@ -22,7 +22,7 @@ from ligerzoo.train.metrics import forward_backward, num_items
 from ligerzoo.train.options import run_script
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
-from ligerzoo.train.teacher import check_same_tokens, load_teacher
+from ligerzoo.train.run_model import check_same_tokens, load_teacher
 
 DEFAULTS: dict[str, Any] = {}
 

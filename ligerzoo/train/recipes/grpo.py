@@ -24,11 +24,10 @@ from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
 from ligerzoo.train.options import run_script
 from ligerzoo.train.rewards import RewardFunction, summarize
-from ligerzoo.train.rollouts import Rollouts
+from ligerzoo.train.rollouts import Rollouts, SampleLog
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts, padding_token
 from ligerzoo.train.run_model import open_reference
-from ligerzoo.train.sample_log import SampleLog
 
 DEFAULTS: dict[str, Any] = {}
 

@@ -1,9 +1,11 @@
-"""Saves and loads the states of optimizers whose parameters may be DTensors, as safetensors and JSON files.
+"""Saves and loads tensors that may be DTensors, such as averaged weights, and the states of optimizers.
 
-A state tensor is stored under the name of its parameter: "model.norm.weight/exp_avg". A DTensor is gathered, stored
-whole, and loaded by any number of processes. Other states of a DTensor's parameter differ between processes, such as
-the scales of 8-bit states: they are stored per process, as ".../exp_avg_scale@1", for the same number of processes.
-Scalars and the states of other parameters are equal in all processes, and stored once.
+Both are safetensors files in a directory that holds nothing else but the JSON file of an optimizer's hyperparameters.
+
+A state is stored under the name of its parameter: "model.norm.weight/exp_avg". A DTensor is gathered, stored whole, and
+loaded by any number of processes. Other states of a DTensor's parameter differ between processes, such as the scales of
+8-bit states: they are stored per process, as ".../exp_avg_scale@1", for the same number of processes. Scalars and the
+states of other parameters are equal in all processes, and stored once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.untrusted import read_json
-from ligerzoo.hub.sharding import as_shard_of, full, is_dtensor, largest_mesh, shard_of, write_gathered
+from ligerzoo.hub.sharding import as_shard_of, full, is_dtensor, is_sharded, largest_mesh, shard_of, write_gathered
 from ligerzoo.parallel.processes import control_group, gather_objects
 
 OPTIMIZER_FILE = "optimizer.json"
@@ -126,6 +128,54 @@ def load_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
                     optimizer.state[weight] = states[names[weight]]
 
 
+# Tensors
+
+
+def save_tensors(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Writes tensors to a directory, which is replaced in one step.
+
+    If some are DTensors, all processes must call it. The main process writes; one tensor at a time is whole.
+
+    Args:
+        tensors: by name; equal in all processes unless they are DTensors.
+        directory: created if it does not exist.
+
+    Raises:
+        CheckpointError: The directory cannot be written.
+    """
+    if is_sharded(tensors):
+        gathered = _States(tensors, {}, 1)
+        write_gathered(directory, gathered, {}, meta=gathered.meta, mesh=largest_mesh(tensors.values()))
+    else:
+        write_checkpoint(directory, tensors, {})
+
+
+@torch.no_grad()
+def load_tensors(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Copies what `save_tensors` wrote into tensors of the same names. Each process reads its part.
+
+    Args:
+        tensors: by name; sharded over any number of processes, or not sharded.
+        directory: as written by `save_tensors`.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or a name or shape differs.
+    """
+    with Checkpoint(directory) as checkpoint:
+        stored = {name: info.shape for name, info in checkpoint.tensors.items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if different := sorted(name for name in {**stored, **expected} if stored.get(name) != expected.get(name)):
+            what = "the stored tensors have other names or shapes"
+            remedy = "Load them with the options with which they were saved."
+            raise CheckpointError(what, where=directory, got=first_names(different, 3), remedy=remedy)
+        for name, tensor in tensors.items():
+            box = shard_of(tensor)
+            part = within(TensorSlice(name, expected[name], name), box)
+            if part is not None:
+                own = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
+                own.copy_(checkpoint.read(name)[part.stored_index])
+
+
 class _States(Mapping[str, Tensor]):
     """State tensors by stored name, gathered at each access, by all processes in the same order.
 
@@ -138,7 +188,7 @@ class _States(Mapping[str, Tensor]):
         meta: meta tensors by stored name.
     """
 
-    def __init__(self, whole: Mapping[str, Tensor], own: Mapping[str, Tensor], processes: int) -> None:
+    def __init__(self, whole: Mapping[str, Tensor], own: Mapping[str, Tensor] = {}, processes: int = 1) -> None:
         self._whole, self._own = whole, own
         self.meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in whole.items()}
         if own:
@@ -151,7 +201,7 @@ class _States(Mapping[str, Tensor]):
 
     def __getitem__(self, stored_name: str) -> Tensor:
         if stored_name in self._whole:
-            return full(self._whole[stored_name])
+            return full(self._whole[stored_name]).detach()
         name, _, rank = stored_name.rpartition("@")
         own = self._own[name]
         value = own.contiguous() if dist.get_rank() == int(rank) else torch.empty_like(
