@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ligerzoo import checks
+from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.integrations.kernels.attention import recognize_attention
 from ligerzoo.integrations.kernels.compare import ModelResults, difference, hf_models, run_model, signature
 from ligerzoo.integrations.kernels.experts import recognize_experts
@@ -103,24 +104,20 @@ def apply(
 
 
 def _check_model(model: nn.Module) -> None:
-    is_module = isinstance(model, nn.Module)
+    is_module, what = isinstance(model, nn.Module), f"hf_model is a {type(model).__name__}"
     if is_module and any(type(module).__module__.startswith("ligerzoo.layers.") for module in model.modules()):
-        raise TypeError(
-            f"apply: hf_model is a {type(model).__name__} of ligerzoo; expected a model that transformers loaded. "
-            "The layers of ligerzoo use the kernels already"
-        )
+        what, expected = f"{what} of ligerzoo", "a model that transformers loaded"
+        remedy = "The layers of ligerzoo use the kernels already."
+        raise WrongTypeError(what, where="apply", expected=expected, remedy=remedy)
     models = hf_models(model) if is_module else []
     if not models:
-        raise TypeError(f"apply: hf_model is a {type(model).__name__}; expected a transformers model, or one around it")
-    sizes = {getattr(module, "_tp_size", None) for module in models} - {None, 1}
-    if sizes:
-        raise ValueError(f"apply: the model is sharded over {sizes.pop()} processes (tp_plan); expected a whole model")
-    unloaded = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
-    if unloaded:
-        raise ValueError(
-            f"apply: {len(unloaded)} parameters are on the meta device ({unloaded[0]}, ...); expected weights. "
-            "Call apply after loading them"
-        )
+        raise WrongTypeError(what, where="apply", expected="a transformers model, or one around it")
+    for size in {getattr(module, "_tp_size", None) for module in models} - {None, 1}:
+        what = f"the model is sharded over {size} processes (tp_plan)"
+        raise LigerzooError(what, where="apply", expected="a whole model")
+    if unloaded := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        what = f"{len(unloaded)} parameters are on the meta device ({unloaded[0]}, ...)"
+        raise LigerzooError(what, where="apply", expected="weights", remedy="Call apply after loading them.")
 
 
 class _Application:
@@ -168,9 +165,7 @@ class _Application:
             self.reasons[module] = reason
             return
         assert isinstance(found, Replacement)
-        module.__class__ = found.class_for(module)
-        assert isinstance(module, KernelModule)
-        self.instances.append(module)
+        self.instances.append(found.replace(module))
         self.kernels[module] = found.kernel
 
     def difference(self, module: nn.Module, found: Replacement) -> str | None:
@@ -221,15 +216,14 @@ class AutoKernelModelForCausalLM:
         kernels = {} if kernels is None else kernels
         switches = [*inspect.signature(apply).parameters][1:]
         if not isinstance(kernels, Mapping) or not set(switches).issuperset(kernels):
-            raise TypeError(
-                f"AutoKernelModelForCausalLM.from_pretrained: kernels is {kernels!r}; "
-                f"expected a mapping from names of arguments of apply ({', '.join(switches)}) to True or False"
-            )
+            expected = f"a mapping from names of arguments of apply ({', '.join(switches)}) to True or False"
+            raise WrongTypeError(f"kernels is {kernels!r}", where="from_pretrained", expected=expected)
         for name in options.keys() & switches:
-            raise TypeError(
-                f"from_pretrained: {name}={options[name]!r} is an argument of apply; expected options of "
-                f"transformers. Pass kernels={{{name!r}: {options[name]!r}}}"
+            what, remedy = (
+                f"{name}={options[name]!r} is an argument of apply",
+                f"Pass kernels={{{name!r}: {options[name]!r}}}.",
             )
+            raise WrongTypeError(what, where="from_pretrained", expected="options of transformers", remedy=remedy)
         loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.kernel_report = apply(model, **kernels)

@@ -235,7 +235,7 @@ class KernelCausalLM(KernelModule):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replaces the head. A new `nn.Linear`, such as that of `resize_token_embeddings`, computes the loss too."""
         if isinstance(self.get_output_embeddings(), KernelHead) and is_plain(new_embeddings, nn.Linear):
-            new_embeddings.__class__ = HEAD.class_for(new_embeddings)  # type: ignore[assignment]
+            new_embeddings = HEAD.replace(new_embeddings)
         super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
 
     def kernel_parts(self) -> list[KernelModule]:

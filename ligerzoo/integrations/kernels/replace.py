@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -95,6 +95,11 @@ class Replacement:
     def class_for(self, module: nn.Module) -> type[KernelModule]:
         """Returns the new class of `module`."""
         return kernel_class(type(module), self.mixin, self.options)
+
+    def replace(self, module: nn.Module) -> KernelModule:
+        """Gives `module` the new class, and returns it."""
+        module.__class__ = self.class_for(module)
+        return cast("KernelModule", module)
 
 
 Recognized: TypeAlias = Replacement | str | None

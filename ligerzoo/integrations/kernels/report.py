@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ligerzoo.integrations.kernels.replace import KernelModule
@@ -61,18 +62,16 @@ class Report:
         """
         parts = [part for module in self._instances for part in module.kernel_parts()]
         instances = list(dict.fromkeys([*self._instances, *parts]))
-        wrapped = {type(module).__name__ for module in instances if "kernel_original" not in vars(type(module))}
-        if wrapped:
+        if wrapped := _names(module for module in instances if "kernel_original" not in vars(type(module))):
             raise RuntimeError(
-                f"Report.undo: replaced modules have another class now ({', '.join(sorted(wrapped))}); "
-                "expected the class that apply gave them. Call undo before sharding or wrapping the model"
+                f"Report.undo: replaced modules have another class now ({wrapped}); expected the class that apply gave "
+                "them. Call undo before sharding or wrapping the model"
             )
-        hooked = {type(module).__name__ for module in instances if _has_other_forward(module)}
-        if hooked:
+        if hooked := _names(module for module in instances if _has_other_forward(module)):
             raise RuntimeError(
-                f"Report.undo: another library has replaced the forward of instances ({', '.join(sorted(hooked))}), "
-                "which calls the kernels; expected the forward of their class. Remove it first: accelerate adds it for "
-                "mixed precision (delete the model's attribute `forward`) and for device maps "
+                f"Report.undo: another library has replaced the forward of instances ({hooked}), which calls the "
+                "kernels; expected the forward of their class. Remove it first: accelerate adds it for mixed precision "
+                "(delete the model's attribute `forward`) and for device maps "
                 "(accelerate.hooks.remove_hook_from_module(model, recurse=True))"
             )
         for module in instances:
@@ -95,6 +94,11 @@ class Report:
         return "\n".join(lines)
 
 
+def _names(modules: Iterable[KernelModule]) -> str:
+    """Returns the names of the classes of modules."""
+    return ", ".join(sorted({type(module).__name__ for module in modules}))
+
+
 def _has_other_forward(module: KernelModule) -> bool:
     """Whether the instance has an attribute `forward` other than the method of its class."""
     forward = vars(module).get("forward")
@@ -103,15 +107,7 @@ def _has_other_forward(module: KernelModule) -> bool:
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     """Returns aligned lines, one for all modules whose names differ in layer numbers only."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for name, class_name, text in rows:
-        row = (re.sub(r"\b\d+\b", "*", name) or "(the model)", class_name, text)
-        counts[row] = counts.get(row, 0) + 1
-    if not counts:
-        return []
+    counts = Counter((re.sub(r"\b\d+\b", "*", name) or "(the model)", *others) for name, *others in rows)
     cells = [(f"{count} x", *row) for row, count in counts.items()]
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    return [
-        "  " + "  ".join([row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3]])
-        for row in cells
-    ]
+    first, second, third = (max((len(row[column]) for row in cells), default=0) for column in range(3))
+    return [f"  {row[0]:>{first}}  {row[1]:<{second}}  {row[2]:<{third}}  {row[3]}" for row in cells]
