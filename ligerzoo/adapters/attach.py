@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from ligerzoo.adapters.module_names import lora_layers
 from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.hub.state import shares_head
 from ligerzoo.layers import Decoder, Experts, Linear
 from ligerzoo.layers.adapt import adapt
-from ligerzoo.layers.lora import LoRALayer, LoRAOptions
+from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -158,7 +159,7 @@ def tied_modules(model: LanguageModel) -> tuple[str, ...]:
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether layers of the model have low-rank updates."""
-    return any(isinstance(module, LoRALayer) for module in model.modules())
+    return bool(lora_layers(model))
 
 
 def refuse_adapters(model: LanguageModel, where: str) -> None:

@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 
 from ligerzoo.adapters.attach import EMBEDDING, HEAD, tied_modules, untie
-from ligerzoo.adapters.module_names import ModuleNames
+from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.adapters.peft_config import PeftConfig, unmatched
 from ligerzoo.adapters.peft_tensors import PREFIX
-from ligerzoo.adapters.targets import base_shapes
-from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.stored_tensors import StoredTensors, assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice
 from ligerzoo.errors import CheckpointError
 from ligerzoo.hub.sharding import full
-from ligerzoo.layers.lora import LoRALayer
 from ligerzoo.models.language_model import LanguageModel
 
 _WRAPPERS = ("", ".base_layer", ".token_adapter.base_layer")
@@ -59,28 +56,23 @@ class BaseWeights:
         self, model: LanguageModel, config: PeftConfig, config_path: Path, names: ModuleNames, stored: Collection[str]
     ) -> None:
         self._model, self._config, self._names = model, config, names
-        self._layout, self._shapes = architecture_of_model(model).module_layout(model.config), base_shapes(model)
         self.tied = tied_modules(model)
         self.expected: dict[str, Shape] = {}
         self.redundant: set[str] = set()
         self._trained: list[TensorSlice] = []
         self._replaced: list[TensorSlice] = []
-        for name in self._shapes:
+        for name in self._names.shapes:
             self._add(name, stored)
         self._rows = self._find_rows(f"{config_path}, trainable_token_indices")
-
-    def _module_of(self, name: str) -> str:
-        """Returns transformers' module that holds our parameter."""
-        return next(self._layout.slices_of(name, self._shapes)).stored_name.rpartition(".")[0]
 
     def _is_saved(self, module: str) -> bool:
         return self._config.has_saved_module(self._names.all_of(module))
 
     def _add(self, name: str, stored: Collection[str]) -> None:
-        parts = list(self._layout.slices_of(name, self._shapes))
+        parts = list(self._names.slices(name))
         ours, (module, _, leaf) = name.rpartition(".")[0], parts[0].stored_name.rpartition(".")
         shared = self.tied if self._config.ensure_weight_tying and ours in self.tied else ()
-        if self._is_saved(module) or any(self._is_saved(self._module_of(f"{other}.weight")) for other in shared):
+        if self._is_saved(module) or any(self._is_saved(self._names.module_of(f"{other}.weight")) for other in shared):
             self._trained += parts
             self.expected[f"{PREFIX}{module}.{leaf}"] = parts[0].stored_shape
             self.redundant |= {f"{PREFIX}{module}.{copy}.{leaf}" for copy in ("modules_to_save", "original_module")}
@@ -94,8 +86,8 @@ class BaseWeights:
 
     def _find_rows(self, where: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns the names of the tensors with rows, and the token ids of these, by our module."""
-        present = [module for module in (EMBEDDING, HEAD) if f"{module}.weight" in self._shapes]
-        modules = {module: self._module_of(f"{module}.weight") for module in present}
+        present = [module for module in (EMBEDDING, HEAD) if f"{module}.weight" in self._names.shapes]
+        modules = {module: self._names.module_of(f"{module}.weight") for module in present}
         entry = self._config.trainable_token_indices
         all_names = [name for module in modules.values() for name in self._names.all_of(module)]
         if isinstance(entry, Mapping) and (missing := unmatched(entry, all_names)):
@@ -107,7 +99,7 @@ class BaseWeights:
             if (indices := self._config.token_indices(self._names.all_of(name), is_embedding=module == EMBEDDING))
         }
         for module, (name, indices) in rows.items():
-            size, columns = self._shapes[f"{module}.weight"]
+            size, columns = self._names.shapes[f"{module}.weight"]
             if max(indices) >= size:
                 expected = f"less than {size}"
                 remedy = "If tokens were added, call model.resize_token_embeddings first."
@@ -153,7 +145,7 @@ class BaseWeights:
         def read(part: TensorSlice) -> Tensor:
             return part.select(tensors[f"{PREFIX}{part.stored_name}"])
 
-        values = assemble(slices, self._shapes, read, dtypes=dtypes, device=device)
+        values = assemble(slices, self._names.shapes, read, dtypes=dtypes, device=device)
         for part in self._replaced:
             if not torch.equal(state[part.name], values[part.name].to(state[part.name].device)):
                 model.replaced_weights[part.name.rpartition(".")[0]] = None
@@ -176,13 +168,13 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
     Raises:
         CheckpointError: PEFT's format cannot express them.
     """
-    layout = architecture_of_model(model).module_layout(model.config)
-    state, shapes = model.state_dict(), base_shapes(model)
-    parts = {name: list(layout.slices_of(name, shapes)) for name in shapes}
-    modules = _trained_modules(model, {name: own[0].stored_name.rpartition(".")[0] for name, own in parts.items()})
+    stored_names, state, updated = ModuleNames(model), model.state_dict(), lora_layers(model)
+    shapes = stored_names.shapes
+    parts = {name: list(stored_names.slices(name)) for name in shapes}
+    modules = _trained_modules(model, {name: stored_names.module_of(name) for name in shapes})
     names = [name for name, (part, *_) in parts.items() if _is_within(part.stored_name, modules)]
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALayer) and any(other.rpartition(".")[0] == name for other in names):
+    for name in updated:
+        if any(other.rpartition(".")[0] == name for other in names):
             what = "PEFT's files hold an update of a weight or the weight itself"
             got = "both, or an update within a module that trains"
             remedy = "Freeze the weight, or save the whole model."
@@ -194,8 +186,7 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
     for module, indices in model.replaced_weights.items():
         if f"{module}.weight" in names:
             continue
-        stored_module, weight = parts[f"{module}.weight"][0].stored_name.rpartition(".")[0], state[f"{module}.weight"]
-        has_update = isinstance(model.get_submodule(module), LoRALayer)
+        stored_module, has_update = stored_names.module_of(f"{module}.weight"), module in updated
         if indices is None:
             wrapper = ".base_layer" if has_update else ""
             for name in shapes.keys() & {f"{module}.weight", f"{module}.bias"}:
@@ -208,7 +199,7 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
         else:
             rows[stored_module] = list(indices)
             name = f"{PREFIX}{stored_module}.token_adapter.trainable_tokens_delta"
-            tensors[name] = full(weight).detach()[list(indices)]
+            tensors[name] = full(state[f"{module}.weight"]).detach()[list(indices)]
     is_tied = any(f"{module}.weight" in names for module in tied_modules(model))
     entries: dict[str, object] = {
         "modules_to_save": modules or None,

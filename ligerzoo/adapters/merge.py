@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligerzoo.adapters.attach import untie
 from ligerzoo.adapters.loading import load_adapter, resize_for_adapter
+from ligerzoo.adapters.module_names import lora_layers
 from ligerzoo.convert.stored_tensors import ComputedTensors
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import AutoModel, save
@@ -45,9 +46,8 @@ def merge_lora(model: LanguageModel) -> list[str]:
 
 def remove_lora(model: LanguageModel) -> None:
     """Removes all updates: the model is the base model again."""
-    for module in list(model.modules()):
-        if isinstance(module, LoRALayer):
-            module.remove_updates()
+    for layer in lora_layers(model).values():
+        layer.remove_updates()
 
 
 def fuse(
@@ -93,7 +93,7 @@ def fuse(
 
 
 def _updated_layers(model: nn.Module, where: str) -> dict[str, LoRALayer]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALayer)}
+    layers = lora_layers(model)
     if not layers:
         raise LigerzooError("the model has no adapter", where=where)
     for name, layer in layers.items():

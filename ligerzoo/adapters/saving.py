@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ligerzoo.adapters.base_weights import stored_base_weights
+from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
 from ligerzoo.adapters.peft_tensors import StoredUpdate, pack_experts, stored_updates
-from ligerzoo.adapters.targets import Target, base_shapes, targets_of
-from ligerzoo.convert import architecture_of_model
+from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors
 from ligerzoo.hub.sharding import full, is_sharded
-from ligerzoo.layers.lora import LoRALayer, LoRAOptions
+from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models import SequenceClassifier
 from ligerzoo.models.language_model import LanguageModel
 
@@ -44,8 +44,8 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         LigerzooError: the model has no updates.
         CheckpointError: PEFT's format cannot express the adapter, such as DoRA for some of the layers.
     """
-    layers = {target: model.get_submodule(target.module) for target in targets_of(model)}
-    targets = [t for t, layer in layers.items() if isinstance(layer, LoRALayer) and t.parameter in layer.lora]
+    layers = lora_layers(model)
+    targets = [t for t in targets_of(model) if t.module in layers and t.parameter in layers[t.module].lora]
     if not targets:
         raise LigerzooError("the model has no adapter", where="save_adapter", remedy="Call add_lora(model) first.")
     updates = stored_updates(targets)
@@ -166,8 +166,8 @@ def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_p
     """Returns the names of modules or parameters: short ones where these name no other weight, else whole ones."""
     names = {update.name for update in updates if update.targets[0].is_parameter == is_parameter}
     targets = targets_of(model)
-    layout, shapes = architecture_of_model(model).module_layout(model.config), base_shapes(model)
-    weights = {part.stored_name for name in shapes for part in layout.slices_of(name, shapes)}
+    modules = ModuleNames(model)
+    weights = {part.stored_name for name in modules.shapes for part in modules.slices(name)}
     others = (weights if is_parameter else {name.rpartition(".")[0] for name in weights}) - names
     # Of models with experts, PEFT takes "gate_proj" for a part of each expert's `gate_up_proj`.
     parts = 2 if is_parameter or any(t.is_experts for t in targets) else 1

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ligerzoo.convert import architecture_of_model
+from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.layers import Experts
 from ligerzoo.layers.adapt import adaptable_parameters
-from ligerzoo.layers.lora import LoRALayer
 from ligerzoo.layers.routers import Router
 from ligerzoo.models.language_model import LanguageModel
 
@@ -81,35 +80,20 @@ def targets_of(model: LanguageModel) -> list[Target]:
     Without those that transformers interleaves, such as Qwen3-Next's `in_proj_qkv` and `in_proj_z`: PEFT's files could
     not describe their updates.
     """
-    architecture = architecture_of_model(model)
-    layout = architecture.module_layout(model.config)
-    shapes = base_shapes(model)
+    names, updated = ModuleNames(model), lora_layers(model)
     found = []
     for module_name, module in model.named_modules():
-        kind = module.plain_class if isinstance(module, LoRALayer) else type(module)
-        parameters = ("gate_up_proj", "down_proj") if issubclass(kind, Experts) else ("weight",)
-        if not (isinstance(module, LoRALayer) or adaptable_parameters(module)):
+        layer = updated.get(module_name)
+        if layer is None and not adaptable_parameters(module):
             continue
-        for parameter in parameters:
+        kind = type(module) if layer is None else layer.plain_class
+        for parameter in ("gate_up_proj", "down_proj") if issubclass(kind, Experts) else ("weight",):
             name = f"{module_name}.{parameter}"
-            if architecture.interleaves(model.config, name):
+            if names.interleaves(name):
                 continue
-            part, *others = layout.slices_of(name, shapes)
+            shape, (part, *others) = names.shapes[name], names.slices(name)
             first = part.stored_index[0].start if part.stored_index else 0
-            rows = first, first + shapes[name][0]
             *stack, outputs, inputs = part.stored_shape
-            stored_shape = (*stack, inputs, outputs) if part.transposed else part.stored_shape
-            stored = part.stored_name, stored_shape
-            found.append(Target(module_name, parameter, shapes[name], *stored, rows, bool(others), kind))
+            stored = part.stored_name, (*stack, inputs, outputs) if part.transposed else part.stored_shape
+            found.append(Target(module_name, parameter, shape, *stored, (first, first + shape[0]), bool(others), kind))
     return found
-
-
-def base_shapes(model: LanguageModel) -> dict[str, Shape]:
-    """Returns the shapes of the model's tensors without those of updates, by name."""
-    own = {
-        f"{name}.{parameter}"
-        for name, module in model.named_modules()
-        if isinstance(module, LoRALayer)
-        for parameter in module.update_parameters()
-    }
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in own}

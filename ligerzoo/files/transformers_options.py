@@ -10,11 +10,11 @@ import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 
-from ligerzoo.entries import is_one_of
+from ligerzoo.entries import OBJECT, is_one_of
 from ligerzoo.errors import ConfigError, did_you_mean
 
 
@@ -50,53 +50,48 @@ HUB_OPTIONS = tuple(HUB_DEFAULTS)
 _FLAG = (True, False)
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
-_EVERYWHERE: Mapping[str, tuple[object, ...]] = {
-    "force_download": (False,),
-    "proxies": (),
-    "resume_download": _FLAG,
-    "trust_remote_code": _FLAG,
-    "use_auth_token": (),
-}
-_OF_MODELS: Mapping[str, tuple[object, ...]] = {
-    **_EVERYWHERE,
-    "attn_implementation": _KERNELS,
-    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
-    "ignore_mismatched_sizes": (False,),
-    "load_in_4bit": (False,),
-    "load_in_8bit": (False,),
-    "low_cpu_mem_usage": _FLAG,
-    "max_memory": (),
-    "offload_folder": (),
-    "offload_state_dict": (False,),
-    "output_loading_info": (False,),
-    "quantization_config": (),
-    "tp_plan": (),
-    "use_cache": _FLAG,
-    "use_kernels": _FLAG,
-    "use_safetensors": (True,),
-    "weights_only": (True,),
-}
-_OF_TEXT: Mapping[str, tuple[object, ...]] = {**_EVERYWHERE, "use_fast": _FLAG}
-"""Accepted values other than None, by option."""
-
 _QUANTIZE = "Quantize the loaded model with torchao, see ligerzoo.integrations.torchao."
 _ONE_DEVICE = 'Name one device, such as "cuda:0"; ligerzoo.parallel.load_sharded loads a model on several GPUs.'
-_REMEDIES = {
-    "attn_implementation": "Leave it out: attention chooses its kernel.",
-    "device_map": _ONE_DEVICE,
-    "ignore_mismatched_sizes": "Call resize_token_embeddings, or load with strict=False into an extended class.",
-    "load_in_4bit": _QUANTIZE,
-    "load_in_8bit": _QUANTIZE,
-    "max_memory": _ONE_DEVICE,
-    "offload_folder": _ONE_DEVICE,
-    "offload_state_dict": _ONE_DEVICE,
-    "output_loading_info": "Leave it out: model.origin lists missing and unexpected tensors.",
-    "quantization_config": _QUANTIZE,
-    "tp_plan": _ONE_DEVICE,
-    "use_auth_token": "Use token=...",
-    "use_safetensors": "Leave it out: only safetensors files are read.",
-    "weights_only": "Leave it out: only safetensors files are read.",
+_SAFE = "Leave it out: only safetensors files are read."
+
+
+class _Option(NamedTuple):
+    """An option of transformers: the accepted values other than None, and what to do instead of others."""
+
+    values: tuple[object, ...] = ()
+    remedy: str | None = None
+
+
+_EVERYWHERE = {
+    "force_download": _Option((False,)),
+    "proxies": _Option(),
+    "resume_download": _Option(_FLAG),
+    "trust_remote_code": _Option(_FLAG),
+    "use_auth_token": _Option(remedy="Use token=..."),
 }
+_OF_TEXT = {**_EVERYWHERE, "use_fast": _Option(_FLAG)}
+_OF_MODELS = {
+    **_EVERYWHERE,
+    "attn_implementation": _Option(_KERNELS, "Leave it out: attention chooses its kernel."),
+    "experts_implementation": _Option(("eager", "batched_mm", "grouped_mm")),
+    "ignore_mismatched_sizes": _Option(
+        (False,), "Call resize_token_embeddings, or load with strict=False into an extended class."
+    ),
+    "load_in_4bit": _Option((False,), _QUANTIZE),
+    "load_in_8bit": _Option((False,), _QUANTIZE),
+    "low_cpu_mem_usage": _Option(_FLAG),
+    "max_memory": _Option(remedy=_ONE_DEVICE),
+    "offload_folder": _Option(remedy=_ONE_DEVICE),
+    "offload_state_dict": _Option((False,), _ONE_DEVICE),
+    "output_loading_info": _Option((False,), "Leave it out: model.origin lists missing and unexpected tensors."),
+    "quantization_config": _Option(remedy=_QUANTIZE),
+    "tp_plan": _Option(remedy=_ONE_DEVICE),
+    "use_cache": _Option(_FLAG),
+    "use_kernels": _Option(_FLAG),
+    "use_safetensors": _Option((True,), _SAFE),
+    "weights_only": _Option((True,), _SAFE),
+}
+
 _NOTES = {
     ("attn_implementation", None): "attention chooses its kernel, whose results are those of all implementations",
     ("trust_remote_code", True): "code of checkpoints is never run",
@@ -154,15 +149,16 @@ def text_options(options: Mapping[str, Any], where: str, *names: str) -> HubOpti
     return cast("HubOptions", others)
 
 
-def _others(options: Mapping[str, Any], accepted: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
+def _others(options: Mapping[str, Any], accepted: Mapping[str, _Option]) -> dict[str, Any]:
     """Returns the options that are not transformers', and checks the others."""
     for name, value in options.items():
         if name not in accepted or value is None:
             continue
-        values = list(value.values()) if name == "attn_implementation" and isinstance(value, Mapping) else [value]
-        if not all(is_one_of(v, accepted[name]) for v in values):
-            got, expected = repr(value)[:200], " or ".join(map(repr, (*accepted[name], None)))
-            where, remedy = f"argument {name}", _REMEDIES.get(name)
+        values = list(value.values()) if name == "attn_implementation" and OBJECT.accepts(value) else [value]
+        known, remedy = accepted[name]
+        if not all(is_one_of(one, known) for one in values):
+            got, expected = repr(value)[:200], " or ".join(map(repr, (*known, None)))
+            where = f"argument {name}"
             raise ConfigError("not supported", where=where, got=got, expected=expected, remedy=remedy)
         for key, note in _NOTES.items():
             if key in ((name, None), (name, values[0])):
