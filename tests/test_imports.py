@@ -42,7 +42,7 @@ ARROWS = {
     "parallel": ("convert device errors files hub kernels models", ""),
     "models": ("checks errors kernels layers tensor_checks", "convert generate"),
     "convert": ("entries errors models", ""),
-    "hub": ("convert device errors files kernels models", "vision"),
+    "hub": ("convert device entries errors files kernels models", "vision"),
     "adapters": ("convert entries errors files hub layers models", ""),
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device errors kernels layers models sampling_options tensor_checks", ""),

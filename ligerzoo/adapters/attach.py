@@ -1,7 +1,5 @@
 """Chooses what trains: low-rank updates of some layers, or some parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 

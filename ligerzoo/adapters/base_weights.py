@@ -12,8 +12,6 @@ A tied embedding and head are two modules. They stay one weight with `ensure_wei
 or rows of the embedding only, are stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads an adapter as PEFT writes it. Nothing is changed before all names and shapes have been checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

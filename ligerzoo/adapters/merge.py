@@ -1,7 +1,5 @@
 """Merges updates into the weights: W + s B A, computed in fp32 and rounded once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The names of a model's weights in adapters: those of transformers' modules, today's and of versions before 5.0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -53,8 +51,8 @@ class ModuleNames:
         names: dict[str, list[str]] = {}
 
         def add(current: str, old: Sequence[str]) -> None:
-            known = names.setdefault(current, [current])
-            known += [name for name in old if name not in known]
+            listed = names.setdefault(current, [current])
+            listed += [name for name in old if name not in listed]
 
         for name in self.shapes:
             current, *others = self._architecture.module_names(self._config, name, self.shapes)

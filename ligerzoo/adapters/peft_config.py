@@ -1,7 +1,5 @@
 """PEFT's adapter_config.json: which of its entries we read, and what they mean."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

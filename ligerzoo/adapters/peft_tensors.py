@@ -9,8 +9,6 @@ Transformers' experts are one module with two parameters. PEFT wraps it twice, a
 as those of the wrapper's `base_layer`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

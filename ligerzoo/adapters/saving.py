@@ -1,7 +1,5 @@
 """Writes an adapter as PEFT does: adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The weights that can have low-rank updates, with the names of transformers' modules, which PEFT's files have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

@@ -3,8 +3,6 @@
 Only this package knows the names that other libraries use.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from functools import partial

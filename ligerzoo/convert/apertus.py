@@ -3,8 +3,6 @@
 transformers ignores `post_norm`, `qk_norm` and `mlp_bias`. Values that should change the model are refused.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_fields
 from ligerzoo.convert.layout import Layout, Rename

@@ -1,7 +1,5 @@
 """`Architecture`: all that loading and saving need to know about one family of checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace

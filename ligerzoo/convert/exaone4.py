@@ -3,8 +3,6 @@
 transformers requires `layer_types` without a sliding window. There it has no effect.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.entries import Entries
 from ligerzoo.models.exaone4 import Exaone4Config

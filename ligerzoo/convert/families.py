@@ -4,8 +4,6 @@ Checkpoints of MoE models store one tensor per expert and projection. Checkpoint
 in-memory layout have our stacked tensors.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, Architecture
 from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
 from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename

@@ -1,7 +1,5 @@
 """Reads and writes entries of config.json, in the spellings of transformers 4 and 5."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass

@@ -5,8 +5,6 @@ config.json holds the decoder's entries in `text_config`, most of which hub chec
 classification head (`vision_use_head`), which no forward uses; it is kept when saving.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.gemma3_text import ARCHITECTURE as TEXT

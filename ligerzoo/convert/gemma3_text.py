@@ -3,8 +3,6 @@
 `hidden_act` and `attn_logit_softcapping` are ignored.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import rope_of_layer_types
 from ligerzoo.entries import Entries

@@ -4,8 +4,6 @@ transformers ignores `first_k_dense_replace`, and takes one dense layer unless `
 other numbers are written as types.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ligerzoo.convert.families import FAMILIES

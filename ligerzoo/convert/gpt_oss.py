@@ -6,8 +6,6 @@ even columns are the gate's. config.json calls our `num_experts` `num_local_expe
 rotary embedding.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_spelling, rope_entry, rope_fields
 from ligerzoo.convert.layout import Interleaved, Layout, ModuleRules, Rename, Transposed

@@ -4,8 +4,6 @@ config.json gives the number of rotated features, `rotary_dim`, or their fractio
 ignores entries for linear attention, shared experts and other norms, which are refused.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import FAMILIES, MIXTRAL, ROUTER_BIAS
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields

@@ -3,8 +3,6 @@
 Tensor names match ours. The rotary embedding's entry in config.json also holds the parameters of the query scaling.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_entry, rope_fields, shared_fields
 from ligerzoo.entries import Entries

@@ -4,8 +4,6 @@ config.json holds the entries of the two parts in `text_config` and `vision_conf
 transformers 4 (hub checkpoints, and files written by transformers 5) or those of transformers 5's in-memory layout.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename

@@ -1,7 +1,5 @@
 """Converter for OLMo 3 checkpoints. Tensor names match ours."""
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_of_layer_types
 from ligerzoo.entries import Entries

@@ -3,8 +3,6 @@
 Checkpoints store the query, key and value projections as one tensor, and the gate and up projections as another.
 """
 
-from __future__ import annotations
-
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import GATE_UP
 from ligerzoo.convert.fields import rope_fields

@@ -6,8 +6,6 @@ tower's tensors, and store its query, key and value projections as one tensor. B
 that transformers 5 saves in its in-memory layout.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from ligerzoo.convert.architecture import Architecture

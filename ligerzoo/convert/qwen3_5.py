@@ -4,8 +4,6 @@ config.json and the tensors of the vision tower are as in Qwen3-VL, without Deep
 `qwen3_5_text`. The head for multi-token prediction (`mtp`) is not part of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

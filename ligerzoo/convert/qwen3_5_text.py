@@ -5,8 +5,6 @@ the head for multi-token prediction (`mtp`) are not part of the model. Decay rat
 in fp32 in bf16 files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ligerzoo.convert.architecture import ROTARY_BUFFERS, SILU, Architecture

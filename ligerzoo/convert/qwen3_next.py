@@ -5,8 +5,6 @@ output gates in one, writing strengths and decays in the other. Experts are stor
 names. The head for multi-token prediction (`mtp`) is not part of the model.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ligerzoo.convert.families import PER_EXPERT

@@ -5,8 +5,6 @@ config.json holds the decoder's entries in `text_config` and the vision tower's 
 tensors, and store its query, key and value projections as one tensor.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture

@@ -1,7 +1,5 @@
 """Converter for sequence classifiers: the decoder's entries and tensors, the labels, and `score.weight`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters built from the tensors of a checkpoint (`assemble`), and the other way round (`StoredTensors`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce

@@ -1,7 +1,5 @@
 """`TensorSlice`: which slice of a stored tensor is which slice of a parameter, or of a shard of one (`within`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

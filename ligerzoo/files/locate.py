@@ -3,8 +3,6 @@
 `huggingface_hub` is imported only to download.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -1,7 +1,5 @@
 """Reads quantized checkpoints as if they stored bfloat16: `quantization_config`, pairs of tensors, and their values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A quantized tensor is stored as two: values of 4 or 8 bits, and a scale for each
 matrices, or stacks of them with leading dimensions.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache

@@ -4,8 +4,6 @@ None means the default everywhere. An option that changes nothing here, such as 
 accepted; if the user may have expected something else, a line of the log says what happens.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from functools import cache
@@ -155,9 +153,9 @@ def _others(options: Mapping[str, Any], accepted: Mapping[str, _Option]) -> dict
         if name not in accepted or value is None:
             continue
         values = list(value.values()) if name == "attn_implementation" and OBJECT.accepts(value) else [value]
-        known, remedy = accepted[name]
-        if not all(is_one_of(one, known) for one in values):
-            got, expected = repr(value)[:200], " or ".join(map(repr, (*known, None)))
+        choices, remedy = accepted[name]
+        if not all(is_one_of(one, choices) for one in values):
+            got, expected = repr(value)[:200], " or ".join(map(repr, (*choices, None)))
             where = f"argument {name}"
             raise ConfigError("not supported", where=where, got=got, expected=expected, remedy=remedy)
         for key, note in _NOTES.items():

@@ -1,7 +1,5 @@
 """`AutoModel`: models of any architecture."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast

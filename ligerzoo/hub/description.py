@@ -6,20 +6,22 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import convert_overrides, is_classifier, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
+from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, read_quantization
+from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
@@ -39,11 +41,11 @@ class Description:
     """
 
     path: Path
-    raw: dict[str, Any]
+    raw: dict[str, object]
     architecture: Architecture
     config: Any
     quantization: Quantization | None
-    overrides: Mapping[str, Any]
+    overrides: Entries
 
     def without_overrides(self) -> Description:
         """Returns the description of config.json alone."""
@@ -64,10 +66,10 @@ class Description:
 
 
 def read_description(
-    raw: dict[str, Any],
+    raw: dict[str, object],
     path: Path,
     model_class: type[LanguageModel] = LanguageModel,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
+    overrides: Entries = MappingProxyType({}),
 ) -> Description:
     """Reads what config.json says.
 
@@ -103,7 +105,7 @@ def read_description(
         return Description(path, raw, architecture, config, quantization, overrides)
 
 
-def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
+def read_config(name_or_path: str | Path, **hub_options: Unpack[HubOptions]) -> Any:
     """Reads the config of a checkpoint, which may have no weights. `AutoModel.from_config` builds a new model from it.
 
     Args:
@@ -147,7 +149,7 @@ def _config_class(architecture: Architecture, model_class: type[LanguageModel]) 
     raise ConfigError(what, where="model_type", got=got, expected=model_class.__name__, remedy=remedy)
 
 
-def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
+def _refuse_unknown_overrides(overrides: Entries, config_class: type, label_options: tuple[str, ...]) -> None:
     fields = [field.name for field in dataclasses.fields(config_class)]
     parameters = inspect.signature(LanguageModel.from_pretrained).parameters.values()
     options = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]

@@ -4,8 +4,6 @@ Loading reads config.json, compares all tensors that it implies with the headers
 model on the meta device and assigns the stored tensors one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -114,8 +112,8 @@ def load(
 
 @contextlib.contextmanager
 def _opened(
-    directory: Path, model_class: type[LanguageModel], overrides: Mapping[str, Any]
-) -> Iterator[tuple[Description, dict[str, Any], QuantizedCheckpoint]]:
+    directory: Path, model_class: type[LanguageModel], overrides: Mapping[str, object]
+) -> Iterator[tuple[Description, dict[str, object], QuantizedCheckpoint]]:
     """Reads config.json and generation_config.json and opens the weights: files of one version of the directory."""
     with contextlib.ExitStack() as files:
         with reading_directory(directory):
@@ -278,7 +276,7 @@ def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:
     return f"{directory}: {'; '.join(parts)}. model.origin.missing and model.origin.unexpected list all."
 
 
-def tie_if_equal(model: LanguageModel, raw: dict[str, Any]) -> dict[str, Any]:
+def tie_if_equal(model: LanguageModel, raw: dict[str, object]) -> dict[str, object]:
     """Ties the head to the embedding if the config says so and their weights are equal.
 
     If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the
@@ -295,7 +293,7 @@ def tie_if_equal(model: LanguageModel, raw: dict[str, Any]) -> dict[str, Any]:
     return _untied({**raw, "tie_word_embeddings": False})
 
 
-def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _untied(raw: Mapping[str, object]) -> dict[str, object]:
     """Sets `tie_word_embeddings` to False at every level of config.json that has it."""
     untied = {name: False if name == "tie_word_embeddings" else value for name, value in raw.items()}
     return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in untied.items()}

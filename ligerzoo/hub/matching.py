@@ -1,7 +1,5 @@
 """Compares stored tensors with the parameters that a config implies, by name, shape and dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

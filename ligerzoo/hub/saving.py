@@ -1,7 +1,5 @@
 """Saves models as directories in Hugging Face format: the inverse of loading, with the same names."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -119,7 +117,7 @@ def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> No
         raise ConfigError(what, where=where, got=got, expected=missing, remedy=remedy)
 
 
-def config_entries(model: LanguageModel, origin: LoadedFrom | None, weight_dtype: torch.dtype) -> dict[str, Any]:
+def config_entries(model: LanguageModel, origin: LoadedFrom | None, weight_dtype: torch.dtype) -> dict[str, object]:
     """Returns the entries of config.json: those of the origin, except for changed values."""
     architecture = architecture_of_model(model)
     is_own = origin is not None and architecture.describes(origin.raw_config)
@@ -142,5 +140,5 @@ def config_entries(model: LanguageModel, origin: LoadedFrom | None, weight_dtype
     return content
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def _json(content: Mapping[str, object]) -> str:
     return json.dumps(content, indent=2) + "\n"

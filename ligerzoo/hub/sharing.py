@@ -1,7 +1,5 @@
 """Builds models that share the weights of transformers' model instances."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from itertools import groupby
@@ -79,13 +77,13 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     return model.train(hf_model.training)
 
 
-def _read_config(hf_model: nn.Module) -> tuple[dict[str, Any], Architecture, Any]:
+def _read_config(hf_model: nn.Module) -> tuple[dict[str, object], Architecture, Any]:
     """Returns the entries of the config that are set, the architecture that it names, and our config."""
     config: Any = getattr(hf_model, "config", None)
     if not hasattr(config, "to_dict"):
         what = "not a model of transformers"
         raise ConfigError(what, where=_WHERE, got=type(hf_model).__name__, expected="an instance of PreTrainedModel")
-    entries: dict[str, Any] = config.to_dict()
+    entries: dict[str, object] = config.to_dict()
     raw = {name: value for name, value in entries.items() if value is not None and not name.startswith("_")}
     with naming_source(f"{_WHERE}.config"):
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the unquantized model.")
@@ -136,10 +134,10 @@ def _copied(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     return nn.Parameter(value, first.requires_grad) if first.is_floating_point() else value
 
 
-def _generation_config(hf_model: nn.Module) -> dict[str, Any]:
+def _generation_config(hf_model: nn.Module) -> dict[str, object]:
     """Returns the content of generation_config.json as transformers writes it."""
     generation_config: Any = getattr(hf_model, "generation_config", None)
     if generation_config is None:
         return {}
-    content: dict[str, Any] = json.loads(generation_config.to_json_string(use_diff=True))
+    content: dict[str, object] = json.loads(generation_config.to_json_string(use_diff=True))
     return content

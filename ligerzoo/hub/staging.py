@@ -1,7 +1,5 @@
 """Copies weights from memory-mapped files to a GPU."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import torch

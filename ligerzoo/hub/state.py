@@ -1,7 +1,5 @@
 """A model's weights in memory, under the names and in the layout of Hugging Face checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path

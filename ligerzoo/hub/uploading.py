@@ -1,7 +1,5 @@
 """Uploads models to the Hugging Face hub."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

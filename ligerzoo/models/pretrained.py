@@ -36,7 +36,7 @@ class LoadedFrom:
         unexpected: names of the stored tensors that the model lacks, after `strict=False`. They are left out.
     """
 
-    raw_config: Mapping[str, Any]
+    raw_config: Mapping[str, object]
     config: Any
     layout: Layout
     tied: frozenset[str]

@@ -1,7 +1,5 @@
 """Conversations with a model, in text and, if the model reads images, with images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Protocol
 

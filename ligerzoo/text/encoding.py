@@ -165,7 +165,7 @@ class TextEncoder(Vocabulary):
 
     def pad(
         self,
-        encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        encoded_inputs: Mapping[str, object] | Sequence[Mapping[str, object]],
         padding: bool | Literal["longest", "max_length", "do_not_pad"] = True,
         max_length: int | None = None,
         pad_to_multiple_of: int | None = None,
@@ -305,7 +305,7 @@ class TextEncoder(Vocabulary):
         raise TokenizerError(what, where=self._where, remedy="Encode the texts one by one.")
 
 
-def refuse_unknown(options: Mapping[str, Any], accepted: Sequence[str], what: str) -> None:
+def refuse_unknown(options: Mapping[str, object], accepted: Sequence[str], what: str) -> None:
     """Raises TokenizerError for the first option that is not accepted."""
     for name in options:
         if name not in accepted:

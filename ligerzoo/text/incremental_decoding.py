@@ -9,8 +9,6 @@ does not guarantee this:
   the decoder rejects a run of byte tokens as a whole. The next token then raises "Invalid prefix encountered".
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The messages of a conversation, in the form that chat templates read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import reprlib
@@ -50,7 +48,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": message[name], **message, "reasoning_content": message[name]}
 
 
-def with_parsed_arguments(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_parsed_arguments(message: Mapping[str, object], where: str) -> dict[str, Any]:
     """Returns a message whose tool calls have their arguments as objects, which templates read.
 
     OpenAI's format has the arguments as JSON text. No arguments are an empty object.

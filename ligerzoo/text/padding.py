@@ -1,7 +1,5 @@
 """Batches of token ids: padding, and conversion to tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -85,7 +83,7 @@ def pad_columns(columns: Columns, length: int, padding_id: int, side: PaddingSid
     }
 
 
-def as_tensors(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def as_tensors(columns: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Converts rows to int64 tensors, (B, T).
 
     Raises:

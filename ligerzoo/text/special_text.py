@@ -5,8 +5,6 @@ renders the messages. After that, a special token between marks means its charac
 what a template leaves that cuts a text: no special token across it is a control token.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """The stages of a normalizer, pre-tokenizer, post-processor or decoder, as tokenizer.json writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

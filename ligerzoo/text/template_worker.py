@@ -181,7 +181,7 @@ class _Namespace(Namespace):
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        values: Mapping[str, Any] = dict(*args, **kwargs)
+        values: Mapping[str, object] = dict(*args, **kwargs)
         for name, value in values.items():
             self[name] = value
 

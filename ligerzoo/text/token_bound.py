@@ -7,8 +7,6 @@ bytes if the tokenizer encodes bytes.
 The bound holds if no rule of the tokenizer drops a character. For other tokenizers it is 0.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable

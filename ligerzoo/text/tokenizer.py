@@ -140,10 +140,10 @@ class Tokenizer(TextEncoder):
 
     def apply_chat_template(
         self,
-        conversation: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        conversation: Sequence[Mapping[str, object]] | Sequence[Sequence[Mapping[str, object]]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
@@ -156,7 +156,7 @@ class Tokenizer(TextEncoder):
         return_tensors: Literal["pt"] | None = None,
         return_dict: bool | None = None,
         return_assistant_tokens_mask: bool = False,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, object] | None = None,
         **variables: Any,
     ) -> Any:
         """Renders the prompt of a conversation with the checkpoint's chat template, and encodes it.
@@ -224,7 +224,8 @@ class Tokenizer(TextEncoder):
             return texts if is_batch else texts[0]
         if return_assistant_tokens_mask and rendered[0].spans is None:
             warnings.warn("the chat template has no {% generation %} block: assistant_masks are 0", stacklevel=2)
-        further = {**({} if padding_side is None else {"padding_side": padding_side}), **(tokenizer_kwargs or {})}
+        further: dict[str, Any] = {} if padding_side is None else {"padding_side": padding_side}
+        further |= tokenizer_kwargs or {}
         refuse_unknown(further, _FURTHER_OPTIONS, "tokenizer_kwargs")
         strategy = truncation_strategy(truncation)
         limit = self._known_max_length() if max_length is None else max_length
@@ -249,16 +250,16 @@ class Tokenizer(TextEncoder):
 
     def render_chat(
         self,
-        conversation: Sequence[Mapping[str, Any]],
+        conversation: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
         special_tokens: SpecialTokens = "control",
         finds_spans: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> Rendered:
         """Renders a conversation, and finds the special tokens in it that are text.
 
@@ -302,7 +303,7 @@ class Tokenizer(TextEncoder):
         text = text if open_message is None else open_message.cut(text)
         return self.special_text.unmark(text, spans) if special_tokens == "text" else Rendered(text, spans, None)
 
-    def _refuse_unknown_variables(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+    def _refuse_unknown_variables(self, template: ChatTemplate, variables: Mapping[str, object]) -> None:
         """Raises TokenizerError if the template does not read a variable: it would have no effect."""
         if not variables:
             return
