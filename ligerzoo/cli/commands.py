@@ -141,7 +141,7 @@ def serve(options: argparse.Namespace) -> int:
         )
         name = options.name or model_name(options.model)
         max_body = options.max_body_mib * 2**20
-        service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
+        service = Service(engine, encoder, name=name, max_body=max_body)
         hosts = [*names_of(options.host, is_local=is_local(listener)), *options.allowed_host]
         api_key = options.api_key if options.api_key is not None else os.environ.get("LIGERZOO_API_KEY")
         app = Access(service.app(), hosts=hosts, api_key=api_key)

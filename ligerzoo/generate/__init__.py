@@ -31,6 +31,7 @@ from ligerzoo.generate.processors import (
     keep_top_p,
     penalize_repetition,
 )
+from ligerzoo.generate.request import Request
 from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
 from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions
@@ -46,6 +47,7 @@ __all__ = [
     "Engine",
     "GenerateOutput",
     "LogitsProcessor",
+    "Request",
     "Sampler",
     "SamplingOptions",
     "Scheduler",

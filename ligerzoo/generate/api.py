@@ -176,7 +176,7 @@ def _run(scheduler: Scheduler, prompts: Iterator[Tensor | Sequence[int]]) -> Ite
             started = list(islice(requests, free))
             has_more = len(started) == free
             for request in started:
-                scheduler.submit(request)
+                scheduler.add(request)
             for update in scheduler.step():
                 received[update.index].append(update)
                 if update.finish_reason is not None:

@@ -114,7 +114,7 @@ class DecodeGraph(DecodeBatch):
         return logits
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """Memory pool of the captured graphs, which other graphs of the step may share; None before the first."""
         return next((graph.pool() for graph, _ in self._graphs.values()), None)
 
@@ -124,7 +124,7 @@ class DecodeGraphs:
 
     def __init__(self) -> None:
         self._idle: OrderedDict[tuple[int, int, CacheOptions], DecodeGraph] = OrderedDict()
-        self._weights: tuple[tuple[Any, ...], ...] = ()
+        self._weights: tuple[tuple[object, ...], ...] = ()
 
     def take(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions) -> DecodeGraph:
         """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
@@ -184,13 +184,13 @@ class CapturedCall(Generic[T]):
 
     _graph: torch.cuda.CUDAGraph | None = None
     _logits: Tensor | None = None
-    _key: tuple[Any, ...] | None = None
+    _key: tuple[object, ...] | None = None
     _result: T
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def __call__(self, function: Callable[[Tensor], T], logits: Tensor, pool: Any) -> T:
+    def __call__(self, function: Callable[[Tensor], T], logits: Tensor, pool: object) -> T:
         """Returns what the function returns for the logits, valid until the next call.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -366,7 +366,7 @@ def is_neutral(name: str, value: object) -> bool:
     return is_plain and name in NEUTRAL_VALUES and (value is None or value in NEUTRAL_VALUES[name])
 
 
-def limits_length(generation_config: Mapping[str, Any]) -> bool:
+def limits_length(generation_config: Mapping[str, object]) -> bool:
     """Returns whether generation_config.json has a largest number of tokens."""
     return any(generation_config.get(name) is not None for name in _LENGTHS[0])
 
@@ -387,17 +387,17 @@ class CacheOptions(NamedTuple):
         """Whether a model's default cache has these options."""
         return self == DEFAULT_CACHE
 
-    def new_cache(self, model: Any, capacity: int | None = None) -> KVCache:
+    def new_cache(self, model: CausalModel | nn.Module, capacity: int | None = None) -> KVCache:
         """Returns a cache of the model. One without the options is made without naming them."""
         options = {name: value for name, value in self._asdict().items() if value}
-        cache: KVCache = model.new_cache(**options) if capacity is None else model.new_cache(capacity, **options)
-        return cache
+        new_cache = cast(CausalModel, model).new_cache
+        return new_cache(**options) if capacity is None else new_cache(capacity, **options)
 
-    def longest(self, model: Any) -> int | None:
+    def longest(self, model: nn.Module) -> int | None:
         """Returns the largest number of tokens of a cache with these options; None for no limit."""
         return exact_length(model) if self.exact else None
 
-    def check(self, model: Any) -> None:
+    def check(self, model: object) -> None:
         """Raises LigerzooError unless the model can have such caches."""
         expected = f"{FP8}, or None for the dtype of the keys and values"
         require(self.dtype in (None, FP8), "cache_dtype", repr(self.dtype), expected)
@@ -408,7 +408,7 @@ class CacheOptions(NamedTuple):
             has_caches = hasattr(model, "new_cache")
             require(has_caches, name, got, "a model with the method new_cache, like ligerzoo.models.CausalLM")
             try:
-                self.new_cache(model)
+                self.new_cache(cast(CausalModel, model))
             except ValueError as error:
                 raise LigerzooError(str(error), where=name) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class Sampler:
         return self._features.has_functions
 
     @property
-    def graph_key(self) -> tuple[Any, ...] | None:
+    def graph_key(self) -> tuple[object, ...] | None:
         """Equal keys have equal kernels and memory. None if a `logits_processor` prevents the capture of `draw`."""
         return None if self.has_functions else (*self._features, self._allocations)
 

@@ -192,11 +192,12 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         taken = len(self._running) + len(self._waiting) + (self._prefill is not None)
         return max(0, self._slots.rows - taken)
 
-    def add(self, prompt: Tensor | Sequence[int], **options: Any) -> int:
+    def add(self, prompt: Request | Tensor | Sequence[int], **options: Any) -> int:
         """Adds a request, which waits for a free row.
 
         Args:
-            prompt: (T,) token ids, without padding; a sequence of integers, or a 1-D tensor or NumPy array.
+            prompt: (T,) token ids, without padding; a sequence of integers, or a 1-D tensor or NumPy array. Or what
+                `request` returned.
             options: replace the defaults.
 
         Returns:
@@ -206,10 +207,7 @@ class Scheduler(Engine[Tensor, _Step, Update]):
             LigerzooError: an option is unknown or invalid, the prompt is empty or has an unknown token id, or the
                 sequence may become too long for the model's rotary embedding or for `max_cache_tokens`.
         """
-        return self.submit(self.request(prompt, "prompt", **options))
-
-    def submit(self, request: Request) -> int:
-        """Adds a request that `request` returned; see `add`."""
+        request = prompt if isinstance(prompt, Request) else self.request(prompt, **options)
         request.index, self._added = self._added, self._added + 1
         if request.options.sampling.do_sample:  # now, so that the tokens do not depend on when the request starts
             request.seed = draw_seeds(1, self.device, request.options.generator)
@@ -217,13 +215,12 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         self._waiting.append(request.index)
         return request.index
 
-    def request(self, prompt: object, name: str, **options: Any) -> Request:
-        """Returns a request without adding it; see `add`.
+    def request(self, prompt: object, name: str = "prompt", **options: Any) -> Request:
+        """Returns a request for `add`, which takes it once. Any thread may call it.
 
         Args:
-            prompt: see `add`.
+            prompt, options: see `add`.
             name: of the prompt, for messages.
-            options: see `add`.
         """
         parsed = RequestOptions(self._model, **{**self._given, **options}) if options else self.defaults
         tokens = as_prompt(prompt, self._model, name)

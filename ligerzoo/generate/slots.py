@@ -76,7 +76,7 @@ class Slots:
         self._from_rows = self._to_rows = self._used = torch.empty(0, dtype=torch.int64)
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """Memory pool of the captured graph; None before the capture, and without graphs."""
         return self._batch.pool if isinstance(self._batch, DecodeGraph) else None
 
@@ -378,7 +378,7 @@ def cache_bytes_per_token(model: nn.Module, cache_dtype: torch.dtype | None = No
     return int(features * dtype.itemsize)
 
 
-def _cached_features(module: Any) -> int:
+def _cached_features(module: nn.Module) -> int:
     """Returns the numbers that a layer caches for each token."""
     if isinstance(module, Attention):
         return int(module.k_proj.out_features + module.v_proj.out_features)

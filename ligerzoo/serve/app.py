@@ -10,7 +10,6 @@ from http import HTTPStatus
 from itertools import repeat
 from typing import Any, TypeVar, cast
 
-import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,8 +18,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
+from ligerzoo.generate import Request as GenerationRequest
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
-from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError, Submission
+from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError
 from ligerzoo.serve.fields import OBJECT, STRING, Json, checked, encode_json, parse_strict_json
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
@@ -43,23 +43,14 @@ class Service:
         engine: runs the requests.
         encoder: encodes and checks the prompts.
         name: the model's name, which requests must have.
-        device: the model's device.
         max_body: largest size of a request's body in bytes.
 
     Attributes:
         bodies: the bodies that arrive.
     """
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        encoder: PromptEncoder,
-        *,
-        name: str,
-        device: torch.device | str,
-        max_body: int = MAX_BODY,
-    ) -> None:
-        self._engine, self._encoder, self._device = engine, encoder, device
+    def __init__(self, engine: EngineThread, encoder: PromptEncoder, *, name: str, max_body: int = MAX_BODY) -> None:
+        self._engine, self._encoder = engine, encoder
         self._texts = TokenTexts(encoder.tokenizer)
         # Only texts to tokenize may be longer than the context, and take long: they do not keep prompts waiting.
         self._preparing, self._writing, self._tokenizing = Threads(8), Threads(8), Threads(2)
@@ -123,10 +114,10 @@ class Service:
             job.close()
         return await self._writing.run(lambda: _json_response(writer.response(choices, outputs.num_tokens)))
 
-    def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[Submission], Outputs]:
+    def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[GenerationRequest], Outputs]:
         """Returns what a body asks for; in a thread, since it may take seconds."""
         call = endpoint.read(self._read(body), self._encoder, self._engine.max_requests)
-        return call, call.requests(self._encoder, self._device), Outputs(call, self._encoder)
+        return call, call.requests(self._encoder, self._engine), Outputs(call, self._encoder)
 
     def _read(self, body: bytes, *, is_model_required: bool = True) -> Json:
         """Returns the fields of a body for this model."""

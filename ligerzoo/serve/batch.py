@@ -11,14 +11,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
-
-import torch
+from typing import Self, TextIO
 
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
-from ligerzoo.generate import BrokenLogitsError, Scheduler
+from ligerzoo.generate import BrokenLogitsError, Request, Scheduler
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.fields import OBJECT, STRING, parse_strict_json
+from ligerzoo.serve.fields import OBJECT, STRING, Fields, parse_strict_json
 from ligerzoo.serve.options import VALUES, ClientOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
@@ -36,17 +34,17 @@ class Entry:
     Attributes:
         line: number of the line, from 1.
         id: the line's "id", or None.
-        prompt: (T,) token ids.
-        options: the sampling options, with `max_new_tokens`.
+        request: the prompt with its options.
+        stop: the stop strings.
     """
 
     line: int
-    id: Any
-    prompt: torch.Tensor
-    options: ClientOptions
+    id: object
+    request: Request
+    stop: tuple[str, ...]
 
     @classmethod
-    def read(cls, text: str, line: int, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> Self:
+    def read(cls, text: str, line: int, defaults: Fields, encoder: PromptEncoder, scheduler: Scheduler) -> Self:
         """Reads a line.
 
         Args:
@@ -79,12 +77,11 @@ class Entry:
         is_chat = "messages" in fields
         prompt = encoder.encode_chat(fields["messages"]) if is_chat else encoder.encode(fields["prompt"])
         options = options.updated(max_new_tokens=encoder.room(prompt, options.max_new_tokens))
-        entry = cls(line, fields.get("id"), torch.tensor(prompt), options)
-        scheduler.request(entry.prompt, "prompt", **entry.options.for_scheduler(scheduler.device))
-        return entry
+        request = scheduler.request(prompt, **options.for_scheduler(scheduler.device))
+        return cls(line, fields.get("id"), request, options.stop)
 
 
-def read_batch(path: Path, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> list[Entry]:
+def read_batch(path: Path, defaults: Fields, encoder: PromptEncoder, scheduler: Scheduler) -> list[Entry]:
     """Reads all lines of a batch file that are not blank; see `Entry.read`.
 
     Raises:
@@ -117,7 +114,7 @@ class Results:
 
     def __init__(self, path: Path, *, resumes: bool) -> None:
         self.path = path
-        self.finished: dict[int, Any] = {}
+        self.finished: dict[int, object] = {}
         if not resumes and path.exists():
             remedy = "Continue an interrupted run with --resume, or choose another file."
             raise LigerzooError("already exists", where=path, expected="a new file", remedy=remedy)
@@ -169,7 +166,7 @@ class Results:
             **({} if entry.id is None else {"id": entry.id}),
             "text": text,
             "finish_reason": finish_reason,
-            "prompt_tokens": len(entry.prompt),
+            "prompt_tokens": len(entry.request.prompt),
             "new_tokens": new_tokens,
         }
         self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -210,8 +207,8 @@ def run_batch(
     running: dict[int, Running] = {}
     while True:
         while len(running) < LOOKAHEAD * batch_size and (entry := next(waiting, None)) is not None:
-            index = scheduler.add(entry.prompt, **entry.options.for_scheduler(scheduler.device))
-            running[index] = Running(entry, Continuation(tokenizer, entry.options.stop, keeps_stop=True))
+            index = scheduler.add(entry.request)
+            running[index] = Running(entry, Continuation(tokenizer, entry.stop, keeps_stop=True))
         if not running:
             return
         try:

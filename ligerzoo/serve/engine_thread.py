@@ -13,10 +13,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import BrokenLogitsError, Scheduler, Update
+from ligerzoo.generate import BrokenLogitsError, Request, Scheduler, Update
 
 log = logging.getLogger("ligerzoo.serve")
 
@@ -32,13 +31,6 @@ class GenerationError(Exception):
     """The model failed during a step, or the engine stopped."""
 
 
-class Submission(NamedTuple):
-    """One prompt for the scheduler: its token ids, and the options of `Scheduler.add`."""
-
-    prompt: Sequence[int]
-    options: dict[str, Any]
-
-
 class Job:
     """Requests that were submitted together. `EngineThread.submit` makes it; it belongs to the event loop.
 
@@ -52,7 +44,7 @@ class Job:
             `EngineThread.max_requests`: others do not wait for a caller that does not read its results.
     """
 
-    def __init__(self, engine: EngineThread, requests: Sequence[Submission]) -> None:
+    def __init__(self, engine: EngineThread, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unfinished = set(range(len(requests)))
@@ -102,6 +94,8 @@ class EngineThread:
 
     Attributes:
         max_requests: as given.
+        request: returns a request for `submit`, see `Scheduler.request`; in any thread.
+        device: device of the model.
     """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler], *, max_requests: int) -> None:
@@ -112,6 +106,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="ligerzoo-engine", daemon=True)
         self._make_scheduler = make_scheduler
         self._scheduler: Scheduler | None = make_scheduler()  # used by the thread only, as `_active`
+        self.request, self.device = self._scheduler.request, self._scheduler.device
         self._active: dict[int, tuple[Job, int]] = {}
 
     def start(self) -> None:
@@ -130,12 +125,12 @@ class EngineThread:
 
     # On the event loop
 
-    async def submit(self, requests: Sequence[Submission]) -> Job:
+    async def submit(self, requests: Sequence[Request]) -> Job:
         """Adds requests to the scheduler. The caller must close the job.
 
         Raises:
             OverloadedError: with these requests, more than `max_requests` would wait or run.
-            LigerzooError: the scheduler refuses a request.
+            LigerzooError: the scheduler refuses a request now.
             GenerationError: the scheduler cannot be made.
         """
         if sum(len(job.unfinished) for job in self._jobs) + len(requests) > self.max_requests:
@@ -190,7 +185,7 @@ class EngineThread:
         try:
             self._scheduler = scheduler = self._scheduler or self._make_scheduler()
             for position, request in enumerate(job.requests):
-                index = scheduler.add(request.prompt, **request.options)
+                index = scheduler.add(request)
                 self._active[index] = job, position
                 added.append(index)
         except Exception as error:

@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from ligerzoo.checks import instances, integer, is_integer
 from ligerzoo.errors import LigerzooError
+from ligerzoo.generate import Request
 from ligerzoo.generate.request import MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
-from ligerzoo.serve.engine_thread import Submission
+from ligerzoo.serve.engine_thread import EngineThread
 from ligerzoo.serve.fields import (
     FLAG,
     IDS,
@@ -108,18 +107,20 @@ class Call:
     echoed: list[list[str]] | None = None
     continues_text: bool = False
 
-    def requests(self, encoder: PromptEncoder, device: torch.device | str) -> list[Submission]:
-        """Returns the requests for the scheduler: `n` for each prompt.
+    def requests(self, encoder: PromptEncoder, engine: EngineThread) -> list[Request]:
+        """Returns the requests for the engine: `n` for each prompt.
 
         Raises:
             ContextLengthError: prompt and continuation are longer than the context.
+            LigerzooError: the model does not accept the prompt or the options.
         """
         requests = []
-        logps = {"top_logps": self.top_logprobs or 0, "prompt_logps": self.echoed is not None}
         for prompt in self.prompts:
-            room = encoder.room(prompt, self.options.max_new_tokens)
-            options = self.options.updated(max_new_tokens=room)
-            requests += [Submission(prompt, options.for_scheduler(device, choice) | logps) for choice in range(self.n)]
+            options = self.options.updated(max_new_tokens=encoder.room(prompt, self.options.max_new_tokens))
+            for choice in range(self.n):
+                given = options.for_scheduler(engine.device, choice)
+                top, scored = self.top_logprobs or 0, self.echoed is not None
+                requests.append(engine.request(prompt, **given, top_logps=top, prompt_logps=scored))
         return requests
 
     def usage(self, completion_tokens: int) -> dict[str, int]:

@@ -82,7 +82,7 @@ def serving(
     served = Served(model, tokenizer)
     encoder = PromptEncoder(tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
     engine = EngineThread(make_scheduler or served.make_scheduler, max_requests=max_requests)
-    service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
+    service = Service(engine, encoder, name=name, max_body=max_body)
     with listen("127.0.0.1", 0) as listener:
         served.url = url(listener)
         app = Access(service.app(), hosts=hosts, api_key=api_key)

@@ -510,7 +510,7 @@ def test_broken_logits_end_their_request_only(demo: tuple[Llama, Tokenizer]) -> 
 
         def add(self, prompt: Any, **options: Any) -> int:
             index = super().add(prompt, **options)
-            if options["max_new_tokens"] == 7:
+            if prompt.max_new_tokens == 7:
                 self.broken = index
             return index
 
@@ -539,7 +539,7 @@ def test_broken_logits_end_their_request_only(demo: tuple[Llama, Tokenizer]) -> 
 def test_a_refusal_of_the_scheduler_is_a_bad_request(demo: tuple[Llama, Tokenizer]) -> None:
     class Refusing(Scheduler):
         def add(self, prompt: Any, **options: Any) -> int:
-            if options["max_new_tokens"] == 7 and not self.is_idle:
+            if prompt.max_new_tokens == 7 and not self.is_idle:
                 raise LigerzooError("too long", where="max_new_tokens")
             index: int = super().add(prompt, **options)
             return index
