@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import is_integer
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.options import SupportsGenerate, check_devices, invalid, require, type_name
+from ligerzoo.generate.options import CausalModel, SupportsGenerate, check_devices, invalid, require, type_name
 from ligerzoo.layers import KVCache
 from ligerzoo.tensor_checks import kind_of
 
@@ -114,42 +113,37 @@ def _checked_inputs(input_ids: object, inputs_embeds: object) -> Tensor:
     Raises:
         LigerzooError: a shape or type is wrong, or both are missing.
     """
-    if input_ids is not None or inputs_embeds is None:
-        _check_token_ids(input_ids)
-    if inputs_embeds is None:
-        assert isinstance(input_ids, Tensor)
-        return input_ids
-    expected = "a (B, T, H) tensor of embeddings"
-    if not isinstance(inputs_embeds, Tensor):
-        raise invalid("inputs_embeds", type_name(inputs_embeds), expected)
-    require(inputs_embeds.is_floating_point(), "inputs_embeds", inputs_embeds.dtype, expected)
-    shape = tuple(inputs_embeds.shape)
-    is_valid = len(shape) == 3 and 0 not in shape
-    require(is_valid, "inputs_embeds", shape, "(B, T, H) with at least one token in each row")
-    if isinstance(input_ids, Tensor):
-        ids_shape = tuple(input_ids.shape)
-        require(ids_shape == shape[:2], "input_ids", ids_shape, f"{shape[:2]}, like inputs_embeds")
-    return inputs_embeds
-
-
-def _check_token_ids(input_ids: object) -> None:
-    """Raises LigerzooError unless the object is a (B, T) tensor of integers."""
-    expected = "a (B, T) tensor of integers"
-    if not isinstance(input_ids, Tensor):
-        if isinstance(input_ids, str):
+    if input_ids is None and inputs_embeds is not None:
+        return _checked_tensor("inputs_embeds", inputs_embeds, "floating-point", "embeddings", "B, T, H")
+    match input_ids:
+        case str():
             remedy = "Encode text first: generate(**tokenizer([text], return_tensors='pt'))."
-        elif isinstance(input_ids, Mapping):
+        case Mapping():
             remedy = "Pass the output of a tokenizer as generate(**inputs)."
-        elif input_ids is None:
+        case None:
             remedy = "Pass input_ids or inputs_embeds."
-        else:
+        case _:
             remedy = "Use torch.as_tensor(input_ids)."
-        raise invalid("input_ids", type_name(input_ids), expected, remedy)
-    require(kind_of(input_ids) == "integer", "input_ids", input_ids.dtype, expected)
-    shape = tuple(input_ids.shape)
-    shape_remedy = "Use input_ids[None] for a single prompt." if len(shape) == 1 else None
-    is_valid = len(shape) == 2 and 0 not in shape
-    require(is_valid, "input_ids", shape, "(B, T) with at least one token in each row", shape_remedy)
+    ids = _checked_tensor("input_ids", input_ids, "integer", "integers", "B, T", remedy)
+    if inputs_embeds is None:
+        return ids
+    embeddings = _checked_tensor("inputs_embeds", inputs_embeds, "floating-point", "embeddings", "B, T, H")
+    expected = tuple(embeddings.shape[:2])
+    require(ids.shape == expected, "input_ids", tuple(ids.shape), f"{expected}, like inputs_embeds")
+    return embeddings
+
+
+def _checked_tensor(name: str, value: object, kind: str, content: str, dims: str, remedy: str | None = None) -> Tensor:
+    """Returns a tensor of this kind that is not empty; raises LigerzooError for others. The remedy is for types."""
+    expected = f"a ({dims}) tensor of {content}"
+    if not isinstance(value, Tensor):
+        raise invalid(name, type_name(value), expected, remedy)
+    require(kind_of(value) == kind, name, value.dtype, expected)
+    shape = tuple(value.shape)
+    single = f"Use {name}[None] for a single prompt." if len(shape) == dims.count(",") else None
+    is_valid = len(shape) == len(dims.split(",")) and 0 not in shape
+    require(is_valid, name, shape, f"({dims}) with at least one token in each row", single)
+    return value
 
 
 def _checked_mask(mask: object, rows: int, tokens: int, name: str, device: torch.device) -> Tensor | None:
@@ -203,7 +197,7 @@ def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: in
     return cache
 
 
-def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
+def as_prompt(prompt: object, model: CausalModel, name: str) -> Tensor:
     """Returns a prompt as a (T,) int64 tensor on the CPU.
 
     Args:
@@ -214,22 +208,22 @@ def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
     Raises:
         LigerzooError: it is something else, empty, or contains a token id without embedding.
     """
-    expected, remedy = "token ids, a list or 1-D tensor of integers", None
-    if isinstance(prompt, str | bytes):
-        remedy = "Encode text first: tokenizer.encode(text)."
-    elif is_integer(prompt):
-        remedy = "Pass a list of prompts, even if there is one."
+    expected = "token ids, a list or 1-D tensor of integers"
     if isinstance(prompt, Tensor):
         is_valid = prompt.ndim == 1 and kind_of(prompt) == "integer"
         require(is_valid, name, f"{tuple(prompt.shape)} {prompt.dtype}", expected)
         ids = prompt.detach().to("cpu", torch.int64).contiguous()
     else:
-        values: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array
-        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-        require(is_list, name, type_name(prompt), expected, remedy)
-        other = next((value for value in values if not _is_token_id(value)), None)
-        require(other is None, name, f"a list with {other!r}", expected)
-        ids = torch.tensor(list(values), dtype=torch.int64)
+        match prompt.tolist() if hasattr(prompt, "tolist") else prompt:  # a NumPy array
+            case str() | bytes():
+                raise invalid(name, type_name(prompt), expected, "Encode text first: tokenizer.encode(text).")
+            case Sequence() as values:
+                other = next((value for value in values if not _is_token_id(value)), None)
+                require(other is None, name, f"a list with {other!r}", expected)
+                ids = torch.tensor(list(values), dtype=torch.int64)
+            case _:
+                remedy = "Pass a list of prompts, even if there is one." if is_integer(prompt) else None
+                raise invalid(name, type_name(prompt), expected, remedy)
     require(len(ids) > 0, name, "no tokens", "at least one token")
     try:
         model.check_inputs(ids[None])

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import TEXT
 from ligerzoo.device import upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import SupportsGenerate, invalid, require, type_name
@@ -138,8 +139,9 @@ class StopStrings:
     _CUTS = 4
 
     def __init__(self, strings: str | Sequence[str], tokenizer: SupportsDecode | None) -> None:
-        self.strings = list(strings) if isinstance(strings, Iterable) and not isinstance(strings, str) else [strings]
-        is_valid = self.strings != [] and all(isinstance(string, str) and string for string in self.strings)
+        several = strings if isinstance(strings, Iterable) else ()
+        self.strings = [strings] if isinstance(strings, str) else list(several)
+        is_valid = self.strings != [] and all(map(TEXT.accepts, self.strings))
         require(is_valid, "stop_strings", repr(strings), "one or more strings that are not empty")
         if tokenizer is None or not hasattr(tokenizer, "decode"):
             what, got, expected = "stop_strings need a tokenizer", type_name(tokenizer), "a ligerzoo.Tokenizer"
@@ -167,14 +169,14 @@ def token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] 
 
 def _checked_criteria(criteria: object) -> list[StoppingCriterion]:
     """Returns the criteria; raises LigerzooError unless they are callables."""
-    if criteria is None:
-        return []
-    remedy = "Put it in a list." if callable(criteria) and not isinstance(criteria, Sequence) else None
-    is_list = isinstance(criteria, Sequence) and not isinstance(criteria, str)
+    match criteria:
+        case None:
+            return []
+        case Sequence() if all(map(callable, criteria)):
+            return list(criteria)
+    remedy = "Put it in a list." if callable(criteria) else None
     expected = "a list of callables (input_ids, scores) -> bool or (B,) bool tensor"
-    if not is_list or not all(map(callable, criteria)):  # type: ignore[call-overload]
-        raise invalid("stopping_criteria", repr(criteria), expected, remedy)
-    return list(criteria)  # type: ignore[call-overload, no-any-return]
+    raise invalid("stopping_criteria", repr(criteria), expected, remedy)
 
 
 def _checked_verdict(verdict: object, index: int, running: Tensor) -> Tensor:
@@ -183,10 +185,14 @@ def _checked_verdict(verdict: object, index: int, running: Tensor) -> Tensor:
     Raises:
         LigerzooError: it is neither a bool nor a bool tensor with the shape of `running`.
     """
-    if isinstance(verdict, bool):
-        return torch.full_like(running, verdict)
     shape = tuple(running.shape)
-    got = f"{verdict.dtype} {tuple(verdict.shape)}" if isinstance(verdict, Tensor) else repr(verdict)
-    if not isinstance(verdict, Tensor) or verdict.dtype != torch.bool or verdict.shape not in ((), shape):
-        raise invalid(f"stopping_criteria[{index}]", got, f"it to return a bool, or a bool tensor of shape {shape}")
-    return verdict.to(running.device)
+    match verdict:
+        case bool():
+            return torch.full_like(running, verdict)
+        case Tensor() if verdict.dtype == torch.bool and verdict.shape in ((), shape):
+            return verdict.to(running.device)
+        case Tensor():
+            got = f"{verdict.dtype} {tuple(verdict.shape)}"
+        case _:
+            got = repr(verdict)
+    raise invalid(f"stopping_criteria[{index}]", got, f"it to return a bool, or a bool tensor of shape {shape}")
