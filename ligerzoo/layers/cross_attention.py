@@ -49,10 +49,8 @@ class CrossAttention(Attention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            hidden_size, num_heads, num_kv_heads, head_dim, q_norm=q_norm, k_norm=k_norm, is_causal=False,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+        sizes = hidden_size, num_heads, num_kv_heads, head_dim
+        super().__init__(*sizes, q_norm=q_norm, k_norm=k_norm, is_causal=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).

@@ -67,9 +67,14 @@ class CausalConv1d(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x: (B, T, C) -> (B, T, C), and the last inputs, (B, kernel_size - 1, C)."""
         return causal_conv1d(  # type: ignore[return-value]
-            x, self.weight.squeeze(1), initial_state=initial_state, segment_start=segment_start, activation="silu",
-            output_final_state=True, backend=self.backend,
-        )  # fmt: skip
+            x,
+            self.weight.squeeze(1),
+            initial_state=initial_state,
+            segment_start=segment_start,
+            activation="silu",
+            output_final_state=True,
+            backend=self.backend,
+        )
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """x: (B, 1, C) -> (B, 1, C); updates the last inputs, (B, kernel_size - 1, C), in place."""
@@ -160,10 +165,8 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "key_head_dim": key_head_dim,
-            "value_head_dim": value_head_dim, "conv_kernel_size": conv_kernel_size,
-        }  # fmt: skip
+        sizes = {"num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "key_head_dim": key_head_dim}
+        sizes |= {"value_head_dim": value_head_dim, "conv_kernel_size": conv_kernel_size}
         if min(sizes.values()) < 1 or num_value_heads % num_key_heads:
             got = ", ".join(f"{name}={value}" for name, value in sizes.items())
             raise ValueError(
@@ -254,9 +257,14 @@ class GatedDeltaNet(nn.Module):
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
             result = gated_delta_rule(
-                *self._heads(mixed), g, beta, initial_state=state_before, segment_start=segment_start,
-                output_final_state=cache is not None, backend=self.backend,
-            )  # fmt: skip
+                *self._heads(mixed),
+                g,
+                beta,
+                initial_state=state_before,
+                segment_start=segment_start,
+                output_final_state=cache is not None,
+                backend=self.backend,
+            )
             if cache is None:
                 o = cast(Tensor, result)
             else:

@@ -80,8 +80,8 @@ class LatentAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_rank": kv_rank, "nope_dim": nope_dim,
-                 "value_dim": value_dim, "q_rank": 1 if q_rank is None else q_rank}  # fmt: skip
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_rank": kv_rank, "nope_dim": nope_dim}
+        sizes |= {"value_dim": value_dim, "q_rank": 1 if q_rank is None else q_rank}
         if min(sizes.values()) < 1:
             given = ", ".join(f"{name}={value}" for name, value in sizes.items())
             raise ValueError(f"LatentAttention: {given}; expected positive numbers")
@@ -177,10 +177,8 @@ class LatentAttention(nn.Module):
         to_keys, to_values = weight[:, : self.nope_dim], weight[:, self.nope_dim :]
         q = torch.einsum("btnd,ndr->btnr", q_nope, to_keys)
         if q.shape[1] == 1 and (mask is None or isinstance(mask, Mask)):
-            out = latent_decode_attention(
-                q[:, 0], q_rope[:, 0], latents[:, :, 0], k_rope[:, :, 0],
-                *single_query_interval(mask), scale=self.scale, backend=self.backend,
-            )[:, None]  # fmt: skip
+            parts = q[:, 0], q_rope[:, 0], latents[:, :, 0], k_rope[:, :, 0], *single_query_interval(mask)
+            out = latent_decode_attention(*parts, scale=self.scale, backend=self.backend)[:, None]
         else:
             latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
             keys = torch.cat([latents, k_rope], -1)

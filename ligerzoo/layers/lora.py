@@ -346,11 +346,10 @@ class LoRAExperts(LoRALayer, Experts):
         """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
         if not self.lora_enabled:
             return super().forward(x, expert_ids, expert_weights)
-        return lora_experts_mlp(
-            x, expert_ids, expert_weights, dequantized(self.gate_up_proj), dequantized(self.down_proj),
-            self.update("gate_up_proj"), self.update("down_proj"), self.gate_up_proj_bias, self.down_proj_bias,
-            activation=self.activation, backend=self.backend,
-        )  # fmt: skip
+        routes, weights = (x, expert_ids, expert_weights), (dequantized(self.gate_up_proj), dequantized(self.down_proj))
+        updates = self.update("gate_up_proj"), self.update("down_proj")
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return lora_experts_mlp(*routes, *weights, *updates, *biases, activation=self.activation, backend=self.backend)
 
     def merged_weight(self, parameter: str) -> Tensor:
         weight, options = dequantized(getattr(self, parameter)), self.lora[parameter]

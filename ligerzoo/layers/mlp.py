@@ -17,7 +17,7 @@ class GatedMLP(nn.Module):
         hidden_size: H.
         intermediate_size: I.
         bias: add biases to all three projections.
-        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), "quick_gelu" or "relu2".
+        activation: a name of `ligerzoo.kernels.activation.ACTIVATIONS`, such as "silu" (SwiGLU) or "gelu" (GeGLU).
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         intermediate_size: I.
         output_size: O; None for H.
         bias: add biases to both projections.
-        activation: "gelu", "gelu_tanh", "quick_gelu", "silu" or "relu2".
+        activation: a name of `ligerzoo.kernels.activation.ACTIVATIONS`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 

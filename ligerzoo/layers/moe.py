@@ -43,7 +43,7 @@ class Experts(nn.Module):
         intermediate_size: I, intermediate features of each expert.
         num_experts: E.
         bias: add biases to all projections.
-        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), or `ligerzoo.kernels.ClampedSwiGLU`.
+        activation: as in `GatedMLP`, or `ligerzoo.kernels.ClampedSwiGLU`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Attributes:
@@ -97,17 +97,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
-        return experts_mlp(
-            x,
-            expert_ids,
-            expert_weights,
-            dequantized(self.gate_up_proj),
-            dequantized(self.down_proj),
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            activation=self.activation,
-            backend=self.backend,
-        )
+        weights = dequantized(self.gate_up_proj), dequantized(self.down_proj)
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        tensors = x, expert_ids, expert_weights, *weights, *biases
+        return experts_mlp(*tensors, activation=self.activation, backend=self.backend)
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
@@ -236,10 +229,8 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
         return None
     logits = gate.logits(tokens)
     routing = gate.routing(logits, backend)
-    y = decode_experts(
-        tokens, routing, experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias,
-        activation=experts.activation, backend=backend,
-    )  # fmt: skip
+    weights = experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias
+    y = decode_experts(tokens, routing, *weights, activation=experts.activation, backend=backend)
     return logits, y
 
 

@@ -187,10 +187,12 @@ class Operands(NamedTuple):
             return None
         dropped, updates = adapters[0].dropped(x), [one.update for one in updated]
         matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
-        outputs = recomputed(
-            lambda x, dropped, *_: compute_lora_linears(x, self.weights, self.biases, updates, dropped, backend),
-            x, dropped, *self.weights, *self.biases, *matrices, level=level,
-        )  # fmt: skip
+        parameters = *self.weights, *self.biases, *matrices
+
+        def compute(x: Tensor, dropped: Tensor | None, *_: Tensor | None) -> tuple[Tensor, ...]:
+            return compute_lora_linears(x, self.weights, self.biases, updates, dropped, backend)
+
+        outputs = recomputed(compute, x, dropped, *parameters, level=level)
         return tuple(one.rescale(y, level) for y, one in zip(outputs, updated, strict=True))
 
 

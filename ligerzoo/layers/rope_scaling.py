@@ -1,26 +1,19 @@
 """Context extension ("rope scaling"): changes the frequencies of a rotary embedding for longer sequences.
 
-Each method is a function of frequencies. Rope types and parameters have the names that Hugging Face uses.
+`ROPE_TYPES` lists the methods; types and parameters have Hugging Face's names. A new one is a row and its formulas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-REQUIRED_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-}
-"""The required parameters of each rope type."""
+Scaling = Mapping[str, Any]
+"""A rope type and its parameters, `{"rope_type": ..., its parameters}`."""
 
 _OPTIONAL_PARAMETERS = (
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -30,77 +23,119 @@ MAX_ROTARY_DIM = 2**16
 """Largest number of rotated features per head."""
 
 
+class Rope(NamedTuple):
+    """What the frequencies follow from.
+
+    Attributes:
+        dim: R, number of rotated features per head.
+        theta: base of the frequencies.
+        max_position: context length of the model.
+        scaling: the parameters of the rope type.
+    """
+
+    dim: int
+    theta: float
+    max_position: int
+    scaling: Scaling
+
+    @property
+    def original_max_position(self) -> int:
+        """Context length before the extension."""
+        return self.scaling.get("original_max_position_embeddings") or self.max_position
+
+    @property
+    def factor(self) -> float:
+        """By how much the context is extended."""
+        return self.scaling.get("factor") or self.max_position / self.original_max_position
+
+    def frequencies(self) -> Tensor:
+        """Returns those without scaling, (R/2,) fp32."""
+        return default_frequencies(self.dim, self.theta)
+
+
+class RopeType(NamedTuple):
+    """A method of context extension.
+
+    Attributes:
+        required: its required parameters.
+        frequencies: (R/2,) fp32, or those from which `choose` chooses.
+        attention_factor: factor of cosines and sines.
+        choose: the frequencies for a sequence, from these and the largest position plus 1, 0-d; None if they do not
+            depend on it.
+        max_independent_length: length up to which `choose` ignores the length.
+    """
+
+    required: tuple[str, ...] = ()
+    frequencies: Callable[[Rope], Tensor] = Rope.frequencies
+    attention_factor: Callable[[Rope], float] = lambda rope: 1.0
+    choose: Callable[[Rope, Tensor, Tensor], Tensor] | None = None
+    max_independent_length: Callable[[Rope], int] | None = None
+
+
 def default_frequencies(dim: int, theta: float | Tensor) -> Tensor:
     """(R/2,) fp32: theta^(-2i/R) (Su et al. 2021, section 3.2.2)."""
     device = theta.device if isinstance(theta, Tensor) else "cpu"
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def linear_frequencies(frequencies: Tensor, factor: float) -> Tensor:
-    """Position interpolation (Chen et al. 2023): divides all positions by `factor`."""
-    return frequencies / factor
+def _linear(rope: Rope) -> Tensor:
+    """Position interpolation (Chen et al. 2023): divides all positions by the factor."""
+    return rope.frequencies() / rope.factor
 
 
-def dynamic_frequencies(dim: int, theta: float, factor: float, max_position: int, longest: Tensor) -> Tensor:
-    """Dynamic NTK scaling: theta grows with the sequence length beyond `max_position`.
-
-    Args:
-        dim: R, number of rotated features per head.
-        theta: base of the frequencies.
-        factor: scaling factor.
-        max_position: context length of the model.
-        longest: 0-d, largest position plus 1.
-    """
+def _dynamic(rope: Rope, frequencies: Tensor, longest: Tensor) -> Tensor:
+    """Dynamic NTK scaling: theta grows with the sequence length beyond `max_position`."""
+    dim, theta, max_position, _ = rope
     used = longest.clamp(min=max_position)
     exponent = dim / max(dim - 2, 1)  # the only frequency of a single pair is 1 for every theta
-    return default_frequencies(dim, theta * (factor * used / max_position - (factor - 1)) ** exponent)
+    stretched = default_frequencies(dim, theta * (rope.factor * used / max_position - (rope.factor - 1)) ** exponent)
+    return torch.where(longest > max_position, stretched, frequencies)
 
 
-def llama3_frequencies(
-    frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_position: int
-) -> Tensor:
-    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates linearly between them.
+def _llama3(rope: Rope) -> Tensor:
+    """Llama 3.1: divides low frequencies by the factor, keeps high ones, and interpolates linearly between them.
 
     A frequency is low if it completes fewer than `low_freq_factor` rotations within the original context, and high if
     it completes more than `high_freq_factor`.
     """
-    rotations = original_max_position * frequencies / (2 * math.pi)
-    kept = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * frequencies / factor + kept * frequencies
+    frequencies, low, high = rope.frequencies(), rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)
+    kept: Tensor = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 
-def yarn_frequencies(
-    frequencies: Tensor, theta: float, factor: float, original_max_position: int,
-    beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True,
-) -> Tensor:  # fmt: skip
-    """YaRN (Peng et al. 2023, section 3.2): keeps high frequencies and divides low ones by `factor`.
+def _yarn(rope: Rope) -> Tensor:
+    """YaRN (Peng et al. 2023, section 3.2): keeps high frequencies and divides low ones by the factor.
 
     Interpolates linearly in the pair index, between the pairs that complete `beta_fast` and `beta_slow` rotations
     within the original context. `truncate` rounds these two indices outwards to integers.
     """
-    dim = 2 * frequencies.shape[0]
+    dim, frequencies = rope.dim, rope.frequencies()
 
     def pair_index(rotations: float) -> float:
-        return dim * math.log(original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first, last = pair_index(beta_fast), pair_index(beta_slow)
-    if truncate:
+    first = pair_index(rope.scaling.get("beta_fast") or 32.0)
+    last = pair_index(rope.scaling.get("beta_slow") or 1.0)
+    if rope.scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     width = (last - first) or 0.001
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
     slowed = ((index - first) / width).clamp(0, 1)
-    return slowed * frequencies / factor + (1 - slowed) * frequencies
+    return slowed * frequencies / rope.factor + (1 - slowed) * frequencies
 
 
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+def _yarn_attention_factor(rope: Rope) -> float:
     """YaRN's factor of cosines and sines, which keeps the entropy of attention in a longer context (eq. 22)."""
-    if mscale and mscale_all_dim:
-        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
-    return _magnitude(factor, 1.0)
+    names = "attention_factor", "mscale", "mscale_all_dim"
+    given, mscale, all_dim = (rope.scaling.get(name) for name in names)
+    if mscale and all_dim:
+        return given or _magnitude(rope.factor, mscale) / _magnitude(rope.factor, all_dim)
+    return given or _magnitude(rope.factor, 1.0)
 
 
-def yarn_score_factor(scaling: Mapping[str, Any] | None) -> float:
+def yarn_score_factor(scaling: Scaling | None) -> float:
     """Returns the factor of attention scores that `mscale_all_dim` asks for.
 
     DeepSeek's models multiply queries and keys, not only their rotated features, by YaRN's factor.
@@ -117,16 +152,40 @@ def _magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def longrope_frequencies(dim: int, theta: float, factors: Sequence[float]) -> Tensor:
-    """LongRoPE (Ding et al. 2024): divides each frequency by its entry of `factors`."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents)
+def _longrope(rope: Rope) -> Tensor:
+    """LongRoPE (Ding et al. 2024): divides each frequency by its factor; (2, R/2), for short and long sequences."""
+    factors = [rope.scaling[name] for name in ("short_factor", "long_factor")]
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * rope.theta**exponents)
 
 
-def longrope_attention_factor(factor: float, original_max_position: int) -> float:
+def _short_or_long(rope: Rope, frequencies: Tensor, longest: Tensor) -> Tensor:
+    short, long = frequencies.unbind()
+    return torch.where(longest > rope.original_max_position, long, short)
+
+
+def _longrope_attention_factor(rope: Rope) -> float:
     """LongRoPE's factor of cosines and sines, the same for short and long sequences."""
-    extended = factor > 1 and original_max_position > 1
-    return math.sqrt(1 + math.log(factor) / math.log(original_max_position)) if extended else 1.0
+    factor, original = rope.factor, rope.original_max_position
+    extended = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return rope.scaling.get("attention_factor") or extended
+
+
+ROPE_TYPES: Mapping[str, RopeType] = {
+    "default": RopeType(),
+    "linear": RopeType(("factor",), _linear),
+    "dynamic": RopeType(("factor",), choose=_dynamic, max_independent_length=lambda rope: rope.max_position),
+    "llama3": RopeType(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
+    "yarn": RopeType(("factor",), _yarn, _yarn_attention_factor),
+    "longrope": RopeType(
+        ("short_factor", "long_factor"),
+        _longrope,
+        _longrope_attention_factor,
+        choose=_short_or_long,
+        max_independent_length=lambda rope: rope.original_max_position,
+    ),
+}
+"""The rope types by name."""
 
 
 def scaling_error(scaling: object, dim: int) -> str | None:
@@ -134,9 +193,9 @@ def scaling_error(scaling: object, dim: int) -> str | None:
     if not isinstance(scaling, Mapping):
         return f"not a mapping; got {_short(scaling)}; expected a mapping with rope_type and its parameters"
     rope_type = scaling.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in REQUIRED_PARAMETERS:
-        return f"unknown rope type; got {_short(rope_type)}; expected one of {', '.join(REQUIRED_PARAMETERS)}"
-    required = REQUIRED_PARAMETERS[rope_type]
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        return f"unknown rope type; got {_short(rope_type)}; expected one of {', '.join(ROPE_TYPES)}"
+    required = ROPE_TYPES[rope_type].required
     for name in (*required, *_OPTIONAL_PARAMETERS):
         value = scaling.get(name)
         if value is None and name not in required:

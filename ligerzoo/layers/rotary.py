@@ -7,7 +7,7 @@ are not buffers, so that meta initialization cannot lose them and `model.to(dtyp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,12 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.rope_scaling import (
     MAX_ROTARY_DIM,
-    default_frequencies,
-    dynamic_frequencies,
+    ROPE_TYPES,
+    Rope,
+    Scaling,
     is_rotary_dim,
     is_theta,
-    linear_frequencies,
-    llama3_frequencies,
-    longrope_attention_factor,
-    longrope_frequencies,
     scaling_error,
-    yarn_attention_factor,
-    yarn_frequencies,
 )
 
 
@@ -35,8 +30,8 @@ class RotaryEmbedding(nn.Module):
     Args:
         dim: R, number of rotated features per head; even.
         theta: base of the frequencies; above 1.
-        scaling: context extension ("rope scaling"), `{"rope_type": ..., its parameters}`. Types: default, linear,
-            dynamic, llama3, yarn and longrope. None for no scaling.
+        scaling: context extension ("rope scaling"), `{"rope_type": ..., its parameters}`; see
+            `ligerzoo.layers.rope_scaling.ROPE_TYPES`. None for no scaling.
         max_position_embeddings: context length of the model, in tokens; some methods only change longer sequences.
         interleaved: rotate features 2i and 2i + 1 as a pair, instead of i and i + R/2.
         in_fp32: rotate queries and keys in fp32 for every dtype.
@@ -50,7 +45,7 @@ class RotaryEmbedding(nn.Module):
         self,
         dim: int,
         theta: float = 10000.0,
-        scaling: Mapping[str, Any] | None = None,
+        scaling: Scaling | None = None,
         max_position_embeddings: int = 2048,
         *,
         interleaved: bool = False,
@@ -66,62 +61,26 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"RotaryEmbedding: scaling: {error}")
         self.interleaved, self.in_fp32 = interleaved, in_fp32
         theta = float(theta)  # torch accepts integers of at most 64 bits
+        self.rope = Rope(dim, theta, max_position_embeddings, dict(scaling))
         self.dim, self.theta, self.rope_type = dim, theta, scaling.get("rope_type", "default")
-        self.max_position = max_position_embeddings
-        self.original_max_position = scaling.get("original_max_position_embeddings") or max_position_embeddings
-        self.factor: float = scaling.get("factor") or max_position_embeddings / self.original_max_position
-        self.attention_factor = 1.0
-
-        frequencies = default_frequencies(dim, theta)
-        match self.rope_type:
-            case "linear":
-                frequencies = linear_frequencies(frequencies, self.factor)
-            case "llama3":
-                frequencies = llama3_frequencies(
-                    frequencies,
-                    self.factor,
-                    scaling["low_freq_factor"],
-                    scaling["high_freq_factor"],
-                    self.original_max_position,
-                )
-            case "yarn":
-                frequencies = yarn_frequencies(
-                    frequencies, theta, self.factor, self.original_max_position,
-                    scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0, scaling.get("truncate", True),
-                )  # fmt: skip
-                self.attention_factor = scaling.get("attention_factor") or yarn_attention_factor(
-                    self.factor, scaling.get("mscale"), scaling.get("mscale_all_dim")
-                )
-            case "longrope":
-                frequencies = torch.stack(
-                    [longrope_frequencies(dim, theta, scaling[name]) for name in ("short_factor", "long_factor")]
-                )
-                self.attention_factor = scaling.get("attention_factor") or longrope_attention_factor(
-                    self.factor, self.original_max_position
-                )
-        self._frequencies_on = {torch.device("cpu"): frequencies}
+        self.original_max_position = self.rope.original_max_position
+        kind = ROPE_TYPES[self.rope_type]
+        self.attention_factor = kind.attention_factor(self.rope)
+        self._frequencies_on = {torch.device("cpu"): kind.frequencies(self.rope)}
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        """Returns (R/2,) fp32 on the device of `position_ids`; dynamic and longrope depend on the largest position."""
-        device = position_ids.device
+        """Returns (R/2,) fp32 on the device of `position_ids`. Some types depend on the largest position."""
+        device, choose = position_ids.device, ROPE_TYPES[self.rope_type].choose
         if device not in self._frequencies_on:
             self._frequencies_on[device] = self._frequencies_on[torch.device("cpu")].to(device)
         frequencies = self._frequencies_on[device]
-        match self.rope_type:
-            case "dynamic":
-                longest = position_ids.max() + 1
-                stretched = dynamic_frequencies(self.dim, self.theta, self.factor, self.max_position, longest)
-                return torch.where(longest > self.max_position, stretched, frequencies)
-            case "longrope":
-                short, long = frequencies.unbind()
-                return torch.where(position_ids.max() + 1 > self.original_max_position, long, short)
-        return frequencies
+        return frequencies if choose is None else choose(self.rope, frequencies, position_ids.max() + 1)
 
     @property
     def max_independent_length(self) -> int | None:
         """Length up to which the frequencies do not depend on the longest sequence of the batch; None for no limit."""
-        lengths = {"dynamic": self.max_position, "longrope": self.original_max_position}
-        return lengths.get(self.rope_type)
+        length = ROPE_TYPES[self.rope_type].max_independent_length
+        return None if length is None else length(self.rope)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, each (..., T, R/2), computed in fp32.

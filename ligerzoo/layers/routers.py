@@ -191,11 +191,9 @@ class SigmoidRouter(_BalancingBias):
 
     def routing(self, logits: Tensor, backend: Backend) -> Routing:
         """See `Router.routing`."""
-        return route_sigmoid(
-            logits, self.e_score_correction_bias, self.num_experts_per_token, num_groups=self.num_groups,
-            num_selected_groups=self.num_selected_groups, renormalize=self.renormalize, scale=self.scale,
-            backend=backend,
-        )  # fmt: skip
+        groups = {"num_groups": self.num_groups, "num_selected_groups": self.num_selected_groups}
+        bias, k = self.e_score_correction_bias, self.num_experts_per_token
+        return route_sigmoid(logits, bias, k, **groups, renormalize=self.renormalize, scale=self.scale, backend=backend)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape

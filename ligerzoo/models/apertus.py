@@ -8,17 +8,16 @@ Distinctive: Llama 3.1 with QK-norm, and the trainable activation xIELU in an ML
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ligerzoo.layers import XIELU, Attention, RMSNorm, RotaryEmbedding, UngatedMLP
+from ligerzoo.layers.rope_scaling import Scaling
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, heads, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
-def _llama3() -> dict[str, Any]:
+def _llama3() -> Scaling:
     return {
         "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -38,7 +37,7 @@ class ApertusConfig(DecoderConfig):
     max_position_embeddings: int = 65536
     rms_norm_eps: float = 1e-5
     rope_theta: float = 12000000.0
-    rope_scaling: Mapping[str, Any] | None = field(default_factory=_llama3)
+    rope_scaling: Scaling | None = field(default_factory=_llama3)
     attention_bias: bool = False
 
 

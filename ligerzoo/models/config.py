@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, TypeGuard, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_dim, is_theta, scaling_error
+from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, Scaling, is_positive, is_rotary_dim, is_theta, scaling_error
 from ligerzoo.tensor_checks import describe_value
 
 _LARGEST_SIZE = 2**31 - 1
@@ -128,7 +128,7 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Scaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -202,7 +202,7 @@ def heads(config: DecoderConfig) -> tuple[int, int, int, int]:
     return config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size
 
 
-def rotary_arguments(config: DecoderConfig) -> tuple[int, float, Mapping[str, Any] | None, int]:
+def rotary_arguments(config: DecoderConfig) -> tuple[int, float, Scaling | None, int]:
     """Returns the first arguments of `RotaryEmbedding`."""
     return config.rotary_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
 

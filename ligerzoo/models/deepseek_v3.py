@@ -90,10 +90,8 @@ class DeepseekV3(DeepSeekMoECausalLM):
         c, rotary = config, RotaryEmbedding(*rotary_arguments(config), interleaved=config.rope_interleave)
 
         def attention(layer: int) -> LatentAttention:
-            return LatentAttention(
-                c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim, rotary,
-                q_rank=c.q_lora_rank, scale=yarn_score_factor(c.rope_scaling) * c.key_size**-0.5,
-                bias=c.attention_bias,
-            )  # fmt: skip
+            sizes = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim
+            scale = yarn_score_factor(c.rope_scaling) * c.key_size**-0.5
+            return LatentAttention(*sizes, rotary, q_rank=c.q_lora_rank, scale=scale, bias=c.attention_bias)
 
         super().__init__(config, llama_decoder(c, attention, c.feed_forward, Embedding(c.vocab_size, c.hidden_size)))

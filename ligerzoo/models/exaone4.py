@@ -66,10 +66,8 @@ class Exaone4(CausalLM):
             return RMSNorm(size, c.rms_norm_eps)
 
         def block(i: int) -> PostNormBlock:
-            attention = Attention(
-                *heads(c), rotary if c.rotates(i) else None,
-                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i),
-            )  # fmt: skip
+            rotation, q_norm, k_norm = rotary if c.rotates(i) else None, norm(c.head_size), norm(c.head_size)
+            attention = Attention(*heads(c), rotation, q_norm=q_norm, k_norm=k_norm, window=c.window(i))
             mlp = GatedMLP(c.hidden_size, c.intermediate_size)
             return PostNormBlock(attention, norm(), mlp, norm())
 

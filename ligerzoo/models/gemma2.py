@@ -71,18 +71,17 @@ class Gemma2(CausalLM):
     config: Gemma2Config
 
     def __init__(self, config: Gemma2Config) -> None:
-        c = config
+        c, bias = config, config.attention_bias
         rotary = RotaryEmbedding(*rotary_arguments(c))
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False)
 
         def block(i: int) -> SandwichBlock:
+            window, scale, cap = c.window(i), c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
             attention = Attention(
-                *heads(c), rotary, window=c.window(i),
-                scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
+                *heads(c), rotary, window=window, scale=scale, softcap=cap, qkv_bias=bias, output_bias=bias
+            )
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
             return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 

@@ -117,10 +117,14 @@ def gemma3_decoder(config: Gemma3DecoderConfig, *, is_causal: bool = True) -> De
         attention = Attention(
             *heads(c),
             local_rotary if c.is_sliding(i) else rotary,
-            q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(i),
-            scale=c.query_pre_attn_scalar**-0.5, is_causal=is_causal,
-            qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-        )  # fmt: skip
+            q_norm=norm(c.head_size),
+            k_norm=norm(c.head_size),
+            window=c.window(i),
+            scale=c.query_pre_attn_scalar**-0.5,
+            is_causal=is_causal,
+            qkv_bias=c.attention_bias,
+            output_bias=c.attention_bias,
+        )
         mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh")
         return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 

@@ -11,12 +11,11 @@ context is extended by YaRN, whose bounds are not rounded to integers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ligerzoo.kernels import ClampedSwiGLU
 from ligerzoo.layers import Embedding, Experts, MoE, RMSNorm, RotaryEmbedding, Router, SinkAttention
+from ligerzoo.layers.rope_scaling import Scaling
 from ligerzoo.models.config import WindowedConfig, check_positive, heads, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
@@ -50,7 +49,7 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     rope_theta: float = 150000.0
-    rope_scaling: Mapping[str, Any] | None = field(default_factory=lambda: dict(YARN))
+    rope_scaling: Scaling | None = field(default_factory=lambda: dict(YARN))
     sliding_window: int | None = 128
     num_experts: int = 128
     num_experts_per_tok: int = 4

@@ -95,16 +95,12 @@ def gated_delta_decoder(
 
     def block(i: int) -> PreNormBlock:
         if c.is_linear(i):
-            mixer = GatedDeltaNet(
-                c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
-                c.linear_value_head_dim, conv_kernel_size=c.linear_conv_kernel_dim, eps=c.rms_norm_eps,
-            )  # fmt: skip
+            heads_and_sizes = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+            sizes = c.hidden_size, c.linear_num_key_heads, *heads_and_sizes
+            mixer = GatedDeltaNet(*sizes, conv_kernel_size=c.linear_conv_kernel_dim, eps=c.rms_norm_eps)
             return LinearAttentionBlock(norm(), mixer, norm(), mlp(i))
-        attention = GatedAttention(
-            *heads(c), rotary,
-            q_norm=norm(c.head_size), k_norm=norm(c.head_size),
-            qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-        )  # fmt: skip
+        bias, q_norm, k_norm = c.attention_bias, norm(c.head_size), norm(c.head_size)
+        attention = GatedAttention(*heads(c), rotary, q_norm=q_norm, k_norm=k_norm, qkv_bias=bias, output_bias=bias)
         return PreNormBlock(norm(), attention, norm(), mlp(i))
 
     embedding = Embedding(c.vocab_size, c.hidden_size)

@@ -40,8 +40,7 @@ def check_labels(
             if any_true(is_wrong):
                 read, wrong = innermost(torch.stack([read, is_wrong.to(read.dtype)], -1)).unbind(-1)
                 *_, row, column = index = wrong.nonzero()[0].tolist()
-                raise LigerzooError(
-                    "label outside the vocabulary", where=f"{argument}[{row}, {first + column}]",
-                    got=int(read[tuple(index)]), expected=f"0 to {vocab_size - 1}, or -100 for an ignored token",
-                    remedy="Use the tokenizer of this model, and -100 for prompts and padding.",
-                )  # fmt: skip
+                what, where = "label outside the vocabulary", f"{argument}[{row}, {first + column}]"
+                got, expected = int(read[tuple(index)]), f"0 to {vocab_size - 1}, or -100 for an ignored token"
+                remedy = "Use the tokenizer of this model, and -100 for prompts and padding."
+                raise LigerzooError(what, where=where, got=got, expected=expected, remedy=remedy)

@@ -132,20 +132,14 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
             ValueError: the inputs have inconsistent shapes or values, or no layer has an output that was requested.
         """
         self._refuse_unknown(modalities)
-        flags = {
-            "use_cache": use_cache, "output_hidden_states": output_hidden_states,
-            "output_attentions": output_attentions, "output_router_logits": output_router_logits,
-        }  # fmt: skip
-        for name, flag in flags.items():
+        stores = {"hidden_states": output_hidden_states, "attentions": output_attentions}
+        stores["router_logits"] = output_router_logits
+        for name, flag in {"use_cache": use_cache, **{f"output_{name}": flag for name, flag in stores.items()}}.items():
             if not (flag is None or isinstance(flag, bool)):
                 raise LigerzooError("not a flag", where=name, got=repr(flag), expected="True, False or None")
         if output_router_logits is None:
-            output_router_logits = self._wants_router_logits()
-        outputs = LayerOutputs(
-            router_logits=[] if output_router_logits else None,
-            attentions=[] if output_attentions else None,
-            hidden_states=[] if output_hidden_states else None,
-        )
+            stores["router_logits"] = self._wants_router_logits()
+        outputs = LayerOutputs(**{name: [] for name, flag in stores.items() if flag})
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values, outputs)
@@ -233,11 +227,10 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
                 raise LigerzooError(what, where="input_ids", got=token_id, expected=f"{name} as well", remedy=remedy)
         if any_true(is_invalid):
             ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)], -1)).unbind(-1)
-            raise LigerzooError(
-                "token ids outside the vocabulary", where="input_ids", got=ids[selected.bool()][:8].tolist(),
-                expected=f"0 to {self.input_vocab_size - 1}",
-                remedy="Use the tokenizer of this model, and pad with an id of its vocabulary.",
-            )  # fmt: skip
+            what, got = "token ids outside the vocabulary", ids[selected.bool()][:8].tolist()
+            expected = f"0 to {self.input_vocab_size - 1}"
+            remedy = "Use the tokenizer of this model, and pad with an id of its vocabulary."
+            raise LigerzooError(what, where="input_ids", got=got, expected=expected, remedy=remedy)
 
     inputs_per_token: ClassVar[tuple[str, ...]] = ()
     """Per-token model inputs, (B, T, ...); `generate` pads and slices them like `input_ids`."""

@@ -10,7 +10,6 @@ as sharp over more keys (as in Llama 4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ligerzoo.layers import Attention, Context, Embedding, RotaryEmbedding
-from ligerzoo.layers.rope_scaling import is_positive
+from ligerzoo.layers.rope_scaling import Scaling, is_positive
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, heads, refuse_unless, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
-def _yarn() -> dict[str, Any]:
+def _yarn() -> Scaling:
     return {
         "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -49,7 +48,7 @@ class Ministral3Config(DecoderConfig):
     max_position_embeddings: int = 262144
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1e6
-    rope_scaling: Mapping[str, Any] | None = field(default_factory=_yarn)
+    rope_scaling: Scaling | None = field(default_factory=_yarn)
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:

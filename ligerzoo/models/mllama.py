@@ -219,10 +219,9 @@ class Mllama(CausalLM):
         count = (is_image if padding_mask is None else is_image & padding_mask).cumsum(1)
         images = tiles.any(-1).sum(1)
         if bool((count[:, -1] > images).any()):
-            raise LigerzooError(
-                "more image tokens than images", where="input_ids", got=count[:, -1].tolist(),
-                expected=f"at most {images.tolist()}, the images of each row in aspect_ratio_ids",
-            )  # fmt: skip
+            what, got = "more image tokens than images", count[:, -1].tolist()
+            expected = f"at most {images.tolist()}, the images of each row in aspect_ratio_ids"
+            raise LigerzooError(what, where="input_ids", got=got, expected=expected)
         visible = modalities.get("cross_attention_mask")
         if visible is None or visible.shape != (*input_ids.shape, *tiles.shape[1:]):
             return
@@ -249,17 +248,14 @@ class Mllama(CausalLM):
         """
         ratios = self.config.vision_config.supported_aspect_ratios
         if bool(((arrangement < 0) | (arrangement > len(ratios))).any()):
-            raise LigerzooError(
-                "unknown tile arrangement", where="aspect_ratio_ids", got=arrangement.tolist(),
-                expected=f"1 to {len(ratios)}, or 0 for no image",
-            )  # fmt: skip
+            expected, got = f"1 to {len(ratios)}, or 0 for no image", arrangement.tolist()
+            raise LigerzooError("unknown tile arrangement", where="aspect_ratio_ids", got=got, expected=expected)
         counts = torch.tensor([0, *(rows * columns for rows, columns in ratios)], device=arrangement.device)
         count, tile = counts[arrangement][..., None], torch.arange(self._max_tiles, device=arrangement.device)
-        expected = tile < count.clamp(min=1)
-        if not torch.equal(is_tile.to(expected.device).bool(), expected):
-            what = "contradicts aspect_ratio_ids"
-            where = "aspect_ratio_mask"
-            raise LigerzooError(what, where=where, got=is_tile.int().tolist(), expected=expected.int().tolist())
+        implied = tile < count.clamp(min=1)
+        if not torch.equal(is_tile.to(implied.device).bool(), implied):
+            what, where = "contradicts aspect_ratio_ids", "aspect_ratio_mask"
+            raise LigerzooError(what, where=where, got=is_tile.int().tolist(), expected=implied.int().tolist())
         return tile < count
 
     def embed(

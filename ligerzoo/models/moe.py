@@ -78,16 +78,14 @@ class DeepSeekMoEConfig(RoutedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         experts, chosen, groups, selected = self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group
-        refuse_unless(
-            experts % groups == 0 and (groups == 1 or experts >= 2 * groups), "n_group", groups,
-            f"1, or a divisor of the number of experts, {experts}, with two per group or more",
-            "the experts do not form groups of equal size",
-        )  # fmt: skip
-        refuse_unless(
-            selected <= groups and chosen <= selected * (experts // groups), "topk_group", selected,
-            f"at most n_group, {groups}, and enough groups for {chosen} experts",
-            "more experts per token than the selected groups have, or more selected groups than there are",
-        )  # fmt: skip
+        what = "the experts do not form groups of equal size"
+        expected = f"1, or a divisor of the number of experts, {experts}, with two per group or more"
+        are_equal = experts % groups == 0 and (groups == 1 or experts >= 2 * groups)
+        refuse_unless(are_equal, "n_group", groups, expected, what)
+        what = "more experts per token than the selected groups have, or more selected groups than there are"
+        expected = f"at most n_group, {groups}, and enough groups for {chosen} experts"
+        suffice = selected <= groups and chosen <= selected * (experts // groups)
+        refuse_unless(suffice, "topk_group", selected, expected, what)
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE."""
@@ -98,9 +96,14 @@ class DeepSeekMoEConfig(RoutedConfig):
         if not self.has_mixture(layer):
             return GatedMLP(self.hidden_size, self.intermediate_size)
         router = SigmoidRouter(
-            self.hidden_size, self.num_experts, self.num_experts_per_tok, num_groups=self.n_group,
-            num_selected_groups=self.topk_group, renormalize=self.norm_topk_prob, scale=self.routed_scaling_factor,
-        )  # fmt: skip
+            self.hidden_size,
+            self.num_experts,
+            self.num_experts_per_tok,
+            num_groups=self.n_group,
+            num_selected_groups=self.topk_group,
+            renormalize=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
         shared_size = self.n_shared_experts * self.moe_intermediate_size
         return DeepSeekMoE(
             router,

@@ -62,11 +62,10 @@ class NanoChat(CausalLM):
             return RMSNorm(size, c.rms_norm_eps, elementwise_affine=False)
 
         def block() -> PreNormBlock:
+            bias, q_norm, k_norm = c.attention_bias, norm(c.head_size), norm(c.head_size)
             attention = RotaryNormAttention(
-                *heads(c), rotary,
-                q_norm=norm(c.head_size), k_norm=norm(c.head_size),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-            )  # fmt: skip
+                *heads(c), rotary, q_norm=q_norm, k_norm=k_norm, qkv_bias=bias, output_bias=bias
+            )
             mlp = MLP(c.hidden_size, c.intermediate_size, bias=False, activation="relu2")
             return PreNormBlock(norm(), attention, norm(), mlp)
 

@@ -64,10 +64,14 @@ def olmo2_decoder(config: Olmo2Config, rotary: Sequence[RotaryEmbedding], window
 
     def block(layer: int) -> PostNormBlock:
         attention = Attention(
-            *heads(c), rotary[layer], window=windows[layer],
-            q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
-            qkv_bias=c.attention_bias, output_bias=c.attention_bias,
-        )  # fmt: skip
+            *heads(c),
+            rotary[layer],
+            window=windows[layer],
+            q_norm=norm_of(c.num_attention_heads),
+            k_norm=norm_of(c.kv_heads),
+            qkv_bias=c.attention_bias,
+            output_bias=c.attention_bias,
+        )
         return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size), norm())
 
     embedding = Embedding(c.vocab_size, c.hidden_size)

@@ -119,7 +119,6 @@ def windowed_tower(config: Qwen2_5VLVisionConfig) -> WindowedVisionTower:
     def mlp() -> GatedMLP:
         return GatedMLP(c.hidden_size, c.intermediate_size, bias=True)
 
-    return WindowedVisionTower(
-        *tower_parts(c, norm, mlp), patch_merger(c, norm()),
-        merge_size=c.spatial_merge_size, window=c.window, full_blocks=c.fullatt_block_indexes,
-    )  # fmt: skip
+    parts = *tower_parts(c, norm, mlp), patch_merger(c, norm())
+    full_blocks = c.fullatt_block_indexes
+    return WindowedVisionTower(*parts, merge_size=c.spatial_merge_size, window=c.window, full_blocks=full_blocks)

@@ -126,15 +126,13 @@ def qwen3_tower(config: Qwen3VisionConfig, deepstack_blocks: Sequence[int] = ())
 
     def merger(*, norm_merged: bool = False) -> MergerMLP:
         merged = c.spatial_merge_size**2
-        return MergerMLP(
-            norm(merged * c.hidden_size if norm_merged else c.hidden_size), c.hidden_size, c.out_hidden_size,
-            merged=merged, norm_merged=norm_merged,
-        )  # fmt: skip
+        merger_norm = norm(merged * c.hidden_size if norm_merged else c.hidden_size)
+        return MergerMLP(merger_norm, c.hidden_size, c.out_hidden_size, merged=merged, norm_merged=norm_merged)
 
     patch_embed, blocks = tower_parts(c, norm, mlp, patch_bias=True)
     pos_embed = ResampledPositionEmbedding(math.isqrt(c.num_position_embeddings), c.hidden_size)
+    parts = patch_embed, pos_embed, blocks, merger()
+    mergers = [merger(norm_merged=True) for _ in deepstack_blocks]
     return DeepStackVisionTower(
-        patch_embed, pos_embed, blocks, merger(), merge_size=c.spatial_merge_size,
-        deepstack_blocks=deepstack_blocks,
-        deepstack_mergers=[merger(norm_merged=True) for _ in deepstack_blocks],
-    )  # fmt: skip
+        *parts, merge_size=c.spatial_merge_size, deepstack_blocks=deepstack_blocks, deepstack_mergers=mergers
+    )

@@ -184,10 +184,13 @@ def _check_problem_type(problem_type: str, num_labels: int) -> None:
         expected = " or ".join(map(repr, get_args(ProblemType)))
         raise ConfigError("unknown", where="problem_type", got=repr(problem_type), expected=expected)
     if problem_type == "single_label_classification" and num_labels == 1:
+        what, remedy = (
+            "a single label leaves nothing to choose",
+            'A reward model has problem_type="regression" or none.',
+        )
         raise ConfigError(
-            "a single label leaves nothing to choose", where="problem_type", got=repr(problem_type),
-            expected="two labels or more", remedy='A reward model has problem_type="regression" or none.',
-        )  # fmt: skip
+            what, where="problem_type", got=repr(problem_type), expected="two labels or more", remedy=remedy
+        )
 
 
 def default_problem_type(num_labels: int, labels: Tensor) -> ProblemType:

@@ -72,10 +72,8 @@ class SmolLM3(CausalLM):
         c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
         def attention(layer: int) -> Attention:
-            return Attention(
-                *heads(c), rotary if c.rotates(layer) else None, window=c.window(layer), qkv_bias=c.attention_bias,
-                output_bias=c.attention_bias,
-            )  # fmt: skip
+            bias, rotation = c.attention_bias, rotary if c.rotates(layer) else None
+            return Attention(*heads(c), rotation, window=c.window(layer), qkv_bias=bias, output_bias=bias)
 
         def mlp(layer: int) -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
