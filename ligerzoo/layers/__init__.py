@@ -13,8 +13,12 @@ from ligerzoo.layers.block import (
 )
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RecurrentLayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context, LayerOutputs, shifted_labels
-from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
-from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
+from ligerzoo.layers.cross_attention import (
+    CrossAttention,
+    CrossAttentionBlock,
+    CrossAttentionInputs,
+    tile_cross_attention_inputs,
+)
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
 from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
