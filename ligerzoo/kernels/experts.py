@@ -13,8 +13,16 @@ The T * k slots become the rows of matrices, sorted by expert. `routing` permute
 biases of the down projections. `grouped_mm` computes the matrix products, and `weighted_glu` the activation between
 them. The sums over slots run in fp32, in the order of the slots.
 
-Saved: the inputs (x only for dgate_up), h, and the row of each slot. Recomputed in backward: a, and the copies of x and
-dy for each slot.
+The stacked weights may have low-rank updates (LoRA, Hu et al. 2021), one pair of matrices for each expert. A product
+with weight W[e], update s B[e] A[e] and rows x is then, as in `lora`:
+
+Forward:   h = x @ A[e].T,   y = x @ W[e].T + s h @ B[e].T.
+Backward:  dh = s dy @ B[e],   dx = dy @ W[e] + dh @ A[e],   dA[e] = dh.T @ x,   dB[e] = s dy.T @ h.
+
+W + s B A, which is as large as all experts, is never computed.
+
+Saved: the inputs (x only for the gradients of gate_up), the hidden rows, the row of each slot, and h of the updates,
+which have few columns. Recomputed in backward: a, and the copies of x and dy for each slot.
 An expert id outside [0, E) makes its token's output NaN on a GPU. On a CPU or with LIGERZOO_DEBUG=1 it is an error.
 """
 
@@ -38,6 +46,7 @@ from ligerzoo.kernels.dispatch import (
 )
 from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product, grouped_sum
+from ligerzoo.kernels.lora import LowRank, low_rank_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute
@@ -54,51 +63,140 @@ def reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: GatedActivation = "silu",
+    gate_up_update: LowRank | None = None,
+    down_update: LowRank | None = None,
 ) -> Tensor:
     """`experts_mlp` in plain torch, one expert after the other: the specification and the test oracle."""
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
+
+    def project(rows: Tensor, weight: Tensor, bias: Tensor | None, update: LowRank | None, expert: int) -> Tensor:
+        y = F.linear(rows, weight[expert], None if bias is None else bias[expert])
+        if update is None:
+            return y
+        return y + low_rank_product(rows, LowRank(update.a[expert], update.b[expert], update.scale))
+
     y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_ids == expert)
-        gate, up = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert]).chunk(
-            2, -1
-        )
-        active = gated(gate, up, gating(activation))
-        expert_y = F.linear(active, down[expert], None if down_bias is None else down_bias[expert])
+        gate, up = project(x[token], gate_up, gate_up_bias, gate_up_update, expert).chunk(2, -1)
+        expert_y = project(gated(gate, up, gating(activation)), down, down_bias, down_update, expert)
         y = y.index_add(0, token, expert_weights[token, slot, None] * expert_y.to(y.dtype))
     return y.to(x.dtype)
 
 
-def _forward_fake(x: Tensor, expert_ids: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n_experts, n_hidden, _ = gate_up.shape
-    hidden = x.new_empty((expert_ids.numel(), n_hidden))
-    rows, bounds = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in (expert_ids.shape, (n_experts + 1,)))
-    return x.new_empty(x.shape), hidden, rows, bounds
+class Slots(NamedTuple):
+    """The experts of each token, (T, k) each."""
+
+    expert_ids: Tensor
+    weights: Tensor
 
 
-def _flops(expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> int:
-    return 2 * expert_ids.numel() * (gate_up[0].numel() + down[0].numel())
+class Projection(NamedTuple):
+    """A projection of all experts.
+
+    Attributes:
+        weight: (E, O, K).
+        bias: (E, O), or None for 0.
+        a: (E, r, K), or None for no update of the weight.
+        b: (E, O, r), or None.
+        scale: factor of b @ a.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def update_size(self) -> int:
+        """Elements of one expert's A and B."""
+        return sum(t[0].numel() for t in (self.a, self.b) if t is not None)
+
+    @property
+    def size(self) -> int:
+        """Elements of one expert's matrices."""
+        return self.weight[0].numel() + self.update_size
 
 
-def _forward_peak(x: Tensor, expert_ids: Tensor, down: Tensor) -> int:
+class Hidden(NamedTuple):
+    """What backward reads of the forward pass.
+
+    Attributes:
+        hidden: (T * k, 2I), gate and up without biases.
+        rows: (T, k), see `sort_by_expert`.
+        bounds: (E + 1,), see `sort_by_expert`.
+        gate_up_h: (T * k, r), h of the gate and up projections; None if these have no update.
+        down_h: likewise.
+    """
+
+    hidden: Tensor
+    rows: Tensor
+    bounds: Tensor
+    gate_up_h: Tensor | None
+    down_h: Tensor | None
+
+
+class _Output(NamedTuple):
+    """y and the fields of `Hidden`, without elements for None."""
+
+    y: Tensor
+    hidden: Tensor
+    rows: Tensor
+    bounds: Tensor
+    gate_up_h: Tensor
+    down_h: Tensor
+
+
+def _product(x: Tensor, projection: Projection, ends: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+    """Returns y and h; h has no elements without an update."""
+    weight, _, a, b, scale = projection
+    y = grouped_product(x, weight.mT, ends, triton)
+    if a is None or b is None:
+        return y, x.new_empty(0)
+    h = grouped_product(x, a.mT, ends, triton)
+    return y.add_(grouped_product(h, b.mT, ends, triton), alpha=scale), h
+
+
+def _inner_gradient(dy: Tensor, projection: Projection, ends: Tensor, triton: bool) -> Tensor | None:
+    """Returns dh; None if there is no update."""
+    if projection.b is None:
+        return None
+    return grouped_product(dy, projection.b, ends, triton).mul_(projection.scale)
+
+
+def _input_gradient(dy: Tensor, dh: Tensor | None, projection: Projection, ends: Tensor, triton: bool) -> Tensor:
+    dx = grouped_product(dy, projection.weight, ends, triton)
+    return dx if dh is None or projection.a is None else dx.add_(grouped_product(dh, projection.a, ends, triton))
+
+
+def _forward_fake(x: Tensor, slots: Slots, gate_up: Projection, down: Projection) -> _Output:
+    ids, weight = slots.expert_ids, gate_up.weight
+    low = (x.new_empty(0 if p.a is None else (ids.numel(), p.a.shape[1])) for p in (gate_up, down))
+    rows, bounds = (ids.new_empty(shape, dtype=torch.int32) for shape in (ids.shape, (len(weight) + 1,)))
+    return _Output(x.new_empty(x.shape), x.new_empty((ids.numel(), weight.shape[1])), rows, bounds, *low)
+
+
+def _flops(slots: Slots, gate_up: Projection, down: Projection) -> int:
+    return 2 * slots.expert_ids.numel() * (gate_up.size + down.size)
+
+
+def _forward_peak(x: Tensor, slots: Slots, down: Projection) -> int:
     """At the last step: hidden and active rows, their products, and y."""
-    _, n_features, n_inner = down.shape
-    return x.element_size() * (expert_ids.numel() * (3 * n_inner + n_features) + x.numel()) + 4 * expert_ids.numel()
+    (_, n_features, n_inner), n_rows = down.weight.shape, slots.expert_ids.numel()
+    return x.element_size() * (n_rows * (3 * n_inner + n_features) + x.numel()) + 4 * n_rows
 
 
 @register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak)
-def _forward(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, biases: Biases,
-    gating: Gating, triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns y, the hidden rows, and the rows and bounds of `sort_by_expert`."""
-    check_ids(expert_ids, gate_up.shape[0])
-    rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
-    hidden = _gate_and_up(x, gate_up, rows, bounds, triton)
-    active = weighted_glu(hidden, expert_ids, expert_weights, rows, biases.gate_up, gating, triton)
-    slot_bias = None if biases.down is None else SlotBias(biases.down, expert_ids, expert_weights)
-    y = unpermute(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton, slot_bias)
-    return y, hidden, rows, bounds
+def _forward(x: Tensor, slots: Slots, gate_up: Projection, down: Projection, gating: Gating, triton: bool) -> _Output:
+    n_experts = len(gate_up.weight)
+    check_ids(slots.expert_ids, n_experts)
+    rows, bounds = sort_by_expert(slots.expert_ids, n_experts)
+    hidden, gate_up_h = _product(permute(x, rows, triton), gate_up, bounds[1:], triton)
+    active = weighted_glu(hidden, *slots, rows, gate_up.bias, gating, triton)
+    values, down_h = _product(active, down, bounds[1:], triton)
+    bias = None if down.bias is None else SlotBias(down.bias, *slots)
+    return _Output(unpermute(values, rows, bounds, triton, bias), hidden, rows, bounds, gate_up_h, down_h)
 
 
 @register(
@@ -108,133 +206,160 @@ def _forward(
     peak=lambda x, gate_up, rows: x.element_size() * rows.numel() * (x.shape[1] + gate_up.shape[1]),
 )
 def _gate_and_up(x: Tensor, gate_up: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
-    """Returns the hidden rows."""
+    """Returns the hidden rows of projections without updates."""
     return grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
 
 
-class _Needs(NamedTuple):
+class Needs(NamedTuple):
     """Which gradients are needed."""
 
     x: bool
     weights: bool
     gate_up: bool
-    down: bool
     gate_up_bias: bool
+    gate_up_update: bool
+    down: bool
     down_bias: bool
+    down_update: bool
 
     @property
     def hidden(self) -> bool:
         """Whether the gradient of the hidden rows is needed."""
-        return self.x or self.weights or self.gate_up or self.gate_up_bias
+        return self.x or self.weights or self.gate_up or self.gate_up_bias or self.gate_up_update
+
+    @property
+    def active(self) -> bool:
+        """Whether the inputs of the down projections are."""
+        return self.down or self.down_update
 
 
-def _empty_bias_gradient(x: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
-    return x.new_empty(0) if bias is None else empty_gradient(bias, needed)
+class _Gradients(NamedTuple):
+    """Without elements if not needed."""
+
+    x: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor
+    gate_up_a: Tensor
+    gate_up_b: Tensor
+    down: Tensor
+    down_bias: Tensor
+    down_a: Tensor
+    down_b: Tensor
 
 
-def _backward_fake(
-    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, biases: Biases, needs: _Needs
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
+def _allocate_gradients(x: Tensor, slots: Slots, gate_up: Projection, down: Projection, needs: Needs) -> _Gradients:
+    def gradient(t: Tensor | None, needed: bool) -> Tensor:
+        return x.new_empty(0) if t is None else empty_gradient(t, needed)
+
+    of_gate_up = needs.gate_up, needs.gate_up_bias, needs.gate_up_update, needs.gate_up_update
+    of_down = needs.down, needs.down_bias, needs.down_update, needs.down_update
+    return _Gradients(
         empty_gradient(x, needs.x),
-        empty_gradient(expert_weights, needs.weights),
-        empty_gradient(gate_up, needs.gate_up),
-        empty_gradient(down, needs.down),
-        _empty_bias_gradient(x, biases.gate_up, needs.gate_up_bias),
-        _empty_bias_gradient(x, biases.down, needs.down_bias),
+        empty_gradient(slots.weights, needs.weights),
+        *map(gradient, gate_up[:4], of_gate_up),
+        *map(gradient, down[:4], of_down),
     )
 
 
-def _backward_flops(rows: Tensor, gate_up: Tensor, down: Tensor, needs: _Needs) -> int:
-    down_products = needs.hidden + needs.down
-    return 2 * rows.numel() * ((needs.x + needs.gate_up) * gate_up[0].numel() + down_products * down[0].numel())
+def _backward_flops(saved: Hidden, gate_up: Projection, down: Projection, needs: Needs) -> int:
+    products = needs.hidden * down.size + needs.down * down.weight[0].numel() + needs.down_update * down.update_size
+    products += needs.x * gate_up.size + needs.gate_up * gate_up.weight[0].numel()
+    return 2 * saved.rows.numel() * (products + needs.gate_up_update * gate_up.update_size)
 
 
-def _backward_peak(
-    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, rows: Tensor, needs: _Needs
-) -> int:
-    n_rows, n_features, n_inner = rows.numel(), down.shape[1], down.shape[2]
-    dhidden, active = 2 * n_inner * needs.hidden, n_inner * (needs.down or not needs.hidden)
+def _backward_peak(x: Tensor, slots: Slots, gate_up: Projection, down: Projection, saved: Hidden, needs: Needs) -> int:
+    n_rows, (_, n_features, n_inner) = saved.rows.numel(), down.weight.shape
+    dhidden, active = 2 * n_inner * needs.hidden, n_inner * (needs.active or not needs.hidden)
     dactive = n_inner * needs.hidden
-    ddown, dx, dgate_up = down.numel() * needs.down, x.numel() * needs.x, gate_up.numel() * needs.gate_up
+    ddown, dx = down.weight.numel() * needs.down, x.numel() * needs.x
+    dgate_up = gate_up.weight.numel() * needs.gate_up
     steps = [
         n_rows * (n_features + dactive + dhidden + active),  # gradients of the activation
         n_rows * (n_features + dhidden + active) + ddown,
         (n_rows * (dhidden + n_features) + ddown + dx) * (needs.x or needs.gate_up) + dgate_up,
     ]
-    return x.element_size() * max(steps) + expert_weights.element_size() * n_rows * needs.weights
+    return x.element_size() * max(steps) + slots.weights.element_size() * n_rows * needs.weights
 
 
-@register("experts_backward", fake=_backward_fake, flops=_backward_flops, peak=_backward_peak)
+@register("experts_backward", fake=_allocate_gradients, flops=_backward_flops, peak=_backward_peak)
 def _backward(
-    dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor,
-    rows: Tensor, bounds: Tensor, biases: Biases, gating: Gating, triton: bool, needs: _Needs,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, expert_weights, gate_up, down and both biases; without elements if not needed."""
-    dx, dweights, dgate_up, ddown = (t.new_empty(0) for t in (x, expert_weights, gate_up, down))
-    dbiases = [x.new_empty(0) for _ in biases]
+    dy: Tensor, x: Tensor, slots: Slots, gate_up: Projection, down: Projection, saved: Hidden, gating: Gating,
+    triton: bool, needs: Needs,
+) -> _Gradients:  # fmt: skip
+    found: dict[str, Tensor] = {}
+    hidden, rows, bounds, gate_up_h, down_h = saved
     ends, dy_rows = bounds[1:], permute(dy, rows, triton)
+    dh = _inner_gradient(dy_rows, down, ends, triton) if needs.hidden or needs.down_update else None
     if needs.hidden:
-        dactive = grouped_product(dy_rows, down, ends, triton)
-        dhidden, dw, active = weighted_glu_backward(
-            dactive, dy_rows, hidden, expert_ids, expert_weights, rows, bounds, biases, gating, needs.down, triton
+        dactive = _input_gradient(dy_rows, dh, down, ends, triton)
+        biases = Biases(gate_up.bias, down.bias)
+        dhidden, dweights, active = weighted_glu_backward(
+            dactive, dy_rows, hidden, *slots, rows, bounds, biases, gating, needs.active, triton
         )
-        dweights = dw if needs.weights else dweights
         del dactive
-    elif needs.down:
-        active = weighted_glu(hidden, expert_ids, expert_weights, rows, biases.gate_up, gating, triton)
+        if needs.weights:
+            found["weights"] = dweights
+    elif needs.active:
+        active = weighted_glu(hidden, *slots, rows, gate_up.bias, gating, triton)
     if needs.down:
-        ddown = grouped_outer_product(dy_rows, active, ends, triton)
-    if needs.down_bias and biases.down is not None:
-        weights = row_values(expert_weights, rows)[:, 0]
-        dbiases[1] = grouped_sum(dy_rows, weights, ends, biases.down.dtype, triton)
+        found["down"] = grouped_outer_product(dy_rows, active, ends, triton)
+    if needs.down_update and dh is not None and down_h is not None:
+        found["down_a"] = grouped_outer_product(dh, active, ends, triton)
+        found["down_b"] = grouped_outer_product(dy_rows, down_h, ends, triton).mul_(down.scale)
+    if needs.down_bias and down.bias is not None:
+        weights = row_values(slots.weights, rows)[:, 0]
+        found["down_bias"] = grouped_sum(dy_rows, weights, ends, down.bias.dtype, triton)
     dy_rows = active = dy  # frees their memory before the largest gradients are allocated
+    dh = _inner_gradient(dhidden, gate_up, ends, triton) if needs.hidden else None
     if needs.x:
-        dx = unpermute(grouped_product(dhidden, gate_up, ends, triton), rows, bounds, triton)
+        found["x"] = unpermute(_input_gradient(dhidden, dh, gate_up, ends, triton), rows, bounds, triton)
     if needs.gate_up:
-        dgate_up = grouped_outer_product(dhidden, permute(x, rows, triton), ends, triton)
-    if needs.gate_up_bias and biases.gate_up is not None:
-        dbiases[0] = grouped_sum(dhidden, None, ends, biases.gate_up.dtype, triton)
-    return dx, dweights, dgate_up, ddown, dbiases[0], dbiases[1]
+        found["gate_up"] = grouped_outer_product(dhidden, permute(x, rows, triton), ends, triton)
+    if needs.gate_up_update and dh is not None and gate_up_h is not None:
+        found["gate_up_a"] = grouped_outer_product(dh, permute(x, rows, triton), ends, triton)
+        found["gate_up_b"] = grouped_outer_product(dhidden, gate_up_h, ends, triton).mul_(gate_up.scale)
+    if needs.gate_up_bias and gate_up.bias is not None:
+        found["gate_up_bias"] = grouped_sum(dhidden, None, ends, gate_up.bias.dtype, triton)
+    none = _allocate_gradients(x, slots, gate_up, down, Needs(*[False] * len(needs)))
+    return none._replace(**found)
 
 
 class _ExpertsMLP(FusedFunction):
+    """The arguments are x, the fields of `Slots`, those of both projections, gating and whether to use Triton."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        expert_weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        expert_ids: Tensor,
-        gating: Gating,
-        triton: bool,
-    ) -> Tensor:
-        biases = Biases(gate_up_bias, down_bias)
-        y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, biases, gating, triton)
-        needs_gate_up = ctx.needs_input_grad[2]
-        # A checkpointed block computes the hidden rows again anyway, with the output.
-        recomputable(
-            (hidden,), _gate_and_up, x, gate_up, rows, bounds, triton, level=Recompute.MLP, in_checkpoints=False
-        )
-        saved_x = x if needs_gate_up else None
-        ctx.save_for_backward(saved_x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds, *biases)
-        ctx.options = gating, triton
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        slots, gate_up, down = Slots(*arguments[:2]), Projection(*arguments[2:7]), Projection(*arguments[7:12])
+        gating, triton = arguments[12:]
+        y, hidden, rows, bounds, *low = _forward(x, slots, gate_up, down, gating, triton)
+        if gate_up.a is None and down.a is None:
+            # A checkpointed block computes the hidden rows again anyway, with the output.
+            inputs = x, gate_up.weight, rows, bounds, triton
+            recomputable((hidden,), _gate_and_up, *inputs, level=Recompute.MLP, in_checkpoints=False)
+        needs = ctx.needs_input_grad
+        saved_x = x if needs[3] or needs[5] or needs[6] else None
+        saved_low = (None if p.a is None else h for h, p in zip(low, (gate_up, down), strict=True))
+        ctx.save_for_backward(saved_x, *slots, *gate_up[:4], *down[:4], hidden, rows, bounds, *saved_low)
+        ctx.options = gate_up.scale, down.scale, gating, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds, *biases = ctx.saved_tensors
-        options, triton = ctx.options
-        needs = _Needs(*ctx.needs_input_grad[:6])
+        x, *saved = ctx.saved_tensors
+        gate_up_scale, down_scale, gating, triton = ctx.options
+        gate_up, down = Projection(*saved[2:6])._replace(scale=gate_up_scale), Projection(*saved[6:10])
+        needs = ctx.needs_input_grad
+        updates = needs[5] or needs[6], needs[10] or needs[11]
+        needed = Needs(needs[0], needs[2], needs[3], needs[4], updates[0], needs[8], needs[9], updates[1])
+        slots, down = Slots(*saved[:2]), down._replace(scale=down_scale)
         gradients = _backward(
-            dy, dy if x is None else x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds,
-            Biases(*biases), options, triton, needs,
-        )  # fmt: skip
-        return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
+            dy, dy if x is None else x, slots, gate_up, down, Hidden(*saved[10:]), gating, triton, needed
+        )
+        dx, dweights, *rest = gradients
+        by_argument = dx, None, dweights, *rest[:4], None, *rest[4:], None, None, None
+        return tuple(g if needed else None for g, needed in zip(by_argument, needs, strict=True))
 
 
 def check_ids(expert_ids: Tensor, n_experts: int) -> None:
@@ -329,9 +454,17 @@ def experts_mlp(
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     check_experts("experts_mlp", x, expert_ids, expert_weights, gate_up, down)
     check_biases("experts_mlp", gate_up, down, gate_up_bias, down_bias)
-    options = gating(activation)
-    biases = [t for t in (gate_up_bias, down_bias) if t is not None]
-    triton = uses_triton(x, expert_weights, gate_up, down, *biases, backend=backend)
-    return _ExpertsMLP.apply(
-        x, expert_weights, gate_up, down, *contiguous_biases(gate_up_bias, down_bias), expert_ids, options, triton
+    gate_up_bias, down_bias = contiguous_biases(gate_up_bias, down_bias)
+    gate_up_projection, down_projection = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
+    return compute_experts(
+        x, Slots(expert_ids, expert_weights), gate_up_projection, down_projection, activation, backend
     )
+
+
+def compute_experts(
+    x: Tensor, slots: Slots, gate_up: Projection, down: Projection, activation: GatedActivation, backend: Backend
+) -> Tensor:
+    """`experts_mlp` of projections that may have updates, without checks and autocast."""
+    fixed = [t for t in (gate_up.weight, down.weight, gate_up.bias, down.bias) if t is not None]
+    triton = uses_triton(x, slots.weights, *fixed, backend=backend)
+    return _ExpertsMLP.apply(x, *slots, *gate_up, *down, gating(activation), triton)

@@ -153,8 +153,8 @@ def _lora_experts(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, a: Tensor, b: Tensor,
     c: Tensor, d: Tensor, function: Callable[..., Any] = kernels.lora_experts_mlp,
 ) -> Tensor:  # fmt: skip
-    updates = LowRank(a, b, 0.5), LowRank(c, d, 2.0)
-    result: Tensor = function(x, expert_ids, expert_weights, gate_up, down, *updates)
+    updates = {"gate_up_update": LowRank(a, b, 0.5), "down_update": LowRank(c, d, 2.0)}
+    result: Tensor = function(x, expert_ids, expert_weights, gate_up, down, **updates)
     return result
 
 
@@ -342,7 +342,7 @@ OPERATIONS = [
     Operation(
         "lora_experts_mlp",
         _lora_experts,
-        partial(_lora_experts, function=kernel_file("lora_experts").reference),
+        partial(_lora_experts, function=kernel_file("experts").reference),
         _lora_experts_inputs,
         always_fused=True,
     ),

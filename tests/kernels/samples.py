@@ -11,12 +11,11 @@ from ligerzoo.kernels import ClampedSwiGLU, route
 from ligerzoo.kernels.causal_conv import ConvInputs
 from ligerzoo.kernels.decode_attention import VisibleKeys
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared
-from ligerzoo.kernels.experts import _Needs
+from ligerzoo.kernels.experts import Hidden, Needs, Projection, Slots
 from ligerzoo.kernels.few_rows import _Three as Three
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.layer_norm import _Needs as LayerNormNeeds
-from ligerzoo.kernels.lora_experts import Projection
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds
@@ -239,85 +238,82 @@ def _softmax_backward(device: str) -> Samples:
     ]
 
 
-def _experts(device: str) -> dict[str, Any]:
+def _projections(device: str, biased: bool = False) -> dict[str, Any]:
     t = partial(new, device=device)
-    fused = device == "cuda" or INTERPRETING
-    common = {"expert_weights": t(5, 2), "gate_up": t(3, 8, 7), "down": t(3, 7, 4), "triton": fused}
-    return common | {"gating": gating("silu"), "biases": Biases(None, None)}
+    biases = (t(3, 8), t(3, 7)) if biased else (None, None)
+    return {"gate_up": Projection(t(3, 8, 7), biases[0]), "down": Projection(t(3, 7, 4), biases[1])}
 
 
-def _biases(device: str) -> dict[str, Any]:
-    biases = Biases(new(3, 8, device=device), new(3, 7, device=device))
-    return {"gating": gating(ClampedSwiGLU(0.5, 1.2)), "biases": biases}
+def _updated_projections(device: str, biased: bool = False) -> dict[str, Any]:
+    t, plain = partial(new, device=device), _projections(device, biased)
+    return {
+        "gate_up": plain["gate_up"]._replace(a=t(3, 2, 7), b=t(3, 8, 2), scale=0.5),
+        "down": plain["down"]._replace(a=t(3, 1, 4), b=t(3, 7, 1), scale=2.0),
+    }
+
+
+def _experts_options(device: str) -> dict[str, Any]:
+    return {"gating": gating("silu"), "triton": device == "cuda" or INTERPRETING}
+
+
+def _biased_experts(device: str) -> dict[str, Any]:
+    return {"gating": gating(ClampedSwiGLU(0.5, 1.2)), **_projections(device, biased=True)}
 
 
 def _experts_forward(device: str) -> Samples:
     expert_ids = torch.tensor([[0, 2], [2, 0], [0, 0], [2, 2], [0, 2]], device=device)  # expert 1 gets no token
-    common = {"x": new(5, 7, device=device), "expert_ids": expert_ids, **_experts(device)}
-    gate_up, down = common["gate_up"].half(), transposed(common["down"]).half()
+    common = {"x": new(5, 7, device=device), "slots": Slots(expert_ids, new(5, 2, device=device))}
+    common |= _projections(device) | _experts_options(device)
+    gate_up, down = Projection(common["gate_up"].weight.half()), Projection(transposed(common["down"].weight).half())
     return [
         common,
         common | {"x": transposed(common["x"]).half(), "gate_up": gate_up, "down": down, "gating": gating("gelu")},
-        common | _biases(device),
-        common | {"x": common["x"][:0], "expert_ids": expert_ids[:0], "expert_weights": new(0, 2, device=device)},
+        common | _biased_experts(device),
+        common | {"x": common["x"][:0], "slots": Slots(expert_ids[:0], new(0, 2, device=device))},
+        common | _updated_projections(device),
+        common | _updated_projections(device, biased=True) | {"gate_up": _projections(device, biased=True)["gate_up"]},
     ]
 
 
 def _experts_gate_up(device: str) -> Samples:
     rows, bounds = torch.arange(10, device=device).int().view(5, 2), torch.tensor([0, 5, 5, 10], device=device).int()
-    names = ("gate_up", "triton")
-    common = {"x": new(5, 7, device=device), "rows": rows, "bounds": bounds}
-    common |= {name: _experts(device)[name] for name in names}
-    return [common, common | {"x": transposed(common["x"]).half(), "gate_up": common["gate_up"].half()}]
+    gate_up, triton = new(3, 8, 7, device=device), _experts_options(device)["triton"]
+    common = {"x": new(5, 7, device=device), "rows": rows, "bounds": bounds, "gate_up": gate_up, "triton": triton}
+    return [common, common | {"x": transposed(common["x"]).half(), "gate_up": gate_up.half()}]
 
 
 def _experts_backward(device: str) -> Samples:
     t = partial(new, device=device)
+    rows, bounds = torch.arange(10, device=device).int().view(5, 2), torch.tensor([0, 5, 5, 10], device=device).int()
     common = {
-        **_experts(device),
+        **_projections(device),
+        **_experts_options(device),
         "dy": t(5, 7),
         "x": t(5, 7),
-        "expert_ids": torch.tensor([[0, 2]] * 5, device=device),
-        "hidden": t(10, 8),
-        "rows": torch.arange(10, device=device).int().view(5, 2),
-        "bounds": torch.tensor([0, 5, 5, 10], device=device).int(),
+        "slots": Slots(torch.tensor([[0, 2]] * 5, device=device), t(5, 2)),
+        "saved": Hidden(t(10, 8), rows, bounds, None, None),
     }
+    updated = common | _updated_projections(device)
+    updated |= {"saved": common["saved"]._replace(gate_up_h=t(10, 2), down_h=t(10, 1))}
 
     def needs(*names: str) -> dict[str, Any]:
-        return {"needs": _Needs(*(name in names for name in _Needs._fields))}
+        return {"needs": Needs(*(name in names for name in Needs._fields))}
 
     return [
         common | needs("x", "weights", "gate_up", "down"),
         common | {"gating": gating("gelu_tanh")} | needs("down"),
         common | {"dy": transposed(common["dy"]), "gating": gating("gelu")} | needs("x", "gate_up"),
-        common | _biases(device) | needs(*_Needs._fields),
-        common | _biases(device) | needs("down_bias"),
+        common | _biased_experts(device) | needs("x", "weights", "gate_up", "gate_up_bias", "down", "down_bias"),
+        common | _biased_experts(device) | needs("down_bias"),
+        updated | needs("x", "weights", "gate_up_update", "down_update"),
+        updated | {"dy": transposed(common["dy"])} | needs("down_update"),
+        updated | _updated_projections(device, biased=True) | needs("x", "gate_up_update", "down_update"),
     ]
 
 
-def _lora_projections(device: str) -> dict[str, Any]:
-    t = partial(new, device=device)
-    return {
-        "gate_up": Projection(t(3, 8, 7), t(3, 2, 7), t(3, 8, 2), 0.5),
-        "down": Projection(t(3, 7, 4), t(3, 1, 4), t(3, 7, 1), 2.0),
-    }
-
-
-def _lora_experts_forward(device: str) -> Samples:
-    common = _experts_forward(device)[0] | _lora_projections(device)
-    gate_up = Projection(common["gate_up"].weight, None, None, 1.0)
-    return [common, common | {"gate_up": gate_up} | _biases(device)]
-
-
-def _lora_experts_backward(device: str) -> Samples:
-    common = _experts_backward(device)[0] | _lora_projections(device)
-    del common["needs"]
-    common |= {"gate_up_h": new(10, 2, device=device), "down_h": new(10, 1, device=device)}
-    return [
-        common | {"needs_x": True, "needs_gate_up": True, "needs_down": True},
-        common | {"needs_x": False, "needs_gate_up": False, "needs_down": True, "dy": transposed(common["dy"])},
-        common | {"needs_x": True, "needs_gate_up": True, "needs_down": True} | _biases(device),
-    ]
+def _biases(device: str) -> dict[str, Any]:
+    biases = Biases(new(3, 8, device=device), new(3, 7, device=device))
+    return {"gating": gating(ClampedSwiGLU(0.5, 1.2)), "biases": biases}
 
 
 def _low_rank_gradients(device: str) -> Samples:
@@ -548,8 +544,6 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "experts_forward": _experts_forward,
     "experts_gate_up": _experts_gate_up,
     "experts_backward": _experts_backward,
-    "lora_experts_forward": _lora_experts_forward,
-    "lora_experts_backward": _lora_experts_backward,
     "low_rank_gradients": _low_rank_gradients,
     "low_rank_glu_forward": _low_rank_glu_forward,
     "low_rank_glu_gradients": _low_rank_glu_gradients,

@@ -14,7 +14,6 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.lora import LowRank
-from ligerzoo.kernels.lora_experts import reference as lora_reference
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, judge, judge_draws
@@ -155,9 +154,11 @@ def judge_repeated(tokens: int, experts: int, slots: int, dtype: torch.dtype, de
     frozen = [*inputs[:3], gate_up.detach(), down.detach(), *updates(experts, features, inner, dtype, device)]
 
     def with_updates(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args: function(*args[:5], LowRank(*args[5:7], 0.5), LowRank(*args[7:], 0.5))
+        return lambda *args: function(
+            *args[:5], gate_up_update=LowRank(*args[5:7], 0.5), down_update=LowRank(*args[7:], 0.5)
+        )
 
-    judge(with_updates(lora_experts_mlp), with_updates(lora_reference), frozen)
+    judge(with_updates(lora_experts_mlp), with_updates(reference), frozen)
 
 
 @pytest.mark.parametrize("tokens, experts, slots", [(5, 1, 8), (70, 1, 2), (9, 3, 8), (1, 2, 2)])

@@ -30,8 +30,6 @@ ON_ANY_MACHINE = {
     "experts_gate_up",
     "linear_cross_entropy_sweep",
     "linear_divergence_sweep",
-    "lora_experts_backward",
-    "lora_experts_forward",
     "scaled",
     "sink_gradients",
 }
