@@ -84,7 +84,7 @@ def reference(
     return y.to(x.dtype)
 
 
-class Slots(NamedTuple):
+class ExpertSlots(NamedTuple):
     """The experts of each token, (T, k) each."""
 
     expert_ids: Tensor
@@ -170,25 +170,27 @@ def _input_gradient(dy: Tensor, dh: Tensor | None, projection: Projection, ends:
     return dx if dh is None or projection.a is None else dx.add_(grouped_product(dh, projection.a, ends, triton))
 
 
-def _forward_fake(x: Tensor, slots: Slots, gate_up: Projection, down: Projection) -> _Output:
+def _forward_fake(x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection) -> _Output:
     ids, weight = slots.expert_ids, gate_up.weight
     low = (x.new_empty(0 if p.a is None else (ids.numel(), p.a.shape[1])) for p in (gate_up, down))
     rows, bounds = (ids.new_empty(shape, dtype=torch.int32) for shape in (ids.shape, (len(weight) + 1,)))
     return _Output(x.new_empty(x.shape), x.new_empty((ids.numel(), weight.shape[1])), rows, bounds, *low)
 
 
-def _flops(slots: Slots, gate_up: Projection, down: Projection) -> int:
+def _flops(slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
     return 2 * slots.expert_ids.numel() * (gate_up.size + down.size)
 
 
-def _forward_peak(x: Tensor, slots: Slots, down: Projection) -> int:
+def _forward_peak(x: Tensor, slots: ExpertSlots, down: Projection) -> int:
     """At the last step: hidden and active rows, their products, and y."""
     (_, n_features, n_inner), n_rows = down.weight.shape, slots.expert_ids.numel()
     return x.element_size() * (n_rows * (3 * n_inner + n_features) + x.numel()) + 4 * n_rows
 
 
 @register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak)
-def _forward(x: Tensor, slots: Slots, gate_up: Projection, down: Projection, gating: Gating, triton: bool) -> _Output:
+def _forward(
+    x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, gating: Gating, triton: bool
+) -> _Output:
     n_experts = len(gate_up.weight)
     check_ids(slots.expert_ids, n_experts)
     rows, bounds = sort_by_expert(slots.expert_ids, n_experts)
@@ -210,7 +212,7 @@ def _gate_and_up(x: Tensor, gate_up: Tensor, rows: Tensor, bounds: Tensor, trito
     return grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
 
 
-class Needs(NamedTuple):
+class _Needs(NamedTuple):
     """Which gradients are needed."""
 
     x: bool
@@ -248,7 +250,9 @@ class _Gradients(NamedTuple):
     down_b: Tensor
 
 
-def _allocate_gradients(x: Tensor, slots: Slots, gate_up: Projection, down: Projection, needs: Needs) -> _Gradients:
+def _allocate_gradients(
+    x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, needs: _Needs
+) -> _Gradients:
     def gradient(t: Tensor | None, needed: bool) -> Tensor:
         return x.new_empty(0) if t is None else empty_gradient(t, needed)
 
@@ -262,13 +266,15 @@ def _allocate_gradients(x: Tensor, slots: Slots, gate_up: Projection, down: Proj
     )
 
 
-def _backward_flops(saved: Hidden, gate_up: Projection, down: Projection, needs: Needs) -> int:
+def _backward_flops(saved: Hidden, gate_up: Projection, down: Projection, needs: _Needs) -> int:
     products = needs.hidden * down.size + needs.down * down.weight[0].numel() + needs.down_update * down.update_size
     products += needs.x * gate_up.size + needs.gate_up * gate_up.weight[0].numel()
     return 2 * saved.rows.numel() * (products + needs.gate_up_update * gate_up.update_size)
 
 
-def _backward_peak(x: Tensor, slots: Slots, gate_up: Projection, down: Projection, saved: Hidden, needs: Needs) -> int:
+def _backward_peak(
+    x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, saved: Hidden, needs: _Needs
+) -> int:
     n_rows, (_, n_features, n_inner) = saved.rows.numel(), down.weight.shape
     dhidden, active = 2 * n_inner * needs.hidden, n_inner * (needs.active or not needs.hidden)
     dactive = n_inner * needs.hidden
@@ -284,8 +290,8 @@ def _backward_peak(x: Tensor, slots: Slots, gate_up: Projection, down: Projectio
 
 @register("experts_backward", fake=_allocate_gradients, flops=_backward_flops, peak=_backward_peak)
 def _backward(
-    dy: Tensor, x: Tensor, slots: Slots, gate_up: Projection, down: Projection, saved: Hidden, gating: Gating,
-    triton: bool, needs: Needs,
+    dy: Tensor, x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, saved: Hidden, gating: Gating,
+    triton: bool, needs: _Needs,
 ) -> _Gradients:  # fmt: skip
     found: dict[str, Tensor] = {}
     hidden, rows, bounds, gate_up_h, down_h = saved
@@ -321,16 +327,16 @@ def _backward(
         found["gate_up_b"] = grouped_outer_product(dhidden, gate_up_h, ends, triton).mul_(gate_up.scale)
     if needs.gate_up_bias and gate_up.bias is not None:
         found["gate_up_bias"] = grouped_sum(dhidden, None, ends, gate_up.bias.dtype, triton)
-    none = _allocate_gradients(x, slots, gate_up, down, Needs(*[False] * len(needs)))
+    none = _allocate_gradients(x, slots, gate_up, down, _Needs(*[False] * len(needs)))
     return none._replace(**found)
 
 
 class _ExpertsMLP(FusedFunction):
-    """The arguments are x, the fields of `Slots`, those of both projections, gating and whether to use Triton."""
+    """The arguments are x, the fields of `ExpertSlots`, those of both projections, gating and whether to use Triton."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        slots, gate_up, down = Slots(*arguments[:2]), Projection(*arguments[2:7]), Projection(*arguments[7:12])
+        slots, gate_up, down = ExpertSlots(*arguments[:2]), Projection(*arguments[2:7]), Projection(*arguments[7:12])
         gating, triton = arguments[12:]
         y, hidden, rows, bounds, *low = _forward(x, slots, gate_up, down, gating, triton)
         if gate_up.a is None and down.a is None:
@@ -352,8 +358,8 @@ class _ExpertsMLP(FusedFunction):
         gate_up, down = Projection(*saved[2:6])._replace(scale=gate_up_scale), Projection(*saved[6:10])
         needs = ctx.needs_input_grad
         updates = needs[5] or needs[6], needs[10] or needs[11]
-        needed = Needs(needs[0], needs[2], needs[3], needs[4], updates[0], needs[8], needs[9], updates[1])
-        slots, down = Slots(*saved[:2]), down._replace(scale=down_scale)
+        needed = _Needs(needs[0], needs[2], needs[3], needs[4], updates[0], needs[8], needs[9], updates[1])
+        slots, down = ExpertSlots(*saved[:2]), down._replace(scale=down_scale)
         gradients = _backward(
             dy, dy if x is None else x, slots, gate_up, down, Hidden(*saved[10:]), gating, triton, needed
         )
@@ -457,12 +463,12 @@ def experts_mlp(
     gate_up_bias, down_bias = contiguous_biases(gate_up_bias, down_bias)
     gate_up_projection, down_projection = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
     return compute_experts(
-        x, Slots(expert_ids, expert_weights), gate_up_projection, down_projection, activation, backend
+        x, ExpertSlots(expert_ids, expert_weights), gate_up_projection, down_projection, activation, backend
     )
 
 
 def compute_experts(
-    x: Tensor, slots: Slots, gate_up: Projection, down: Projection, activation: GatedActivation, backend: Backend
+    x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, activation: GatedActivation, backend: Backend
 ) -> Tensor:
     """`experts_mlp` of projections that may have updates, without checks and autocast."""
     fixed = [t for t in (gate_up.weight, down.weight, gate_up.bias, down.bias) if t is not None]

@@ -58,9 +58,7 @@ def low_rank_product(x: Tensor, update: LowRank) -> Tensor:
     return scale * F.linear(F.linear(x, a), b)
 
 
-def linear_with_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float
-) -> Tensor:  # fmt: skip
+def linear_with_update(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float) -> Tensor:
     """Computes x @ weight.T + bias + scale * h @ b.T.
 
     Args:
@@ -76,9 +74,7 @@ def linear_with_update(
     return torch.addmm(y, x, weight.T, out=y)
 
 
-def update_gradients(
-    dy: Tensor, b: Tensor, h: Tensor, scale: float, needs_b: bool
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def update_gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float, needs_b: bool) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of h, (T, r), and of b, or None if that is not needed. dy is (T, O)."""
     return low_rank_gradients(dy, b, h, scale) if needs_b else (scaled_product(dy, b.to(dy.dtype), scale), None)
 
@@ -121,11 +117,13 @@ class _LoRALinears(FusedFunction):
         h = _inner(source, a)
         recomputable((h,), _inner, source, a, level=Recompute.BLOCK)
         parts, rows = iter(h.split([len(a) for a in present], 1)), x.reshape(-1, x.shape[-1])
-        outputs = [
-            F.linear(x, weight, bias) if scale is None
-            else linear_with_update(rows, weight, bias, next(parts), b, scale).view(*x.shape[:-1], len(weight))
-            for weight, bias, b, scale in zip(weights, biases, all_b, scales, strict=True)
-        ]  # fmt: skip
+        outputs = []
+        for weight, bias, b, scale in zip(weights, biases, all_b, scales, strict=True):
+            if scale is None:
+                outputs.append(F.linear(x, weight, bias))
+            else:
+                y = linear_with_update(rows, weight, bias, next(parts), b, scale)
+                outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(
             x if any(needs_weights) else None,
             source if any(needs_a) else None,
@@ -225,12 +223,9 @@ def lora_linears(
     for i, (weight, bias, update) in enumerate(zip(weights, biases, updates, strict=True)):
         a, b, _ = (None, None, 1.0) if update is None else update
         shapes = [None if t is None else tuple(t.shape) for t in (weight, bias, a, b)]
-        outputs, features = len(weight), x.shape[-1]
-        rank = 0 if a is None else len(a)
-        if shapes != [
-            (outputs, features), None if bias is None else (outputs,), None if a is None else (rank, features),
-            None if b is None else (outputs, rank),
-        ]:  # fmt: skip
+        outputs, features, rank = len(weight), x.shape[-1], 0 if a is None else len(a)
+        expected = (outputs, features), (outputs,), (rank, features), (outputs, rank)
+        if any(shape not in (None, wanted) for shape, wanted in zip(shapes, expected, strict=True)):
             raise ValueError(
                 f"lora_linears: x is {tuple(x.shape)}, weight {i} {shapes[0]}, its bias {shapes[1]}, its a {shapes[2]} "
                 f"and b {shapes[3]}; expected shapes (..., H), (O, H), (O,) or None, (r, H) and (O, r)"

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, autocast
-from ligerzoo.kernels.experts import Projection, Slots, check_biases, check_experts, compute_experts, contiguous_biases
+from ligerzoo.kernels.experts import (
+    ExpertSlots,
+    Projection,
+    check_biases,
+    check_experts,
+    compute_experts,
+    contiguous_biases,
+)
 from ligerzoo.kernels.gating import GatedActivation
 from ligerzoo.kernels.lora import LowRank
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
@@ -64,7 +71,7 @@ def lora_experts_mlp(
     gate_up_bias, down_bias = contiguous_biases(gate_up_bias, down_bias)
     gate_up_projection = _with_update(name, "gate_up", Projection(gate_up, gate_up_bias), gate_up_update)
     down_projection = _with_update(name, "down", Projection(down, down_bias), down_update)
-    slots = Slots(expert_ids, expert_weights)
+    slots = ExpertSlots(expert_ids, expert_weights)
     return compute_experts(x, slots, gate_up_projection, down_projection, activation, backend)
 
 

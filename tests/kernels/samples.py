@@ -11,7 +11,7 @@ from ligerzoo.kernels import ClampedSwiGLU, route
 from ligerzoo.kernels.causal_conv import ConvInputs
 from ligerzoo.kernels.decode_attention import VisibleKeys
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared
-from ligerzoo.kernels.experts import Hidden, Needs, Projection, Slots
+from ligerzoo.kernels.experts import ExpertSlots, Hidden, Projection, _Needs
 from ligerzoo.kernels.few_rows import _Three as Three
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
@@ -262,14 +262,14 @@ def _biased_experts(device: str) -> dict[str, Any]:
 
 def _experts_forward(device: str) -> Samples:
     expert_ids = torch.tensor([[0, 2], [2, 0], [0, 0], [2, 2], [0, 2]], device=device)  # expert 1 gets no token
-    common = {"x": new(5, 7, device=device), "slots": Slots(expert_ids, new(5, 2, device=device))}
+    common = {"x": new(5, 7, device=device), "slots": ExpertSlots(expert_ids, new(5, 2, device=device))}
     common |= _projections(device) | _experts_options(device)
     gate_up, down = Projection(common["gate_up"].weight.half()), Projection(transposed(common["down"].weight).half())
     return [
         common,
         common | {"x": transposed(common["x"]).half(), "gate_up": gate_up, "down": down, "gating": gating("gelu")},
         common | _biased_experts(device),
-        common | {"x": common["x"][:0], "slots": Slots(expert_ids[:0], new(0, 2, device=device))},
+        common | {"x": common["x"][:0], "slots": ExpertSlots(expert_ids[:0], new(0, 2, device=device))},
         common | _updated_projections(device),
         common | _updated_projections(device, biased=True) | {"gate_up": _projections(device, biased=True)["gate_up"]},
     ]
@@ -290,14 +290,14 @@ def _experts_backward(device: str) -> Samples:
         **_experts_options(device),
         "dy": t(5, 7),
         "x": t(5, 7),
-        "slots": Slots(torch.tensor([[0, 2]] * 5, device=device), t(5, 2)),
+        "slots": ExpertSlots(torch.tensor([[0, 2]] * 5, device=device), t(5, 2)),
         "saved": Hidden(t(10, 8), rows, bounds, None, None),
     }
     updated = common | _updated_projections(device)
     updated |= {"saved": common["saved"]._replace(gate_up_h=t(10, 2), down_h=t(10, 1))}
 
     def needs(*names: str) -> dict[str, Any]:
-        return {"needs": Needs(*(name in names for name in Needs._fields))}
+        return {"needs": _Needs(*(name in names for name in _Needs._fields))}
 
     return [
         common | needs("x", "weights", "gate_up", "down"),
