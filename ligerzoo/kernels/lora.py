@@ -225,7 +225,7 @@ def lora_linears(
         shapes = [None if t is None else tuple(t.shape) for t in (weight, bias, a, b)]
         outputs, features, rank = len(weight), x.shape[-1], 0 if a is None else len(a)
         expected = (outputs, features), (outputs,), (rank, features), (outputs, rank)
-        if any(shape not in (None, wanted) for shape, wanted in zip(shapes, expected, strict=True)):
+        if any(shape not in (None, full) for shape, full in zip(shapes, expected, strict=True)):
             raise ValueError(
                 f"lora_linears: x is {tuple(x.shape)}, weight {i} {shapes[0]}, its bias {shapes[1]}, its a {shapes[2]} "
                 f"and b {shapes[3]}; expected shapes (..., H), (O, H), (O,) or None, (r, H) and (O, r)"
