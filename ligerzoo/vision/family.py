@@ -11,7 +11,7 @@ from torch import Tensor
 from ligerzoo.errors import ImageError, TokenizerError
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.vision.files import ProcessorFiles
+from ligerzoo.vision.settings import ProcessorFiles
 
 
 class PreprocessedMedia(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from ligerzoo.checks import POSITIVE
 from ligerzoo.errors import ImageError, TokenizerError, did_you_mean
+from ligerzoo.vision.io import ImageInput, VideoInput
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -94,7 +95,7 @@ def media_in(conversations: Sequence[Messages], kind: str) -> list[list[Any]]:
     return [list(media(conversation)) for conversation in conversations]
 
 
-def group_images(images: object, counts: list[int], token: str) -> list[list[Any]]:
+def group_images(images: object, counts: list[int], token: str) -> list[list[ImageInput]]:
     """Groups images by text.
 
     Args:
@@ -128,12 +129,12 @@ def check_count(got: int, expected: int, where: str, token: str) -> None:
         raise ImageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
-def list_videos(videos: Any) -> list[Any]:
+def list_videos(videos: object) -> list[VideoInput]:
     """Returns the videos as a list. One video is a 4-dimensional array or a list of frames."""
-    if videos is None:
-        return []
-    are_videos = is_list(videos) and all(is_list(video) or getattr(video, "ndim", None) == 4 for video in videos)
-    return list(videos) if are_videos else [videos]
+    listed: list[Any] = [] if videos is None else [videos]
+    if is_list(videos) and all(is_list(video) or getattr(video, "ndim", None) == 4 for video in videos):
+        listed = list(videos)
+    return listed
 
 
 def list_fps(fps: float | Sequence[float], number: int) -> list[float]:

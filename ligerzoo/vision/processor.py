@@ -6,7 +6,7 @@ family does this in its own way; see `ligerzoo.vision.family`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,8 +27,7 @@ from ligerzoo.text.tokenizer_files import PaddingSide
 from ligerzoo.vision import read_image, read_video
 from ligerzoo.vision.families import FAMILIES
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
-from ligerzoo.vision.files import FILE_NAMES, ProcessorFiles
-from ligerzoo.vision.io import ImageInput
+from ligerzoo.vision.io import ImageInput, VideoInput
 from ligerzoo.vision.messages import (
     check_count,
     conversations_in,
@@ -37,6 +36,7 @@ from ligerzoo.vision.messages import (
     list_videos,
     media_in,
 )
+from ligerzoo.vision.settings import FILE_NAMES, ProcessorFiles
 
 FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
 """The files that a processor reads, as glob patterns inside a checkpoint directory."""
@@ -116,8 +116,8 @@ class Processor:
         self,
         text: str | Sequence[str] | Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         *,
-        images: Any = None,
-        videos: Any = None,
+        images: object = None,
+        videos: object = None,
         fps: float | Sequence[float] = DEFAULT_FPS,
         padding_side: PaddingSide = "left",
         add_special_tokens: bool = True,
@@ -163,29 +163,28 @@ class Processor:
         """
         if return_tensors != "pt":
             raise TokenizerError("unsupported value", where="return_tensors", got=repr(return_tensors), expected='"pt"')
-        videos = list_videos(videos)
-        conversations = conversations_in(text)
+        clips, conversations = list_videos(videos), conversations_in(text)
         if conversations is None:
-            texts: list[Any] = [text] if isinstance(text, str) else list(text)
             if special_tokens != "control":
                 what, got = "given with texts, whose placeholders are special tokens", repr(special_tokens)
                 remedy = "Pass messages instead of texts."
                 raise TokenizerError(what, where="special_tokens", got=got, expected='"control"', remedy=remedy)
+            texts: Iterable[Any] = (text,) if isinstance(text, str) else text
             prompts = [Rendered(one, None, None) for one in texts]
         else:
             if any(groups := media_in(conversations, "image")):
                 _refuse_duplicates(images is not None, "images")
                 images = groups
             if any(groups := media_in(conversations, "video")):
-                _refuse_duplicates(bool(videos), "videos")
-                videos = [video for group in groups for video in group]
+                _refuse_duplicates(bool(clips), "videos")
+                clips = [clip for group in groups for clip in group]
             render = partial(self.tokenizer.render_chat, add_generation_prompt=add_generation_prompt)
             prompts = [render(one, special_tokens=special_tokens) for one in conversations]
             bos = self.tokenizer.bos_token
             add_special_tokens = bos is None or (0, len(bos)) not in prompts[0].find(bos)[:1]
         prompts = [one.edited(self.family.prompt_edits(one)) for one in prompts]
 
-        media = self._preprocess_images(prompts, images) | self._preprocess_videos(prompts, videos, fps)
+        media = self._preprocess_images(prompts, images) | self._preprocess_videos(prompts, clips, fps)
         replacements = {kind: iter(one.replacements) for kind, one in media.items()}
         prompts = [one.edited(self._replacing_placeholders(one, replacements)) for one in prompts]
         rows = [self.tokenizer.encode_rendered(one, add_special_tokens)[0] for one in prompts]
@@ -203,7 +202,7 @@ class Processor:
             for span in prompt.find(self.family.placeholders[kind])
         )
 
-    def _preprocess_images(self, prompts: list[Rendered], images: Any) -> dict[str, PreprocessedMedia]:
+    def _preprocess_images(self, prompts: list[Rendered], images: object) -> dict[str, PreprocessedMedia]:
         """Returns the preprocessed images under "image"; an empty dictionary if there are no images."""
         token = self.family.placeholders["image"]
         groups = group_images(images, [len(one.find(token)) for one in prompts], token)
@@ -214,7 +213,7 @@ class Processor:
         return {"image": self.family.preprocess_images(tensors)}
 
     def _preprocess_videos(
-        self, prompts: list[Rendered], videos: list[Any], fps: float | Sequence[float]
+        self, prompts: list[Rendered], videos: list[VideoInput], fps: float | Sequence[float]
     ) -> dict[str, PreprocessedMedia]:
         """Returns the preprocessed videos under "video"; an empty dictionary if there are no videos."""
         if "video" in self.family.placeholders:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from itertools import product
-from typing import TypedDict
+from typing import TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -68,16 +68,21 @@ class KernelLayerNorm(KernelModule):
         return layer_norm(input, weight, getattr(self, "bias", None), self.kernel_eps)
 
 
+def _is_unwrapped(norm: nn.Module) -> TypeGuard[KernelRMSNorm]:
+    """Whether a norm is a replaced one that nothing wraps."""
+    return isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm))
+
+
 def kernel_normalize(hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(hidden_states), hidden_states)`; one kernel adds their gradients if nothing wraps the norm."""
-    if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
+    if _is_unwrapped(norm):
         return residual_rms_norm(hidden_states, **norm._norm_options())
     return norm(hidden_states), hidden_states
 
 
 def kernel_add_and_normalize(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(hidden_states + residual), hidden_states + residual)`; in one kernel if nothing wraps the norm."""
-    if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
+    if _is_unwrapped(norm):
         return add_rms_norm(hidden_states, residual, **norm._norm_options())
     summed = residual + hidden_states
     return norm(summed), summed

@@ -17,8 +17,7 @@ from ligerzoo.checks import integer
 from ligerzoo.entries import FLAG
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
-from ligerzoo.vision.files import ProcessorFiles
-from ligerzoo.vision.settings import MAX_SIDE, POSITIVE, Settings
+from ligerzoo.vision.settings import MAX_SIDE, POSITIVE, ProcessorFiles, Settings
 from ligerzoo.vision.transforms import BILINEAR, HALF, Normalization, resample_of, resize
 
 

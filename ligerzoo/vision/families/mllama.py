@@ -17,9 +17,8 @@ from ligerzoo.checks import integer
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
-from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
-from ligerzoo.vision.settings import Settings
+from ligerzoo.vision.settings import ProcessorFiles, Settings
 from ligerzoo.vision.transforms import BILINEAR, HALF, Normalization, resample_of, resize
 
 

@@ -19,9 +19,8 @@ from ligerzoo.checks import integer
 from ligerzoo.errors import ImageError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily
-from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
-from ligerzoo.vision.settings import Settings
+from ligerzoo.vision.settings import ProcessorFiles, Settings
 from ligerzoo.vision.transforms import BICUBIC, CLIP_MEAN, CLIP_STD, RGB, Normalization, resample_of, resize
 
 MAX_ASPECT_RATIO = 200

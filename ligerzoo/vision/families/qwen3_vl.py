@@ -19,9 +19,8 @@ from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.families.qwen2_vl import Qwen2VLPreprocessor, Qwen2VLProcessorFamily
 from ligerzoo.vision.family import PreprocessedMedia
-from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
-from ligerzoo.vision.settings import POSITIVE, Settings
+from ligerzoo.vision.settings import POSITIVE, ProcessorFiles, Settings
 from ligerzoo.vision.transforms import HALF
 
 _MAX_FRAMES = 2**16
