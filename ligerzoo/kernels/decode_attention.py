@@ -82,8 +82,8 @@ class VisibleKeys(NamedTuple):
 
     def check(self, function: str) -> None:
         """Raises unless the indices are tensors of integers."""
-        for argument in ("first", "last", "fallback"):
-            if (value := getattr(self, argument)) is not None:
+        for argument, value in (("first", self.first), ("last", self.last), ("fallback", self.fallback)):
+            if value is not None:
                 check_tensor(function, argument, value, "integer")
 
     def mask(self, index: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on CPU tensors. For tests: it is thousands of times slower."""
 
 
-_NUMBERS = frozenset({int, float, bool, type(None)})
+_NUMBERS = frozenset({float, bool})
 _MAX_KEYS = 4096  # bounds the cache if each batch has another length
 
 
@@ -91,17 +91,22 @@ class Kernel:
 
 
 def _add_specialization(key: list[object], arguments: tuple[Any, ...]) -> None:
-    """Appends to `key` what Triton specializes a kernel on: types, divisibility of addresses, values of numbers."""
+    """Appends to `key` what Triton specializes a kernel on: types, divisibility of addresses, values of numbers.
+
+    The most frequent types come first. An integer needs no type: no other argument is a single number in the key.
+    """
     for argument in arguments:
         kind = type(argument)
-        if kind in _NUMBERS:
-            key.append(kind)
+        if kind is int or argument is None:
             key.append(argument)
         elif isinstance(argument, Tensor):
             key.append(argument.dtype)
             key.append(argument.data_ptr() % 16)
         elif isinstance(argument, tuple):
             _add_specialization(key, argument)
+        elif kind in _NUMBERS:
+            key.append(kind)
+            key.append(argument)
         else:  # a tensor descriptor
             key += argument.base.dtype, *argument.block_shape
 
