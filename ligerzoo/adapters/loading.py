@@ -18,7 +18,7 @@ from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.checkpoint import SafetensorsFile
 from ligerzoo.files.locate import locate_files
-from ligerzoo.hub.matching import check_tensor
+from ligerzoo.hub.matching import check_stored_tensor
 from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
@@ -179,7 +179,7 @@ class _Plan:
         parameters = [target.stored_parameter for target in targets if target.is_parameter]
         config = self._config
         for entry, given, candidates in (
-            ("target_modules", config.listed_modules, modules),
+            ("target_modules", config.target_modules, modules),
             ("target_parameters", config.target_parameters, parameters),
         ):
             names = [name for candidate in candidates for name in self._module_names.all_of(candidate)]
@@ -204,7 +204,7 @@ class _Plan:
             info = self._file.tensors[self.names[name]]
             is_resized = name in self.base_weights.expected and info.shape[1:] == shape[1:]
             resize = f"If tokens were added, call model.resize_token_embeddings({info.shape[0]}) first."
-            check_tensor(info, shape, f"{path}, tensor {quote(info.name)}", resize if is_resized else None)
+            check_stored_tensor(info, shape, f"{path}, tensor {quote(info.name)}", resize if is_resized else None)
 
 
 def _copy_update(model: LanguageModel, update: StoredUpdate, tensors: Mapping[str, Tensor]) -> None:

@@ -54,7 +54,7 @@ class PeftConfig:
     Attributes:
         r: rank of the updates.
         lora_alpha: scaling of the updates.
-        target_modules: names of modules, or their last parts; a regular expression as a string is not evaluated.
+        target_modules: names of modules, or their last parts.
         target_parameters: names of parameters, or their last parts.
         exclude_modules: names or last parts of modules without updates.
         layers_to_transform: indices of layers whose `target_modules` have updates; None for all.
@@ -63,6 +63,7 @@ class PeftConfig:
         trainable_token_indices: tokens whose rows are stored, by the name or last parts of an embedding or head; a
             sequence means those of the embedding.
         ensure_weight_tying: an embedding and a head that share a weight are stored as one.
+        has_expression: one of the two lists of modules is a regular expression, which is not evaluated.
         rank_pattern: ranks of modules with others, by name or last parts.
         alpha_pattern: `lora_alpha` of modules with others.
     """
@@ -72,21 +73,17 @@ class PeftConfig:
     lora_dropout: float = 0.0
     use_rslora: bool = False
     use_dora: bool = False
-    target_modules: tuple[str, ...] | str | None = None
+    target_modules: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
-    exclude_modules: tuple[str, ...] | str = ()
+    exclude_modules: tuple[str, ...] = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
     ensure_weight_tying: bool = False
+    has_expression: bool = False
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-
-    @property
-    def listed_modules(self) -> tuple[str, ...]:
-        """`target_modules`, if it is a list."""
-        return () if isinstance(self.target_modules, str) else self.target_modules or ()
 
     def options(self, names: Sequence[str]) -> LoRAOptions:
         """Returns the options of the update of a module or parameter of transformers.
@@ -100,13 +97,13 @@ class PeftConfig:
 
     def has_module(self, names: Sequence[str]) -> bool | None:
         """Whether a module of transformers has an update; None if only a regular expression could say."""
-        if isinstance(self.target_modules, str) or isinstance(self.exclude_modules, str):
+        if self.has_expression:
             return None
         if _ends_with_any(names, self.exclude_modules) or self.has_saved_module(names):
             return False
-        if not {*names}.isdisjoint(self.listed_modules):
+        if not {*names}.isdisjoint(self.target_modules):
             return True
-        if not _ends_with_any(names, self.listed_modules):
+        if not _ends_with_any(names, self.target_modules):
             return False
         if self.layers_to_transform is None:
             return True
@@ -160,6 +157,8 @@ def read_adapter_config(directory: Path) -> PeftConfig:
             if not is_one_of(value, _NEUTRAL[name]):
                 expected = " or ".join(map(repr, _NEUTRAL[name]))
                 raise CheckpointError("not supported", where=where, got=quote(value), expected=expected)
+        elif name in ("target_modules", "exclude_modules") and isinstance(value, str):
+            values["has_expression"] = True
         elif name in _READERS:
             if value is not None:
                 values[name] = _READERS[name](value, where)
@@ -193,10 +192,6 @@ _names = partial(_listed, list_of(NAME, "a list of names"))
 _indices = partial(_listed, list_of(INTEGER, "a list of integers"))
 
 
-def _names_or_expression(value: object, where: str) -> tuple[str, ...] | str:
-    return value if isinstance(value, str) else _names(value, where)
-
-
 def _numbers_by_name(value: object, where: str) -> dict[str, float]:
     numbers = {name: _number(number, where) for name, number in _read(_NUMBERS, value, where).items()}
     for name in numbers:
@@ -225,9 +220,9 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "lora_dropout": _number,
     "use_rslora": _flag,
     "use_dora": _flag,
-    "target_modules": _names_or_expression,
+    "target_modules": _names,
     "target_parameters": _names,
-    "exclude_modules": _names_or_expression,
+    "exclude_modules": _names,
     "layers_to_transform": _indices,
     "layers_pattern": _names,
     "modules_to_save": _names,

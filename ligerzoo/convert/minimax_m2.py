@@ -8,11 +8,12 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import FAMILIES, MIXTRAL, ROUTER_BIAS
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
 from ligerzoo.convert.layout import Layout, Rename
-from ligerzoo.entries import Entries
-from ligerzoo.errors import ConfigError
+from ligerzoo.entries import Entries, JsonType, list_of
 from ligerzoo.models.minimax_m2 import MiniMaxM2Config
 
 _MIXTRAL = FAMILIES["mixtral"]
+_ONE = JsonType[int]("1", lambda value: value == 1)
+_ONES = list_of(_ONE, "ones only", "linear attention is not supported")
 
 
 def _read_entries(raw: Entries) -> dict[str, object]:
@@ -21,24 +22,19 @@ def _read_entries(raw: Entries) -> dict[str, object]:
     Raises:
         ConfigError: A layer uses linear attention, or `rotary_dim` is invalid.
     """
-    types = raw.get("attn_type_list")
-    if types is not None and not (isinstance(types, list) and all(kind == 1 for kind in types)):
-        raise ConfigError(
-            "linear attention is not supported", where="attn_type_list", got=repr(types)[:200], expected="ones only"
-        )
+    _ONES.entry(raw, "attn_type_list")
     return {**_MIXTRAL.read_entries(raw), "sliding_window": None}
 
 
 def _read_rope(raw: Entries, default_theta: float) -> Entries:
     """Reads the fields of the rotary embedding; `partial_rotary_factor` takes precedence over `rotary_dim`."""
-    rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
+    head_dim = raw.get("head_dim") or MiniMaxM2Config.head_dim
+    most = head_dim if type(head_dim) is int else 0
+    sizes = JsonType[int]("an integer, 1 to head_dim", lambda value: type(value) is int and 0 < value <= most)
+    rotary_dim = sizes.entry(raw, "rotary_dim")
     if rotary_dim is None:
         return rope_fields(raw, default_theta)
-    if not (type(rotary_dim) is int and type(head_dim) is int and 0 < rotary_dim <= head_dim):
-        raise ConfigError(
-            "invalid value", where="rotary_dim", got=repr(rotary_dim)[:200], expected="an integer, 1 to head_dim"
-        )
-    rotated = partial_rotary_factor(raw, rotary_dim / head_dim)
+    rotated = partial_rotary_factor(raw, rotary_dim / most)
     return {**rope_fields(raw, default_theta), "partial_rotary_factor": rotated}
 
 

@@ -133,11 +133,11 @@ def _check_tensors(
                 raise CheckpointError("unexpected tensor", where=source.locate(name), remedy=source.if_unexpected)
             unexpected.append(name)
         else:
-            check_tensor(info, expected[name], source.locate(name))
+            check_stored_tensor(info, expected[name], source.locate(name))
     return unexpected
 
 
-def check_tensor(info: TensorInfo | Tensor, shape: Shape, where: str, remedy: str | None = None) -> None:
+def check_stored_tensor(info: TensorInfo | Tensor, shape: Shape, where: str, remedy: str | None = None) -> None:
     """Raises CheckpointError unless a tensor has this shape and a dtype of weights.
 
     Args:

@@ -144,7 +144,7 @@ class TextEncoder(Vocabulary):
             expected = "a text, a list or None"
             raise TokenizerError("not a text", where="text_pair", got=repr(text_pair), expected=expected)
         pairs = None if text_pair is None else [text_pair] if isinstance(text_pair, str) else list(text_pair)
-        limit = max_length if max_length is not None else self._known_max_length()
+        limit = self._limit(max_length)
         encodings = self._encode_all(
             texts, pairs, add_special_tokens, truncation_strategy(truncation), limit, offsets=return_offsets_mapping
         )
@@ -203,7 +203,7 @@ class TextEncoder(Vocabulary):
             columns = {name: [value] for name, value in columns.items()}
         if return_attention_mask and "attention_mask" not in columns:
             columns["attention_mask"] = [[1] * len(row) for row in columns["input_ids"]]
-        limit = max_length if max_length is not None else self._known_max_length()
+        limit = self._limit(max_length)
         how = Padding(padding, limit, pad_to_multiple_of, padding_side, return_tensors)
         return self._finish(columns, {}, is_single, how)
 
@@ -280,8 +280,10 @@ class TextEncoder(Vocabulary):
             got, expected = f"{joined} tokens from {length}", f"at most {MAX_GROWTH} times as many"
             raise TokenizerError(what, where=where, got=got, expected=expected)
 
-    def _known_max_length(self) -> int | None:
-        return None if self.model_max_length >= _NO_MAX_LENGTH else self.model_max_length
+    def _limit(self, max_length: int | None) -> int | None:
+        """Returns the length to truncate and pad to: the default is that of the model, if it is known."""
+        own = None if self.model_max_length >= _NO_MAX_LENGTH else self.model_max_length
+        return own if max_length is None else max_length
 
     def _check_text(self, text: object) -> None:
         if not isinstance(text, str):

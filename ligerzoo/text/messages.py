@@ -17,6 +17,10 @@ T = TypeVar("T")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
 
+_CALLS = JsonType[list[object]]("a list", lambda value: isinstance(value, list), "wrong type")
+_CALL = replace(OBJECT, problem="wrong type")
+_ARGUMENTS = replace(_CALL, expected="a JSON object")
+
 
 def checked_objects(values: object, where: str) -> Messages:
     """Returns a list of dictionaries.
@@ -64,12 +68,12 @@ def with_parsed_arguments(message: Mapping[str, object], where: str) -> dict[str
     if calls is None:
         return dict(message)
     where = f"{where}.tool_calls"
-    listed: list[object] = _read(_LIST, calls, where)
+    listed = _CALLS.read(calls, where, LigerzooError, quote)
     return {**message, "tool_calls": [_parsed_call(call, f"{where}[{i}]") for i, call in enumerate(listed)]}
 
 
 def _parsed_call(value: object, where: str) -> dict[str, object]:
-    call = _read(OBJECT, value, where)
+    call = _CALL.read(value, where, LigerzooError, quote)
     if OBJECT.accepts(function := call.get("function")):
         return {**call, "function": _parsed_call(function, f"{where}.function")}
     if "arguments" not in call and "name" not in call:
@@ -81,15 +85,7 @@ def _parsed_call(value: object, where: str) -> dict[str, object]:
         except (ValueError, RecursionError) as error:
             what, got = f"not valid JSON: {error}", quote(arguments)
             raise LigerzooError(what, where=where, got=got, expected="a JSON object") from error
-    return {**call, "arguments": _read(_ARGUMENTS, arguments or {}, where)}
-
-
-_LIST = JsonType[list[object]]("a list", lambda value: isinstance(value, list))
-_ARGUMENTS = replace(OBJECT, expected="a JSON object")
-
-
-def _read(kind: JsonType[T], value: object, where: str) -> T:
-    return replace(kind, problem="wrong type").read(value, where, LigerzooError, quote)
+    return {**call, "arguments": _ARGUMENTS.read(arguments or {}, where, LigerzooError, quote)}
 
 
 def trying_text_arguments(render: Callable[[Messages], T], messages: Messages) -> T:

@@ -228,7 +228,7 @@ class Tokenizer(TextEncoder):
         further |= tokenizer_kwargs or {}
         refuse_unknown(further, _FURTHER_OPTIONS, "tokenizer_kwargs")
         strategy = truncation_strategy(truncation)
-        limit = self._known_max_length() if max_length is None else max_length
+        limit = self._limit(max_length)
         inputs: dict[str, list[Any]] = {"input_ids": [], "offset_mapping": [], "assistant_masks": []}
         for one in rendered:
             ids, offsets = self.encode_rendered(one)
