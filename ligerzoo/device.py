@@ -29,10 +29,9 @@ def available_device(device: str | torch.device | None, *, where: str = "argumen
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # depends on the backend
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        raise ConfigError(
-            "no such device", where=where, got=device, expected=" or ".join(["cpu", *gpus]),
-            remedy=None if gpus else "A GPU needs a torch that is built for it, and its driver.",
-        ) from error  # fmt: skip
+        expected = " or ".join(["cpu", *gpus])
+        remedy = None if gpus else "A GPU needs a torch that is built for it, and its driver."
+        raise ConfigError("no such device", where=where, got=device, expected=expected, remedy=remedy) from error
     return chosen
 
 
@@ -52,7 +51,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if is_upload else x.to(device)
 
 
-def upload(values: Sequence[Any], device: torch.device) -> Tensor:
+def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Returns integers, or equally long lists of them, as an int64 tensor on the device."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 

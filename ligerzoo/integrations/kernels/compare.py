@@ -35,30 +35,21 @@ def class_of(module: nn.Module, cls: type[nn.Module]) -> Iterator[None]:
         module.__class__ = own
 
 
-def difference(module: nn.Module, replacement: Replacement) -> str | None:
-    """Compares the replacement with the module's forward on random input; returns what differs, None for nothing."""
-    if replacement.inputs is None:
-        return None
-    try:
-        inputs = replacement.inputs(module)
-    except Exception as error:  # the first layers of any module
-        return f"its forward fails on random input: {error}"
-    return difference_for(module, replacement, *inputs)
-
-
-def difference_for(module: nn.Module, replacement: Replacement, *arguments: object, **named: object) -> str | None:
-    """Compares the replacement with the module's forward; returns what differs, None if nothing does.
+def difference(module: nn.Module, replacement: Replacement, *arguments: object, **named: object) -> str | None:
+    """Compares the replacement with the module's forward on random input; returns what differs, None for nothing.
 
     Compares in training mode, where a module may apply dropout, and in evaluation mode. Runs without gradients and
     hooks, and restores the mode of each module and the state of torch's random number generators.
 
     Args:
         module: the module.
-        replacement: what may replace it.
+        replacement: what may replace it. Its `inputs`, if it has them, are the positional arguments.
         arguments: positional arguments of the forward.
         named: keyword arguments of the forward.
     """
     try:
+        if replacement.inputs is not None:
+            arguments = replacement.inputs(module)
         with no_effects(module):
             for training in (True, False):
                 with training_mode(module, training):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ligerzoo.integrations.kernels.compare import difference_for, no_effects, random_like
+from ligerzoo.integrations.kernels.compare import difference, no_effects, random_like
 from ligerzoo.integrations.kernels.forwards import DECORATED, decorated_like, undecorated
 from ligerzoo.integrations.kernels.norms import KernelRMSNorm, kernel_add_and_normalize, kernel_normalize
 from ligerzoo.integrations.kernels.replace import KernelModule, Options, Recognized, Replacement
@@ -159,7 +159,7 @@ def _recognize_with(module: nn.Module, pattern: Pattern, mlp: _MLP) -> Replaceme
         unused = tuple(name for name in declared if name not in attention.received[0])
         options = {"kernel_pattern": pattern, "kernel_unused": unused}
         replacement = Replacement(KernelDecoderLayer, "add_rms_norm", options)
-        found = difference_for(module, replacement, x, **declared, **others)
+        found = difference(module, replacement, x, **declared, **others)
     except Exception as error:  # the forward of any layer
         return f"its forward fails on random input: {error}"
     finally:

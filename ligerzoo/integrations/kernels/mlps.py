@@ -6,6 +6,7 @@ The projections are called as modules, so that adapters on them keep working.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -95,8 +96,7 @@ def recognize_mlp(module: nn.Module) -> Recognized:
 
 def activation_of(module: nn.Module) -> Activation | None:
     """Returns the name of the module's activation; None if no kernel computes it."""
-    function = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
-    if function is None:
+    if (function := _activation_function(module)) is None:
         return None
     parameter = next(function.parameters(), None) if isinstance(function, nn.Module) else None
     x = torch.linspace(-30, 30, 601, device=None if parameter is None else parameter.device)
@@ -112,9 +112,12 @@ def activation_of(module: nn.Module) -> Activation | None:
     )
 
 
+def _activation_function(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    return next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
+
+
 def _activation_name(module: nn.Module) -> str:
-    function = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
-    if function is None:
+    if (function := _activation_function(module)) is None:
         return "which has no known name"
     return type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__name__", repr(function))
 
