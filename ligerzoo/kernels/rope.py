@@ -40,7 +40,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class _Heads(NamedTuple):
-    """Heads to rotate and their results, as the kernel takes them; a null pointer and no heads if there are none."""
+    """Heads to rotate and their results, as the kernel takes them; no pointer and 0 heads for None."""
 
     ptr: Tensor | None
     out: Tensor

@@ -178,9 +178,9 @@ def column_sums_(sums: Tensor, addends: Tensor | None) -> None:
 
 
 class StridedRows(NamedTuple):
-    """A matrix whose rows have unit stride, as kernels take it."""
+    """A matrix whose rows have unit stride, as kernels take it; None for one that is not needed."""
 
-    ptr: Tensor
+    ptr: Tensor | None
     row_stride: int
 
 
@@ -192,11 +192,13 @@ def strips(*tensors: Tensor) -> tuple[list[StridedRows], int, int, int]:
     Returns:
         The tensors, the number of columns, the columns per program, the number of programs.
     """
-    is_dense = all(t.is_contiguous() for t in tensors)
-    rows = [StridedRows(t, t.stride(0)) for t in (tensors if is_dense else map(as_rows, tensors))]
-    n_rows, n_cols = (1, tensors[0].numel()) if is_dense else rows[0].ptr.shape
+    if all(t.is_contiguous() for t in tensors):
+        n_rows, n_cols = 1, tensors[0].numel()
+    else:
+        tensors = tuple(as_rows(t) for t in tensors)
+        n_rows, n_cols = tensors[0].shape
     block = min(_STRIP, next_power_of_2(n_cols))
-    return rows, n_cols, block, n_rows * cdiv(n_cols, block)
+    return [StridedRows(t, t.stride(0)) for t in tensors], n_cols, block, n_rows * cdiv(n_cols, block)
 
 
 @jit

@@ -274,13 +274,13 @@ class RaggedHead(_Head):
         self.x = self.x[: chunk.stop - chunk.start]  # only the last chunk is shorter
         torch.index_select(self.hidden, 0, self.source[chunk], out=self.x)
         logits = self.buffer[: self.x.shape[0]]
-        ragged_gemm.matmul_(logits, self.x, self.weight.T, self.count(chunk), chunk.start, bias=self.bias)
+        ragged_gemm.matmul_(logits, self.x, self.weight.T, Rows(chunk.start, end=self.count(chunk)), self.bias)
         return logits
 
     def accumulate_gradient(self, chunk: slice, dlogits: Tensor) -> None:
         count = self.count(chunk)
         if self.needs.hidden:
-            ragged_gemm.matmul_(self.dhidden, dlogits, self.weight, count, chunk.start, self.order)
+            ragged_gemm.matmul_(self.dhidden, dlogits, self.weight, self.rows(chunk))
         if self.dweight is not None:
             self.dweight.add_(dlogits, self.x, count, self.end, chunk.start)
         if self.needs.bias:

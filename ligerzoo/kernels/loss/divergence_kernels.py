@@ -7,13 +7,13 @@ makes one, from the saved normalizers, S and L.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import as_rows, next_power_of_2
-from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.jit import Kernel, jit, kernel, tl
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.math import exp, fast_log, load_softcapped
 from ligerzoo.kernels.registration import register
@@ -71,7 +71,7 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.cons
 
 
 @jit
-def _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse_temperature):
+def _load_log_probabilities(student, teacher, normalizers, cols, numbers):
     """Returns (log p, log q, the slope of the student's transformed logits). The logs are -inf beyond the last column.
 
     Args:
@@ -82,6 +82,7 @@ def _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse
     student_ptr, student_scale, student_softcap = student
     teacher_ptr, teacher_scale, teacher_softcap = teacher
     student_max, student_log, teacher_max, teacher_log = normalizers
+    n_cols, inverse_temperature = numbers.n_cols, numbers.inverse_temperature
     x, slope = load_softcapped(student_ptr, cols, n_cols, student_scale, student_softcap)
     y, _ = load_softcapped(teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap)
     log_q = (x - student_max) * inverse_temperature - student_log
@@ -90,11 +91,12 @@ def _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse
 
 
 @jit
-def _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr):
+def _statistics(student, teacher, numbers, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr):
     """Returns D, the normalizers, and (S, L) of a row.
 
     For tvd, S and L are U / (U + L) and L / (U + L). Otherwise L is 0.
     """
+    n_cols, inverse_temperature, beta = numbers.n_cols, numbers.inverse_temperature, numbers.beta
     student_ptr, student_scale, student_softcap = student
     teacher_ptr, teacher_scale, teacher_softcap = teacher
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
@@ -111,7 +113,7 @@ def _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE:
     lower = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_p, log_q, _ = _load_log_probabilities(student, teacher, normalizers, cols, n_cols, inverse_temperature)
+        log_p, log_q, _ = _load_log_probabilities(student, teacher, normalizers, cols, numbers)
         part, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         parts += part
         if DIVERGENCE == "tvd":
@@ -142,15 +144,13 @@ def _change(slope, q, sums, DIVERGENCE: tl.constexpr):
 
 @jit
 def _store_gradient(
-    student, teacher, out_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta,
-    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student, teacher, out_ptr, normalizers, sums, upstream, numbers, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
+):
+    n_cols, inverse_temperature, beta = numbers.n_cols, numbers.inverse_temperature, numbers.beta
     EXACT: tl.constexpr = (student[0].dtype.element_ty == tl.float32) or (teacher[0].dtype.element_ty == tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_p, log_q, transform_slope = _load_log_probabilities(
-            student, teacher, normalizers, cols, n_cols, inverse_temperature
-        )
+        log_p, log_q, transform_slope = _load_log_probabilities(student, teacher, normalizers, cols, numbers)
         _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         change = _change(slope, q, sums, DIVERGENCE)
         gradient = upstream * inverse_temperature * change * transform_slope
@@ -164,20 +164,47 @@ def _store_zeros(out_ptr, n_cols, BLOCK: tl.constexpr):
         tl.store(out_ptr + cols, tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
+class _Logits(NamedTuple):
+    """Logits of one side, (M, V), with their stride, scale and softcap."""
+
+    ptr: Tensor
+    row_stride: int
+    scale: float | None
+    softcap: float | None
+
+
+class _Upstream(NamedTuple):
+    """The gradient of each row's divergence, (M,), any stride."""
+
+    ptr: Tensor
+    stride: int
+
+
+class _Numbers(NamedTuple):
+    """The number of columns, and the numbers of `DivergenceOptions`."""
+
+    n_cols: int
+    ignore_index: int
+    inverse_temperature: float
+    beta: float
+
+
+@jit
+def _row_of(side, row):
+    """The row's pointer, scale and softcap."""
+    return side.ptr + row * side.row_stride, side.scale, side.softcap
+
+
 @kernel
 def _forward_kernel(
-    student_ptr, teacher_ptr, target_ptr, loss_ptr, statistics_ptr, student_stride, teacher_stride, ignore_index,
-    inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
-    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student, teacher, target_ptr, loss_ptr, statistics_ptr, numbers, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(target_ptr + row) == ignore_index:
+    if tl.load(target_ptr + row) == numbers.ignore_index:
         tl.store(loss_ptr + row, 0.0)
         tl.store(statistics_ptr + row * 6 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 6)
     else:
-        student = (student_ptr + row * student_stride, student_scale, student_softcap)
-        teacher = (teacher_ptr + row * teacher_stride, teacher_scale, teacher_softcap)
-        loss, normalizers, sums = _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK)
+        loss, normalizers, sums = _statistics(_row_of(student, row), _row_of(teacher, row), numbers, DIVERGENCE, BLOCK)
         tl.store(loss_ptr + row, loss)
         for i in tl.static_range(4):
             tl.store(statistics_ptr + row * 6 + i, normalizers[i])
@@ -187,71 +214,58 @@ def _forward_kernel(
 
 @kernel
 def _backward_kernel(
-    student_ptr, teacher_ptr, target_ptr, statistics_ptr, upstream_ptr, dstudent_ptr, student_stride, teacher_stride,
-    upstream_stride, ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
-    teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student, teacher, target_ptr, saved_ptr, upstream, out_ptr, numbers, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(target_ptr + row) == ignore_index:
-        _store_zeros(dstudent_ptr + row * n_cols, n_cols, BLOCK)
+    if tl.load(target_ptr + row) == numbers.ignore_index:
+        _store_zeros(out_ptr + row * numbers.n_cols, numbers.n_cols, BLOCK)
     else:
-        student = (student_ptr + row * student_stride, student_scale, student_softcap)
-        teacher = (teacher_ptr + row * teacher_stride, teacher_scale, teacher_softcap)
-        out_ptr = dstudent_ptr + row * n_cols
-        saved = statistics_ptr + row * 6
+        z, y = _row_of(student, row), _row_of(teacher, row)
+        dstudent_ptr = out_ptr + row * numbers.n_cols
+        saved = saved_ptr + row * 6
         normalizers = (tl.load(saved), tl.load(saved + 1), tl.load(saved + 2), tl.load(saved + 3))
         sums = (tl.load(saved + 4), tl.load(saved + 5))
-        upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
-        _store_gradient(
-            student, teacher, out_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK
-        )
+        dloss = tl.load(upstream.ptr + row * upstream.stride).to(tl.float32)
+        _store_gradient(z, y, dstudent_ptr, normalizers, sums, dloss, numbers, DIVERGENCE, BLOCK)
 
 
 @kernel
 def _loss_and_gradient_kernel(
-    student_ptr, teacher_ptr, target_ptr, loss_ptr, upstream_ptr, student_stride, teacher_stride, upstream_stride,
-    ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
-    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student, teacher, target_ptr, loss_ptr, upstream, numbers, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Computes the loss and overwrites the student's logits, a private buffer, with the gradient.
 
     One kernel reads a row several times in a short time, so later passes hit the cache.
     """
     row = tl.program_id(0).to(tl.int64)
-    student_row_ptr = student_ptr + row * student_stride
-    teacher_row_ptr = teacher_ptr + row * teacher_stride
-    student = (student_row_ptr, student_scale, student_softcap)
-    teacher = (teacher_row_ptr, teacher_scale, teacher_softcap)
-    if tl.load(target_ptr + row) == ignore_index:
+    out_ptr = student.ptr + row * student.row_stride
+    if tl.load(target_ptr + row) == numbers.ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        _store_zeros(student_row_ptr, n_cols, BLOCK)
+        _store_zeros(out_ptr, numbers.n_cols, BLOCK)
     else:
-        loss, normalizers, sums = _statistics(student, teacher, n_cols, inverse_temperature, beta, DIVERGENCE, BLOCK)
+        z, y = _row_of(student, row), _row_of(teacher, row)
+        loss, normalizers, sums = _statistics(z, y, numbers, DIVERGENCE, BLOCK)
         tl.store(loss_ptr + row, loss)
         tl.debug_barrier()  # all warps must have read the row before one overwrites a part of it
-        upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
-        _store_gradient(
-            student, teacher, student_row_ptr, normalizers, sums, upstream, n_cols, inverse_temperature, beta,
-            DIVERGENCE, BLOCK,
-        )  # fmt: skip
+        dloss = tl.load(upstream.ptr + row * upstream.stride).to(tl.float32)
+        _store_gradient(z, y, out_ptr, normalizers, sums, dloss, numbers, DIVERGENCE, BLOCK)
 
 
 def _launch(
-    kernel: Any,
+    kernel: Kernel,
     student: Tensor,
     teacher: Tensor,
     target: Tensor,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | _Upstream],
     options: DivergenceOptions,
-    *strides: int,
 ) -> None:
     n_rows, n_cols = student.shape
+    sides = (student, options.student), (teacher, options.teacher)
+    logits = (_Logits(x, x.stride(0), *transform.arguments()) for x, transform in sides)
+    numbers = _Numbers(n_cols, options.ignore_index, 1 / options.temperature, options.beta)
     block = min(4096, next_power_of_2(n_cols))  # columns per step of a program
-    numbers = *strides, *options.numbers(), n_cols
-    kernel[n_rows](
-        student, teacher, target.contiguous(), *tensors, student.stride(0), teacher.stride(0), *numbers,
-        options.divergence, block, num_warps=min(8, max(4, block // 512)),
-    )  # fmt: skip
+    warps = min(8, max(4, block // 512))
+    kernel[n_rows](*logits, target.contiguous(), *tensors, numbers, options.divergence, block, num_warps=warps)
 
 
 class ForwardResults(NamedTuple):
@@ -279,8 +293,8 @@ def divergence_backward(
     student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, options: DivergenceOptions
 ) -> Tensor:
     dstudent = student.new_empty(student.shape)
-    tensors = statistics, upstream, dstudent
-    _launch(_backward_kernel, as_rows(student), as_rows(teacher), target, tensors, options, upstream.stride(0))
+    tensors = statistics, _Upstream(upstream, upstream.stride(0)), dstudent
+    _launch(_backward_kernel, as_rows(student), as_rows(teacher), target, tensors, options)
     return dstudent
 
 
@@ -291,6 +305,6 @@ def fused_divergences_(
     if upstream is None:
         return divergence_forward(student, teacher, target, options).loss
     loss = student.new_empty(target.shape, dtype=torch.float32)
-    tensors = loss, upstream
-    _launch(_loss_and_gradient_kernel, student, as_rows(teacher), target, tensors, options, upstream.stride(0))
+    tensors = loss, _Upstream(upstream, upstream.stride(0))
+    _launch(_loss_and_gradient_kernel, student, as_rows(teacher), target, tensors, options)
     return loss

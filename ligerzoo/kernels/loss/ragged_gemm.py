@@ -7,11 +7,15 @@ cuBLAS takes 12.6 and 12.4.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import cdiv, is_hopper, multiprocessors
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.loss.row_kernel import Rows
+from ligerzoo.kernels.tiling import StridedRows
 
 _TILE_M, _TILE_N, _TILE_K = 128, 256, 64
 """The tile of a product: rows and columns of the result, and the step along the summed dimension."""
@@ -43,12 +47,23 @@ def tile_position(tile, n_vertical, n_horizontal, GROUP: tl.constexpr):
     return group * GROUP + within % height, within // height
 
 
+class _Sizes(NamedTuple):
+    """Numbers of rows and columns of the result, and of summed products."""
+
+    n_rows: int
+    n_cols: int
+    depth: int
+
+
 @kernel
 def _matmul_kernel(
-    a_descriptor, b_descriptor, out_ptr, order_ptr, bias_ptr, count_ptr, first_row, n_rows, n_cols, depth, out_stride,
-    B_IS_TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    count = tl.minimum(tl.load(count_ptr) - first_row, n_rows)
+    a_descriptor, b_descriptor, out, rows, bias_ptr, sizes, B_IS_TRANSPOSED: tl.constexpr, TILE: tl.constexpr
+):
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
+    DEPTH: tl.constexpr = TILE[2]
+    n_rows, n_cols, depth = sizes
+    count = tl.minimum(tl.load(rows.end) - rows.first, n_rows)
     if count > 0:
         n_vertical, n_horizontal = tl.cdiv(count, ROWS), tl.cdiv(n_cols, COLS)
         for tile in tl.range(tl.program_id(0), n_vertical * n_horizontal, tl.num_programs(0), flatten=True):
@@ -58,38 +73,35 @@ def _matmul_kernel(
                 a = a_descriptor.load([row * ROWS, k])
                 b = b_descriptor.load([col * COLS, k]).T if B_IS_TRANSPOSED else b_descriptor.load([k, col * COLS])
                 total = tl.dot(a, b, total)
-            rows, cols = row * ROWS + tl.arange(0, ROWS), col * COLS + tl.arange(0, COLS)
+            of_tile, cols = row * ROWS + tl.arange(0, ROWS), col * COLS + tl.arange(0, COLS)
             if bias_ptr is not None:
                 total += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
-            mask = (rows < count)[:, None] & (cols < n_cols)[None, :]
-            out_rows = rows.to(tl.int64)
-            if order_ptr is not None:
-                out_rows = tl.load(order_ptr + first_row + rows, mask=rows < count, other=0)
-            out = out_ptr + out_rows[:, None] * out_stride + cols[None, :]
-            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+            mask = (of_tile < count)[:, None] & (cols < n_cols)[None, :]
+            out_rows = of_tile.to(tl.int64)
+            if rows.order is not None:
+                out_rows = tl.load(rows.order + rows.first + of_tile, mask=of_tile < count, other=0)
+            pointers = out.ptr + out_rows[:, None] * out.row_stride + cols[None, :]
+            tl.store(pointers, total.to(out.ptr.dtype.element_ty), mask=mask)
 
 
-def matmul_(
-    out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None, *,
-    bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Computes out = a @ b + bias in the valid rows i: those with first_row + i < count.
+def matmul_(out: Tensor, a: Tensor, b: Tensor, rows: Rows, bias: Tensor | None = None) -> None:
+    """Computes out = a @ b + bias in the valid rows i: those with rows.first + i < rows.end.
 
     Args:
         out: (M, N) bf16. Only valid rows are written.
         a: (M, K) bf16, rows aligned to 16 bytes.
         b: (K, N) bf16, rows or columns aligned to 16 bytes.
-        count: (1,) int32.
-        first_row: the index of row 0.
-        order: row i is written to row order[first_row + i] of `out`. Without it, to row i.
+        rows: the rows and their end. Row i is written to row order[first + i] of `out`; without an order, to row i.
         bias: (N,) or None, added before the sum is rounded to bf16.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     transposed = b.stride(1) != 1
     b_rows, b_tile = (b.T, [_TILE_N, _TILE_K]) if transposed else (b, [_TILE_K, _TILE_N])
+    operands = TensorDescriptor.from_tensor(a, [_TILE_M, _TILE_K]), TensorDescriptor.from_tensor(b_rows, b_tile)
+    bias = None if bias is None else bias.contiguous()
+    target, sizes = StridedRows(out, out.stride(0)), _Sizes(a.shape[0], out.shape[1], a.shape[1])
+    tile = _TILE_M, _TILE_N, _TILE_K
     _matmul_kernel[multiprocessors(a)](
-        TensorDescriptor.from_tensor(a, [_TILE_M, _TILE_K]), TensorDescriptor.from_tensor(b_rows, b_tile),
-        out, order, None if bias is None else bias.contiguous(), count, first_row, a.shape[0], out.shape[1], a.shape[1],
-        out.stride(0), transposed, _TILE_M, _TILE_N, _TILE_K, num_warps=8, num_stages=3,
-    )  # fmt: skip
+        *operands, target, rows, bias, sizes, transposed, tile, num_warps=8, num_stages=3
+    )

@@ -22,6 +22,7 @@ from ligerzoo.kernels.dispatch import cdiv, multiprocessors, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.loss.token_loss import RowResults, Terms, Upstream, reference, reference_gradient
 from ligerzoo.kernels.math import fast_exp, load_softcapped
+from ligerzoo.kernels.tiling import StridedRows
 
 ROW_TILE = 64
 """With an end of the valid rows, the gradient is zeroed in the ignored rows up to the next multiple of this. Matrix
@@ -172,148 +173,217 @@ def _load_upstream(pointer, token, stride):
     return 0.0 if pointer is None else tl.load(pointer + token * stride).to(tl.float32)
 
 
+class _Tokens(NamedTuple):
+    """The tokens of the rows: their targets, and the fields of `Rows`."""
+
+    target: Tensor
+    first: int
+    order: Tensor | None
+    end: Tensor | None
+
+
+class _ClassWeights(NamedTuple):
+    """The class weights and their mean; None for weights of 1, and for a mean that is not needed."""
+
+    ptr: Tensor | None
+    mean: Tensor | None
+
+
+class _Outputs(NamedTuple):
+    """The fields of `RowResults` and the normalizer; None for what is not needed."""
+
+    loss: Tensor | None
+    logp: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    argmax: Tensor | None
+    normalizer: Tensor | None
+
+
+class _Coefficients(NamedTuple):
+    """The target's column, -1 for an ignored row, and the seven numbers of each row, (7, M), from which dx follows."""
+
+    column: Tensor | None
+    numbers: Tensor | None
+
+
+class _Upstream(NamedTuple):
+    """The fields of `Upstream`, and the stride of the first."""
+
+    loss: Tensor | None
+    logp: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    loss_stride: int
+
+
+class _Terms(NamedTuple):
+    """`Terms` as the kernels take them; None for a softcap or a z-loss that is left out."""
+
+    scale: float
+    softcap: float | None
+    inverse_temperature: float
+    smoothing: float
+    target_share: float
+    z_loss: float | None
+    ignore_index: int
+
+
+class _Sizes(NamedTuple):
+    """Numbers of tokens, rows and columns."""
+
+    n_tokens: int
+    n_rows: int
+    n_cols: int
+
+
+class _Sums(NamedTuple):
+    """Sums of parts of the rows, (parts, V), and the number of rows of a part."""
+
+    ptr: Tensor
+    n_rows: int
+
+
 @kernel
 def _rows_kernel(
-    logits_ptr, out_ptr, target_ptr, class_weight_ptr, mean_weight_ptr, order_ptr, count_ptr,
-    loss_ptr, logp_ptr, entropy_ptr, logsumexp_ptr, argmax_ptr, normalizer_ptr, column_ptr, coefficient_ptr,
-    grad_loss_ptr, grad_logp_ptr, grad_entropy_ptr, grad_logsumexp_ptr, grad_loss_stride,
-    logits_stride, out_stride, n_tokens, n_rows, n_cols, first_row, ignore_index,
-    scale, softcap, inverse_temperature, smoothing, target_share, z_loss,
-    NORMALIZER_GIVEN: tl.constexpr, SMOOTHING: tl.constexpr, ROW_TILE: tl.constexpr,
-    LANES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    logits, out, tokens, weight, outputs, coefficients, upstream, terms, sizes, SMOOTH: tl.constexpr, TILE: tl.constexpr
+):
     """One program computes one row: its statistics, unless the normalizer is given; then, if there is an `out`, its
     gradient, or the coefficients from which `_columns_kernel` computes the gradient."""
+    ROW_TILE: tl.constexpr = TILE[0]
+    LANES: tl.constexpr = TILE[1]
+    GROUP: tl.constexpr = TILE[2]
+    n_tokens, n_rows, n_cols = sizes
+    smoothing, target_share, z_loss = terms.smoothing, terms.target_share, terms.z_loss
     row = tl.program_id(0).to(tl.int64)
-    logits = (logits_ptr + row * logits_stride, n_cols, scale, softcap, inverse_temperature)
-    token = first_row + row if order_ptr is None else tl.load(order_ptr + first_row + row)
-    target = tl.load(target_ptr + token)
-    if count_ptr is None:
-        valid = target != ignore_index
+    x = (logits.ptr + row * logits.row_stride, n_cols, terms.scale, terms.softcap, terms.inverse_temperature)
+    token = tokens.first + row if tokens.order is None else tl.load(tokens.order + tokens.first + row)
+    target = tl.load(tokens.target + token)
+    if tokens.end is None:
+        valid = target != terms.ignore_index
         is_zeroed = True
     else:
-        count = tl.load(count_ptr) - first_row
+        count = tl.load(tokens.end) - tokens.first
         valid = row < count
         is_zeroed = row < tl.cdiv(count, ROW_TILE) * ROW_TILE  # later rows are never read
 
     if valid:
         in_vocabulary = (target >= 0) & (target < n_cols)
         y = tl.where(in_vocabulary, target, 0)
-        x_y, slope_y = _load_logits(logits, y, False)
+        x_y, slope_y = _load_logits(x, y, False)
         x_y = tl.where(in_vocabulary, x_y, float("nan"))
-        w_y = _class_weights(class_weight_ptr, y, n_cols)
-        mean_weight = 1.0 if mean_weight_ptr is None else tl.load(mean_weight_ptr)
-        if NORMALIZER_GIVEN:
-            m, s = tl.load(normalizer_ptr + token), tl.load(normalizer_ptr + n_tokens + token)
+        w_y = _class_weights(weight.ptr, y, n_cols)
+        mean_weight = 1.0 if weight.mean is None else tl.load(weight.mean)
+        if outputs.loss is None:
+            m, s = tl.load(outputs.normalizer + token), tl.load(outputs.normalizer + n_tokens + token)
             logsumexp, entropy = m + s, 0.0
         else:
-            ENTROPY: tl.constexpr = (entropy_ptr is not None) or (grad_entropy_ptr is not None)
+            ENTROPY: tl.constexpr = (outputs.entropy is not None) or (upstream.entropy is not None)
             anchor = tl.where(x_y == -float("inf"), 0.0, x_y)
             m, s, entropy, argmax, smoothing_sum = _statistics(
-                logits, (class_weight_ptr, anchor), ENTROPY, argmax_ptr is not None, SMOOTHING, LANES, GROUP
+                x, (weight.ptr, anchor), ENTROPY, outputs.argmax is not None, SMOOTH, LANES, GROUP
             )
             nll = (m - x_y) + s
             logsumexp = m + s
             loss = target_share * w_y * nll
-            if SMOOTHING:
+            if SMOOTH:
                 loss += smoothing * (mean_weight * ((m - anchor) + s) - smoothing_sum / n_cols)
             if z_loss is not None:
                 loss += z_loss * logsumexp * logsumexp
-            tl.store(loss_ptr + token, loss)
-            tl.store(logp_ptr + token, -nll)
-            tl.store(logsumexp_ptr + token, logsumexp)
-            if entropy_ptr is not None:
-                tl.store(entropy_ptr + token, entropy)
-            if argmax_ptr is not None:
-                tl.store(argmax_ptr + token, argmax.to(tl.int64))
-            if normalizer_ptr is not None:
-                tl.store(normalizer_ptr + token, m)
-                tl.store(normalizer_ptr + n_tokens + token, s)
+            tl.store(outputs.loss + token, loss)
+            tl.store(outputs.logp + token, -nll)
+            tl.store(outputs.logsumexp + token, logsumexp)
+            if outputs.entropy is not None:
+                tl.store(outputs.entropy + token, entropy)
+            if outputs.argmax is not None:
+                tl.store(outputs.argmax + token, argmax.to(tl.int64))
+            if outputs.normalizer is not None:
+                tl.store(outputs.normalizer + token, m)
+                tl.store(outputs.normalizer + n_tokens + token, s)
 
-        if out_ptr is not None:
-            g = _load_upstream(grad_loss_ptr, token, grad_loss_stride)
-            grad_logp = _load_upstream(grad_logp_ptr, token, 1)
-            grad_entropy = _load_upstream(grad_entropy_ptr, token, 1)
-            grad_logsumexp = _load_upstream(grad_logsumexp_ptr, token, 1)
+        if out.ptr is not None:
+            g = _load_upstream(upstream.loss, token, upstream.loss_stride)
+            grad_logp = _load_upstream(upstream.logp, token, 1)
+            grad_entropy = _load_upstream(upstream.entropy, token, 1)
+            grad_logsumexp = _load_upstream(upstream.logsumexp, token, 1)
             a = target_share * w_y
             if z_loss is not None:
                 a += 2.0 * z_loss * logsumexp
-            if SMOOTHING:
+            if SMOOTH:
                 a += smoothing * mean_weight
             a = tl.where(in_vocabulary, g * a - grad_logp + grad_logsumexp, float("nan"))
             b = g * target_share * w_y - grad_logp
             c = g * smoothing / n_cols
-            if coefficient_ptr is not None:
-                tl.store(column_ptr + row, y.to(tl.int32))
-                tl.store(coefficient_ptr + row, m)
-                tl.store(coefficient_ptr + n_rows + row, s)
-                tl.store(coefficient_ptr + 2 * n_rows + row, entropy)
-                tl.store(coefficient_ptr + 3 * n_rows + row, a)
-                tl.store(coefficient_ptr + 4 * n_rows + row, b)
-                tl.store(coefficient_ptr + 5 * n_rows + row, c)
-                tl.store(coefficient_ptr + 6 * n_rows + row, grad_entropy)
+            if coefficients.numbers is not None:
+                tl.store(coefficients.column + row, y.to(tl.int32))
+                tl.store(coefficients.numbers + row, m)
+                tl.store(coefficients.numbers + n_rows + row, s)
+                tl.store(coefficients.numbers + 2 * n_rows + row, entropy)
+                tl.store(coefficients.numbers + 3 * n_rows + row, a)
+                tl.store(coefficients.numbers + 4 * n_rows + row, b)
+                tl.store(coefficients.numbers + 5 * n_rows + row, c)
+                tl.store(coefficients.numbers + 6 * n_rows + row, grad_entropy)
             else:
                 at_target = (
-                    _gradient_without_target(x_y, m, s, entropy, a, grad_entropy, grad_entropy_ptr is not None) - b
+                    _gradient_without_target(x_y, m, s, entropy, a, grad_entropy, upstream.entropy is not None) - b
                 )
-                if SMOOTHING:
+                if SMOOTH:
                     at_target -= c * w_y
 
-                out_row_ptr = out_ptr + row * out_stride
+                out_row_ptr = out.ptr + row * out.row_stride
                 tl.debug_barrier()  # `out` may be `logits`: every thread must have read its part
-                HAS_ENTROPY: tl.constexpr = grad_entropy_ptr is not None
-                terms = (m, s, entropy, a, c, grad_entropy)
+                HAS_ENTROPY: tl.constexpr = upstream.entropy is not None
+                of_row = (m, s, entropy, a, c, grad_entropy)
                 whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
                 for start in range(0, whole, LANES * GROUP):
-                    _store_gradient(
-                        start, logits, out_row_ptr, class_weight_ptr, terms, HAS_ENTROPY, SMOOTHING, LANES, GROUP, False
-                    )
+                    _store_gradient(start, x, out_row_ptr, weight.ptr, of_row, HAS_ENTROPY, SMOOTH, LANES, GROUP, False)
                 if whole < n_cols:
-                    _store_gradient(
-                        whole, logits, out_row_ptr, class_weight_ptr, terms, HAS_ENTROPY, SMOOTHING, LANES, GROUP, True
-                    )
+                    _store_gradient(whole, x, out_row_ptr, weight.ptr, of_row, HAS_ENTROPY, SMOOTH, LANES, GROUP, True)
                 tl.debug_barrier()  # the target's own gradient overwrites the one without target
-                tl.store(out_row_ptr + y, (at_target * slope_y).to(out_ptr.dtype.element_ty))
-    elif out_ptr is not None:
-        if column_ptr is not None:
-            tl.store(column_ptr + row, -1)
-        _store_zeros(is_zeroed, out_ptr + row * out_stride, n_cols, LANES, GROUP)
+                tl.store(out_row_ptr + y, (at_target * slope_y).to(out.ptr.dtype.element_ty))
+    elif out.ptr is not None:
+        if coefficients.column is not None:
+            tl.store(coefficients.column + row, -1)
+        _store_zeros(is_zeroed, out.ptr + row * out.row_stride, n_cols, LANES, GROUP)
 
 
 @kernel
 def _columns_kernel(
-    logits_ptr, out_ptr, sums_ptr, class_weight_ptr, column_ptr, coefficient_ptr, logits_stride, out_stride,
-    n_rows, n_cols, rows_per_program, scale, softcap, inverse_temperature,
-    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """One program computes COLS columns of `rows_per_program` rows: their gradient, and its sum over the rows."""
+    logits, out, sums, weight, coefficients, upstream, terms, sizes, SMOOTH: tl.constexpr, TILE: tl.constexpr
+):
+    """One program computes COLS columns of `sums.n_rows` rows: their gradient, and its sum over the rows."""
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
+    n_rows, n_cols = sizes.n_rows, sizes.n_cols
     n_blocks = tl.cdiv(n_cols, COLS)
     part, block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
     cols = block * COLS + tl.arange(0, COLS)
     across = cols[None, :]
-    first = part * rows_per_program
-    end = tl.minimum(first + rows_per_program, n_rows)
-    sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    first = part * sums.n_rows
+    end = tl.minimum(first + sums.n_rows, n_rows)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for start in range(first, end, ROWS):
         rows = start + tl.arange(0, ROWS)[:, None]
-        y = tl.load(column_ptr + rows, mask=rows < end, other=-1)
+        y = tl.load(coefficients.column + rows, mask=rows < end, other=-1)
         valid = y >= 0
         rows = tl.where(valid, rows, 0).to(tl.int64)  # ignored rows read row 0, and are masked below
-        m, s = tl.load(coefficient_ptr + rows), tl.load(coefficient_ptr + n_rows + rows)
-        entropy, a = tl.load(coefficient_ptr + 2 * n_rows + rows), tl.load(coefficient_ptr + 3 * n_rows + rows)
-        b, c = tl.load(coefficient_ptr + 4 * n_rows + rows), tl.load(coefficient_ptr + 5 * n_rows + rows)
-        grad_entropy = tl.load(coefficient_ptr + 6 * n_rows + rows)
-        x, slope = load_softcapped(
-            logits_ptr + rows * logits_stride, across, n_cols, scale, softcap, inverse_temperature, True
+        m, s = tl.load(coefficients.numbers + rows), tl.load(coefficients.numbers + n_rows + rows)
+        entropy, a = (
+            tl.load(coefficients.numbers + 2 * n_rows + rows),
+            tl.load(coefficients.numbers + 3 * n_rows + rows),
         )
-        gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)
-        if SMOOTHING:
-            gradient -= c * _class_weights(class_weight_ptr, across, n_cols)
+        b, c = tl.load(coefficients.numbers + 4 * n_rows + rows), tl.load(coefficients.numbers + 5 * n_rows + rows)
+        grad_entropy = tl.load(coefficients.numbers + 6 * n_rows + rows)
+        x_ptr = logits.ptr + rows * logits.row_stride
+        x, slope = load_softcapped(x_ptr, across, n_cols, terms.scale, terms.softcap, terms.inverse_temperature, True)
+        gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, upstream.entropy is not None)
+        if SMOOTH:
+            gradient -= c * _class_weights(weight.ptr, across, n_cols)
         gradient = tl.where(valid, tl.where(across == y, gradient - b, gradient) * slope, 0.0)
-        out = out_ptr + rows * out_stride + across
-        tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=valid & (across < n_cols))
-        sums += gradient
-    tl.store(sums_ptr + part.to(tl.int64) * n_cols + cols, tl.sum(sums, axis=0), mask=cols < n_cols)
+        out_ptr = out.ptr + rows * out.row_stride + across
+        tl.store(out_ptr, gradient.to(out.ptr.dtype.element_ty), mask=valid & (across < n_cols))
+        total += gradient
+    tl.store(sums.ptr + part.to(tl.int64) * n_cols + cols, tl.sum(total, axis=0), mask=cols < n_cols)
 
 
 def zero_results(target: Tensor, dtype: torch.dtype, *, statistics: bool) -> RowResults:
@@ -342,8 +412,8 @@ class Rows(NamedTuple):
     end: Tensor | None = None
 
 
-_TILE_ROWS, _TILE_COLUMNS = 16, 256
-"""The tile of `_columns_kernel`."""
+_COLUMNS_TILE = 16, 256
+"""Rows and columns of a tile of `_columns_kernel`."""
 
 
 def compute_rows_(
@@ -387,48 +457,63 @@ def compute_rows_(
         return
     if n_rows == 0:  # empty tensors have no pointer to launch with
         return
-    target = target.contiguous()
-    smoothing = terms.label_smoothing > 0
-    mean_weight = None
+    is_smoothed, mean_weight = terms.label_smoothing > 0, None
     if class_weight is not None:
         class_weight = class_weight.contiguous()
-        mean_weight = class_weight.mean(dtype=torch.float32) if smoothing else None
+        mean_weight = class_weight.mean(dtype=torch.float32) if is_smoothed else None
     block = min(8192, next_power_of_2(n_cols))
     group = min(8, block)
-    pointers = [None] * 5 if results is None else [t if t.numel() else None for t in results]
     grad_loss, *others = upstream
-    grad_logp, grad_entropy, grad_logsumexp = (u if u is None else u.contiguous() for u in others)
-    columns = coefficients = None
+    coefficients = _Coefficients(None, None)
     if dbias is not None:
-        columns, coefficients = target.new_empty(n_rows, dtype=torch.int32), dbias.new_empty((7, n_rows))
-    transform = terms.scale, terms.softcap, 1.0 / terms.temperature
-    target_share = 1 - terms.label_smoothing  # in fp64: fp32 would lose 6 bits of 1 - 0.99
+        coefficients = _Coefficients(target.new_empty(n_rows, dtype=torch.int32), dbias.new_empty((7, n_rows)))
+    operands = (
+        StridedRows(logits, logits.stride(0)),
+        StridedRows(out, 0 if out is None else out.stride(0)),
+    )
+    weights = _ClassWeights(class_weight, mean_weight)
+    filled = [None] * 5 if results is None else [t if t.numel() else None for t in results]
+    outputs = _Outputs(*filled, normalizer)  # type: ignore[call-arg]
+    dlogp, dentropy, dlogsumexp = (None if u is None else u.contiguous() for u in others)
+    stride = 0 if grad_loss is None else grad_loss.stride(0)
+    gradients = _Upstream(grad_loss, dlogp, dentropy, dlogsumexp, stride)
+    numbers = _Terms(
+        terms.scale,
+        terms.softcap,
+        1.0 / terms.temperature,
+        terms.label_smoothing,
+        1 - terms.label_smoothing,  # in fp64: fp32 would lose 6 bits of 1 - 0.99
+        terms.z_loss or None,
+        terms.ignore_index,
+    )
+    sizes, tile = _Sizes(len(target), n_rows, n_cols), (ROW_TILE, block // group, group)
+    warps = min(16, max(4, block // 512))
     _rows_kernel[n_rows](
-        logits, out, target, class_weight, mean_weight, rows.order, rows.end,
-        *pointers, normalizer, columns, coefficients,
-        grad_loss, grad_logp, grad_entropy, grad_logsumexp, 0 if grad_loss is None else grad_loss.stride(0),
-        logits.stride(0), 0 if out is None else out.stride(0), len(target), n_rows, n_cols, rows.first,
-        terms.ignore_index, *transform, terms.label_smoothing, target_share, terms.z_loss or None,
-        results is None, smoothing, ROW_TILE, block // group, group, num_warps=min(16, max(4, block // 512)),
+        *operands, _Tokens(target.contiguous(), *rows), weights, outputs, coefficients, gradients, numbers, sizes,
+        is_smoothed, tile, num_warps=warps,
     )  # fmt: skip
     if dbias is None:
         return
-    assert out is not None
-    n_blocks = cdiv(n_cols, _TILE_COLUMNS)
-    parts = min(cdiv(n_rows, 4 * _TILE_ROWS), cdiv(8 * multiprocessors(logits), n_blocks))
-    partial_sums = dbias.new_empty((parts, n_cols))
+    n_blocks = cdiv(n_cols, _COLUMNS_TILE[1])
+    parts = min(cdiv(n_rows, 4 * _COLUMNS_TILE[0]), cdiv(8 * multiprocessors(logits), n_blocks))
+    sums = _Sums(dbias.new_empty((parts, n_cols)), cdiv(n_rows, parts))
     _columns_kernel[parts * n_blocks](
-        logits, out, partial_sums, class_weight, columns, coefficients, logits.stride(0), out.stride(0),
-        n_rows, n_cols, cdiv(n_rows, parts), *transform,
-        grad_entropy is not None, smoothing, _TILE_ROWS, _TILE_COLUMNS, num_warps=4,
-    )  # fmt: skip
-    dbias += partial_sums.sum(0)
+        *operands, sums, weights, coefficients, gradients, numbers, sizes, is_smoothed, _COLUMNS_TILE, num_warps=4
+    )
+    dbias += sums.ptr.sum(0)
 
 
 def _compute_in_torch_(
-    logits: Tensor, target: Tensor, results: RowResults, upstream: Upstream, terms: Terms, class_weight: Tensor | None,
-    out: Tensor | None, dbias: Tensor | None, tokens: slice | Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    results: RowResults,
+    upstream: Upstream,
+    terms: Terms,
+    class_weight: Tensor | None,
+    out: Tensor | None,
+    dbias: Tensor | None,
+    tokens: slice | Tensor,
+) -> None:
     target, statistics = target[tokens], bool(results.argmax.numel())
     values_of_rows = reference(logits, target, terms, class_weight, statistics=statistics)
     for result, values in zip(results, values_of_rows, strict=True):

@@ -77,11 +77,6 @@ class DivergenceOptions(NamedTuple):
     def teacher(self) -> Transform:
         return Transform(self.teacher_scale, self.teacher_softcap)
 
-    def numbers(self) -> tuple[float | None, ...]:
-        """Returns the kernels' arguments: `ignore_index`, 1 / `temperature`, `beta`, both sides' scale and softcap."""
-        student, teacher = self.student.arguments(), self.teacher.arguments()
-        return self.ignore_index, 1 / self.temperature, self.beta, *student, *teacher
-
 
 def _log_probabilities(
     student: Tensor, teacher: Tensor, options: DivergenceOptions

@@ -12,6 +12,8 @@ numbers would move between threads twice per chunk, which costs as much as a six
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -70,16 +72,15 @@ def _split_bits(x):
 
 
 @jit
-def _accumulate_half_tile(
-    left, right, high_ptr, low_ptr, row, col, width, low_stride, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr
-):
+def _accumulate_half_tile(left, right, total, row, col, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr):
     """Adds two (128, 64) parts of a tile, which begin at (row, col), to (high, low). The first chunk overwrites these.
 
     An element of `low` packs two bytes: one for an element of each part.
     """
     rows, cols = row + tl.arange(0, 128).to(tl.int64), tl.arange(0, 64)
-    high = high_ptr + (rows * width + col)[:, None] + cols[None, :]
-    low = low_ptr + (rows * low_stride + col // 2)[:, None] + cols[None, :]
+    width = total.width
+    high = total.high + (rows * width + col)[:, None] + cols[None, :]
+    low = total.low + (rows * total.low_stride + col // 2)[:, None] + cols[None, :]
     has_left, has_right = col < width, col + 64 < width
     left, right = _to_register_order(left), _to_register_order(right)
     if not IS_FIRST:
@@ -98,28 +99,48 @@ def _accumulate_half_tile(
         tl.store(low, (left_low | (right_low << 8)).to(tl.int16), mask=has_left)
 
 
+class _Total(NamedTuple):
+    """The sum: its leading 16 bits, (height, width) bf16, and the next 8 with their stride."""
+
+    high: Tensor
+    low: Tensor
+    height: int
+    width: int
+    low_stride: int
+
+
+class _Chunk(NamedTuple):
+    """A chunk's rows: their first, their number, the end of the valid ones, and that of all chunks."""
+
+    first: int
+    n_rows: int
+    chunk_end: Tensor
+    end: Tensor
+
+
 @kernel
 def _accumulate_kernel(
-    a_descriptor, b_descriptor, high_ptr, low_ptr, count_ptr, end_ptr, first_row, n_rows, height, width, low_stride,
-    IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    depth = tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), n_rows)
-    is_last = tl.load(end_ptr) <= first_row + n_rows
+    a_descriptor, b_descriptor, total, rows, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr, TILE: tl.constexpr
+):
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
+    DEPTH: tl.constexpr = TILE[2]
+    first_row, n_rows = rows.first, rows.n_rows
+    depth = tl.minimum(tl.maximum(tl.load(rows.chunk_end) - first_row, 0), n_rows)
+    is_last = tl.load(rows.end) <= first_row + n_rows
     if ((depth > 0) | IS_FIRST) & (is_last == IS_LAST):
-        n_vertical, n_horizontal = height // ROWS, tl.cdiv(width, COLS)
+        n_vertical, n_horizontal = total.height // ROWS, tl.cdiv(total.width, COLS)
         for tile in tl.range(tl.program_id(0), n_vertical * n_horizontal, tl.num_programs(0), flatten=True):
             row, col = tile_position(tile, n_vertical, n_horizontal, 8)
-            total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+            product = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for k in range(0, depth, DEPTH):
-                total = tl.dot(a_descriptor.load([k, row * ROWS]).T, b_descriptor.load([k, col * COLS]), total)
-            left, right = _halves(total)
+                product = tl.dot(a_descriptor.load([k, row * ROWS]).T, b_descriptor.load([k, col * COLS]), product)
+            left, right = _halves(product)
             one, two = _halves(left)
             three, four = _halves(right)
             row, col = row * ROWS, col * COLS
-            _accumulate_half_tile(one, two, high_ptr, low_ptr, row, col, width, low_stride, IS_FIRST, IS_LAST)
-            _accumulate_half_tile(
-                three, four, high_ptr, low_ptr, row, col + COLS // 2, width, low_stride, IS_FIRST, IS_LAST
-            )
+            _accumulate_half_tile(one, two, total, row, col, IS_FIRST, IS_LAST)
+            _accumulate_half_tile(three, four, total, row, col + COLS // 2, IS_FIRST, IS_LAST)
 
 
 def _low_width(width: int) -> int:
@@ -164,13 +185,14 @@ class WeightGradAccumulator:
         n_rows = x.shape[0]
         dlogits_descriptor = TensorDescriptor.from_tensor(dlogits, [ROW_TILE, _TILE_M])
         x_descriptor = TensorDescriptor.from_tensor(x, [ROW_TILE, _TILE_N])
+        (height, width), low_stride = self._high.shape, self._low.shape[1]
+        total = _Total(self._high, self._low, height, width, low_stride)
+        chunk, tile = _Chunk(first_row, n_rows, count, end), (_TILE_M, _TILE_N, ROW_TILE)
         # Only the GPU knows which chunk is the last with a valid row: one of the two kernels returns at once.
         for is_last in (False, True) if first_row + n_rows < self.n_rows else (True,):
             _accumulate_kernel[multiprocessors(x)](
-                dlogits_descriptor, x_descriptor, self._high, self._low, count, end, first_row, n_rows,
-                *self._high.shape, self._low.shape[1], first_row == 0, is_last, _TILE_M, _TILE_N, ROW_TILE,
-                num_warps=8, num_stages=3,
-            )  # fmt: skip
+                dlogits_descriptor, x_descriptor, total, chunk, first_row == 0, is_last, tile, num_warps=8, num_stages=3
+            )
 
     def result(self) -> Tensor:
         """Returns (V, H) bf16, rounded once; complete once the last chunk with a valid row was added."""
