@@ -167,14 +167,14 @@ def flag_entry(raw: Entries, name: str) -> bool:
     return FLAG.entry(raw, name) or False
 
 
-class Rope(TypedDict):
+class RopeFields(TypedDict):
     """Fields of the rotary embedding; `rope_scaling` is None without scaling."""
 
     rope_theta: object
     rope_scaling: dict[str, object] | None
 
 
-def rope_fields(raw: Entries, default_theta: float = 10000.0) -> Rope:
+def rope_fields(raw: Entries, default_theta: float = 10000.0) -> RopeFields:
     """Reads `rope_theta` and `rope_scaling` from either spelling.
 
     transformers 4 writes `rope_theta` and `rope_scaling` (with `type` or `rope_type`). transformers 5 writes one object
