@@ -136,7 +136,6 @@ def policy_constants(
 
     Args:
         model: the model that trains.
-        batch: the completions.
         recomputes: whether `old_logps` are computed by the model, with truncated importance weights `correction` for
             their difference from those of sampling. Otherwise they are those of sampling.
         reference: the model before training, without adapters that it has; None without a KL term.
@@ -167,8 +166,6 @@ def completion_loss(
     """Returns a loss over the completions, and its metrics.
 
     Args:
-        model: the model.
-        batch: the completions.
         loss: such as `ligerzoo.losses.GRPO`; gets a row for each completion.
         aux_loss_share: factor of the load-balancing loss of a mixture of experts: 1 / n for each of n batches.
         inputs: keyword arguments of the loss, such as `advantages` (S,) and `old_logps` (S, L).

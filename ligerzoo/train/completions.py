@@ -59,7 +59,6 @@ class CompletionSampler:
     run as captured CUDA graphs, see `ligerzoo.generate.generate`.
 
     Args:
-        model: the model.
         tokenizer: decodes the completions. Its end-of-sequence token ends a completion, and so do those of the model.
         num_samples: completions of each prompt.
         max_new_tokens: largest number of tokens of a completion.
@@ -103,7 +102,6 @@ class CompletionSampler:
         """Returns the completions of the first prompt, then those of the second, and so on.
 
         Args:
-            prompts: the prompts.
             seeds: a seed for each completion, such as those of `completion_seeds`. None draws them from torch's default
                 generator of the model's device.
         """

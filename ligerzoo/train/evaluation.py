@@ -71,8 +71,6 @@ def evaluate_loss(
     All processes must call it. A load-balancing loss is left out.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
         batches: held-out data, this process's part.
         prompts: prompts to continue, see `prompt_of`; the same in all processes.
 
@@ -106,8 +104,6 @@ def evaluate_method(
     All processes must call it.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
         loss_of: returns the loss of the micro-batches of a step and its metrics, without gradients if they are off.
         batches: held-out data, this process's part.
         prompts: token ids of prompts to continue; the same in all processes.

@@ -25,7 +25,6 @@ def forward_backward(
         loss_of: the forward of a micro-batch: its part of the loss of the step, and metrics.
         micro_batches: those of this process.
         sizes: weights of the metrics of each, see `mean_metrics`.
-        device: device of the loss.
     """
     loss, metrics = torch.zeros((), device=device), []
     for micro_batch in micro_batches:
@@ -42,7 +41,6 @@ def num_items(batches: Sequence[CountedBatch], device: torch.device, where: str 
 
     Args:
         batches: the micro-batches of this process.
-        device: device of the loss.
         where: begins the message of the error.
 
     Raises:

@@ -66,8 +66,6 @@ class OptimizerStep:
             norm = optimizer_step()
 
     Args:
-        model: the model as it is trained.
-        options: options of the run.
         steps: number of steps of the run, for the schedule.
 
     Attributes:

@@ -24,7 +24,6 @@ def plot_metric(output: Path, name: str = "loss", unit: str = "loss, nats per to
     """Draws a number of the steps and the evaluations of a run as OUTPUT/NAME.svg. Only the main process does.
 
     Args:
-        output: directory of the run.
         name: name of the number in the log.
         unit: label of its axis.
     """

@@ -104,10 +104,8 @@ class Reference:
     """The reference of a run: MODEL before training. With adapters it is the trained model without them.
 
     Args:
-        run: the run, whose model is open.
         options: its options. With `precompute_reference`, the log-probabilities of all data are computed now, and the
             reference is freed.
-        data: its data.
     """
 
     def __init__(self, run: Run, options: PreferenceRunOptions, data: RunData) -> None:

@@ -67,6 +67,5 @@ def divisor(count: int, device: torch.device) -> int | Tensor:
 
     Args:
         count: number of trained tokens of the step, in all processes.
-        device: device of the model.
     """
     return count if world_size() == 1 else torch.full((), count / world_size(), device=device)

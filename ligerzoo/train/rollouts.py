@@ -74,8 +74,6 @@ class Rollouts:
     """Samples completions of prompts and scores them; each process does its share. Prints whether that is exact.
 
     Args:
-        run: the run, whose model is open.
-        options: its options.
         reward: scores completions.
 
     Attributes:

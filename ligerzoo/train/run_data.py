@@ -40,7 +40,6 @@ class RunSamples:
     """The samples of a run.
 
     Args:
-        options: options of the run.
         processor: the tokenizer; or the processor, for data with images.
         kind: kind of the records; "auto" for that of the first one: texts, completions or conversations.
         encoding: further options of `open_data`.
@@ -129,7 +128,6 @@ class RunData(RunSamples):
     """The data of a run that trains batches. All evaluation data is checked at once, not at the first evaluation.
 
     Args:
-        options: options of the run.
         processor: the tokenizer; or the processor, for data with images.
         model: the model, which may be on the meta device: tokens without a row in its embedding are errors.
         kind: see `RunSamples`.
@@ -221,8 +219,6 @@ class RunPrompts(RunSamples):
     """The prompts of a run that samples completions.
 
     Args:
-        options: options of the run.
-        tokenizer: the tokenizer.
         model: the model, which may be on the meta device.
 
     Attributes:

@@ -118,8 +118,6 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
     """Returns the model on the meta device, for plans, after checks of what would go wrong without an error.
 
     Args:
-        options: options of the run.
-        run: the run.
         new: whether a config without weights is a new model, see `open_model`.
 
     Raises:
@@ -204,9 +202,7 @@ def load_teacher(options: DistillRunOptions, student: CausalLM, *, device: torch
     which no token of a common tokenizer has, are removed.
 
     Args:
-        options: options of the run.
         student: the student, whose tokenizer has been compared by `check_same_tokens`.
-        device: device of the weights.
 
     Raises:
         ConfigError: The student's vocabulary is larger.
@@ -283,7 +279,6 @@ def plan_memory(
     """Plans what backward recomputes within `activation_budget`, see `plan_activations`. None for no plan.
 
     Args:
-        options: options of the run.
         meta_model: the model as it is trained, on the meta device.
         device: where it is trained.
         frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.

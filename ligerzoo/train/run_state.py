@@ -117,7 +117,6 @@ class RunState:
     """The checkpoints of one run.
 
     Args:
-        output: directory of the run.
         options: the run's options, stored in each checkpoint. With `resume` the run that `output` holds continues;
             without checkpoints, it starts from the beginning.
         lock: the lock of `output`, in the main process; None in others, and in a dry run.

@@ -39,9 +39,6 @@ class StepFlops:
     6 FLOPs for each token and each weight of a matrix product (of the experts, the share that a token uses), and 12 for
     each feature of the attention heads, layer, token and token that it attends to (Kaplan et al. 2020). Sliding windows
     count as full attention.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -82,9 +79,6 @@ def peak_memory_gib(device: torch.device) -> float:
 
 class Stopwatch:
     """Adds up the time of named parts, each of which waits for the device at its end.
-
-    Args:
-        device: device of the work.
 
     Attributes:
         seconds: by "NAME_seconds".

@@ -27,7 +27,6 @@ def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> 
 
     Args:
         name: "tensorboard", which writes to OUTPUT/tensorboard; "wandb"; or None for no tracker.
-        output: directory of the run.
         options: options of the run, which wandb shows.
 
     Raises:

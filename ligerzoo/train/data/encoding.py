@@ -64,7 +64,6 @@ class RecordTextEncoder:
     """Encodes the texts of records.
 
     Args:
-        tokenizer: the tokenizer.
         options: with `special_tokens="text"`, a special token that is written in a text is encoded like other text, so
             that data cannot end a message or a document.
 
@@ -116,8 +115,6 @@ class RecordTextEncoder:
 
         Args:
             ids: the tokens of the text.
-            text: the text.
-            source: its record, for the warning.
         """
         if self.special_tokens == "control" or not (found := self.special_pattern.search(text)):
             return ids
@@ -227,7 +224,6 @@ class ChatEncoder:
     """Encodes conversations.
 
     Args:
-        encoder: encodes texts.
         options: how. `end_of_answer` is appended after the last answer, if the template does not end it.
         images: encodes images; None for text only.
 
@@ -243,10 +239,6 @@ class ChatEncoder:
 
     def encode(self, conversation: RecordConversation, source: Source) -> Sample:
         """Encodes a conversation with labels for its answers. Tokens of images have none.
-
-        Args:
-            conversation: the conversation.
-            source: the record.
 
         Raises:
             DataError: no answer is trained, or the images cannot be encoded; see `ImageEncoder`.
@@ -359,7 +351,6 @@ def find_answers(render: Render, messages: Messages, trained: Sequence[int], nam
 
     Args:
         render: renders messages.
-        messages: the conversation.
         trained: indices of the messages that are trained, in order.
         names: the name of each message, for errors.
 

@@ -68,11 +68,7 @@ def images_of(messages: Messages, fields: Fields) -> list[object]:
 
 
 class ImageEncoder:
-    """Replaces the image placeholders of rendered conversations, as the processor of the model does.
-
-    Args:
-        processor: the processor.
-    """
+    """Replaces the image placeholders of rendered conversations, as the processor of the model does."""
 
     def __init__(self, processor: Processor) -> None:
         self._family, self._tokenizer = processor.family, processor.tokenizer
@@ -93,7 +89,6 @@ class ImageEncoder:
         """Returns the replacements of the placeholders in a rendered conversation.
 
         Args:
-            rendered: the conversation.
             sizes: sizes of the images.
 
         Raises:
@@ -159,7 +154,6 @@ class SampleImages:
     """Reads the images of samples, and makes model inputs of them.
 
     Args:
-        processor: the processor.
         images_of_record: returns the images of a record in order, reading it again.
     """
 

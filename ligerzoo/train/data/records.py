@@ -172,17 +172,17 @@ class RecordReader(ABC):
 
     Attributes:
         num_blocks: number of blocks.
-        blocks_per_pool: how many blocks are shuffled together.
+        blocks_per_pool: how many blocks are shuffled together. By default a block is a record, and all are permuted.
         identity: values that change whenever the records do, to compare with those of a saved state.
     """
 
     num_blocks: int
-    blocks_per_pool: int
+    blocks_per_pool: int = 1
     identity: dict[str, Any]
 
-    @abstractmethod
     def locate(self, block: int) -> Iterable[Any]:
         """Returns the locations of the records of a block, for `read`."""
+        return (block,)
 
     @abstractmethod
     def read(self, location: Any) -> Record:
@@ -205,7 +205,6 @@ class LineReader(RecordReader):
     """The lines of files, without blank ones; or, for text, blocks of lines.
 
     Args:
-        files: the files.
         block_size: bytes of a block.
         pool_size: bytes that are shuffled together.
         joined: a record is all the lines of a block, instead of one line.
@@ -306,12 +305,9 @@ class RowReader(RecordReader):
     """The rows of a sequence of dictionaries, such as a Hugging Face dataset.
 
     Args:
-        rows: the rows.
         name: name for error messages.
         identity: identifies the rows.
     """
-
-    blocks_per_pool = 1  # blocks of one record: a permutation of all rows
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str, identity: object) -> None:
         self._rows, self._name = rows, name
@@ -319,10 +315,6 @@ class RowReader(RecordReader):
         self.identity = {"rows": len(rows), "dataset": identity}
         if not self.num_blocks:
             raise DataError("the dataset is empty", where=name)
-
-    def locate(self, block: int) -> Sequence[int]:
-        """Returns the row itself."""
-        return (block,)
 
     def read(self, location: Any) -> Record:
         """Returns a row."""

@@ -43,8 +43,6 @@ class SampleEncoder:
 
     Args:
         kind: the kind of the records.
-        tokenizer: encodes texts.
-        options: how.
         images: encodes images; None for text only.
         embedding_rows: samples with tokens from this one on are errors; None for no limit.
 
@@ -71,7 +69,6 @@ class SampleEncoder:
         """Encodes records; a record that cannot be encoded gives its error.
 
         Args:
-            records: the records.
             parse: returns the fields of a record, None for a blank line.
         """
         results: list[Result] = []

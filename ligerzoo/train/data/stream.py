@@ -51,7 +51,6 @@ class Order:
     """The records of a reader in a reproducible order.
 
     Args:
-        reader: reads the records.
         kind: their kind.
         seed: selects the order.
         shuffle: whether the order is random. Otherwise it is that of the files.
@@ -142,7 +141,6 @@ class SampleStream:
 
     Args:
         order: yields the records.
-        encode: encodes records.
         identity: options that determine the samples, compared when a state is loaded.
         workers: threads that encode records.
         images: reads the images of samples; None for text only.

@@ -31,12 +31,9 @@ class TokenReader(RecordReader):
     """Token files in records of `length` tokens; the last record of a file may be shorter.
 
     Args:
-        files: the files.
         length: tokens of a record.
         vocab_size: every id must be smaller.
     """
-
-    blocks_per_pool = 1  # blocks of one record: a permutation of all records
 
     def __init__(self, files: Sequence[Path], length: int, vocab_size: int) -> None:
         self._files, self._length, self._vocab_size = list(map(str, files)), length, vocab_size
@@ -47,10 +44,6 @@ class TokenReader(RecordReader):
             "files": [[file.name, len(ids), file_hash(file)] for file, ids in zip(files, self._ids, strict=True)],
             "blocks": length,
         }
-
-    def locate(self, block: int) -> Sequence[int]:
-        """Returns the record itself."""
-        return (block,)
 
     def read(self, location: Any) -> Record:
         """Returns the ids of a record."""
