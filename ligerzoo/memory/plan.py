@@ -124,9 +124,14 @@ def plan_activations(
 
 
 def choose_plan(
-    simulate: Callable[..., StepMemory], blocks: int, batch_size: int, seq_length: int, limit: int | None, *,
+    simulate: Callable[..., StepMemory],
+    blocks: int,
+    batch_size: int,
+    seq_length: int,
+    limit: int | None,
+    *,
     is_sharded: bool = False,
-) -> ActivationPlan:  # fmt: skip
+) -> ActivationPlan:
     """Returns the first of `_candidates` that fits, with gathered weights if they fit too.
 
     Args:
@@ -145,9 +150,14 @@ def choose_plan(
 
     def plan(levels: Sequence[Recompute], step: StepMemory, keeps_gathered: bool = False) -> ActivationPlan:
         return ActivationPlan(
-            levels=tuple(levels), batch_size=batch_size, seq_length=seq_length, step=step,
-            extra_flops=1 - whole.flops / step.flops, budget=limit, keeps_gathered=keeps_gathered,
-        )  # fmt: skip
+            levels=tuple(levels),
+            batch_size=batch_size,
+            seq_length=seq_length,
+            step=step,
+            extra_flops=1 - whole.flops / step.flops,
+            budget=limit,
+            keeps_gathered=keeps_gathered,
+        )
 
     if limit is None or whole.peak <= limit:
         if limit is not None and is_sharded:

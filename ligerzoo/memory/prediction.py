@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ligerzoo.adapters import add_lora
@@ -62,10 +63,8 @@ def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: floa
     blocks = len(simulated.model.layers)
 
     def simulate(batch_size: int) -> Callable[..., StepMemory]:
-        return lambda levels, keeps_gathered=False: simulate_step(
-            simulated, batch_size, setting.seq_length, levels, optimizer=setting.optimizer,
-            accumulate=setting.accumulate, gpus=setting.gpus, keeps_gathered=keeps_gathered,
-        )  # fmt: skip
+        step = partial(simulate_step, simulated, batch_size, setting.seq_length)
+        return partial(step, optimizer=setting.optimizer, accumulate=setting.accumulate, gpus=setting.gpus)
 
     uniform = {level: simulate(setting.batch_size)([level] * blocks) for level in Recompute}
     lines = _describe_model(simulated, setting, uniform[Recompute.NOTHING])
@@ -100,10 +99,8 @@ def _describe_memory(uniform: dict[Recompute, StepMemory]) -> list[str]:
     for level in efficient_levels(uniform):
         step = uniform[level]
         sizes = step.weights, step.optimizer_states, step.gradients, step.activations, step.workspace, step.peak
-        lines.append(
-            f"  {WORDS[level]:<38}" + "".join(f"{gib(size):>12}" for size in sizes)
-            + f"{1 - whole.flops / step.flops:>12.1%}"
-        )  # fmt: skip
+        cells = "".join(f"{gib(size):>12}" for size in sizes)
+        lines.append(f"  {WORDS[level]:<38}{cells}{1 - whole.flops / step.flops:>12.1%}")
     return [*lines, "  (each at its own peak; recomputed: share of the matrix products)"]
 
 

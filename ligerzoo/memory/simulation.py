@@ -178,10 +178,14 @@ def simulate_step(
         gradients, activations, workspace, gathered = all_gradients, 0, temporaries, 0
     live = count.live[: len(model.model.layers) + 1]  # checkpointed blocks run again
     return StepMemory(
-        weights=_weight_bytes(model, gpus) + gathered, optimizer_states=optimizer_bytes(model, optimizer) // gpus,
-        gradients=gradients, activations=activations, workspace=workspace + CUBLAS_WORKSPACE, flops=tracker.flops,
+        weights=_weight_bytes(model, gpus) + gathered,
+        optimizer_states=optimizer_bytes(model, optimizer) // gpus,
+        gradients=gradients,
+        activations=activations,
+        workspace=workspace + CUBLAS_WORKSPACE,
+        flops=tracker.flops,
         kept=tuple(after - before for before, after in pairwise(live)),
-    )  # fmt: skip
+    )
 
 
 def _trains_tower(model: CausalLM, trained: Sequence[nn.Parameter]) -> bool:

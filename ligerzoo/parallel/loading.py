@@ -52,9 +52,14 @@ def load_sharded(
     """
     mesh = default_mesh() if mesh is None else mesh
     shard = partial(
-        shard_model, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward, prefetch=prefetch, copy_engines=copy_engines,
-    )  # fmt: skip
+        shard_model,
+        mesh=mesh,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+        copy_engines=copy_engines,
+    )
     return hub.load(name_or_path, model_class, device=device_of(mesh), shard=shard, **options)
 
 

@@ -169,11 +169,12 @@ def barrier(what: str, timeout: timedelta = timedelta(minutes=10)) -> None:
     try:
         dist.monitored_barrier(control_group(), timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
+        where, got = f"barrier {what!r}", str(error).splitlines()[0]
+        expected = f"all {dist.get_world_size()} processes within {timeout}"
+        remedy = "The output of the missing process says why it stopped."
         raise LigerzooError(
-            "a process did not arrive", where=f"barrier {what!r}", got=str(error).splitlines()[0],
-            expected=f"all {dist.get_world_size()} processes within {timeout}",
-            remedy="The output of the missing process says why it stopped.",
-        ) from error  # fmt: skip
+            "a process did not arrive", where=where, got=got, expected=expected, remedy=remedy
+        ) from error
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -204,9 +204,8 @@ class _States(Mapping[str, Tensor]):
             return full(self._whole[stored_name]).detach()
         name, _, rank = stored_name.rpartition("@")
         own = self._own[name]
-        value = own.contiguous() if dist.get_rank() == int(rank) else torch.empty_like(
-            self.meta[stored_name], device=own.device
-        )  # fmt: skip
+        is_here = dist.get_rank() == int(rank)
+        value = own.contiguous() if is_here else torch.empty_like(self.meta[stored_name], device=own.device)
         dist.broadcast(value, int(rank), group=control_group() if own.device.type == "cpu" else None)
         return value
 
@@ -274,17 +273,16 @@ def _checked_groups(
     found = [[_described(group, names)["params"] for group in optimizer.param_groups] for optimizer in optimizers]
     expected = [[group["params"] for group in groups] for groups in stored]
     if found != expected:
-        ours, theirs = (
-            {name for groups in all_groups for group in groups for name in group} for all_groups in (found, expected)
-        )
-        raise CheckpointError(
-            "the optimizers have other parameters or groups than the stored ones", where=where,
-            got=f"{sum(map(len, found))} groups, {first_names(sorted(ours - theirs), 3) or 'no parameter'} in addition",
-            expected=f"{sum(map(len, expected))} groups, {first_names(sorted(theirs - ours), 3) or 'no parameter'} "
-            "in addition",
-            remedy="Create the optimizers as in the run that was saved.",
-        )  # fmt: skip
+        ours, theirs = ({name for groups in every for group in groups for name in group} for every in (found, expected))
+        what = "the optimizers have other parameters or groups than the stored ones"
+        got, needed = _counted(found, ours - theirs), _counted(expected, theirs - ours)
+        remedy = "Create the optimizers as in the run that was saved."
+        raise CheckpointError(what, where=where, got=got, expected=needed, remedy=remedy)
     return stored
+
+
+def _counted(groups: Sequence[Sequence[object]], extra: set[str]) -> str:
+    return f"{sum(map(len, groups))} groups, {first_names(sorted(extra), 3) or 'no parameter'} in addition"
 
 
 def _read_whole(checkpoint: Checkpoint, name: str, weight: Tensor, *, on_cpu: bool) -> Tensor:
