@@ -159,14 +159,15 @@ class _Application:
         if found is None or module in self.kernels:
             return
         reason = reason_to_keep(module) if enabled else f"{option}=False"
-        if reason is None:
-            reason = found if isinstance(found, str) else self.difference(module, found)
-        if reason is not None:
-            self.reasons[module] = reason
-            return
-        assert isinstance(found, Replacement)
-        self.instances.append(found.replace(module))
-        self.kernels[module] = found.kernel
+        match reason or found:
+            case str(reason):
+                self.reasons[module] = reason
+            case Replacement() as replacement:
+                if reason := self.difference(module, replacement):
+                    self.reasons[module] = reason
+                    return
+                self.instances.append(replacement.replace(module))
+                self.kernels[module] = replacement.kernel
 
     def difference(self, module: nn.Module, found: Replacement) -> str | None:
         """Returns how the replacement differs from the module; compares modules of the same structure once."""

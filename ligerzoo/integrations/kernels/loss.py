@@ -189,6 +189,12 @@ class KernelHead(KernelModule):
         return project(input) if objective is None else objective(input, project)
 
 
+def _kernel_head(model: PreTrainedModel) -> KernelHead | None:
+    """Returns the head of a model if it is a replaced one."""
+    head = model.get_output_embeddings()
+    return head if isinstance(head, KernelHead) else None
+
+
 class KernelCausalLM(KernelModule):
     """The model's own forward, with deferred logits."""
 
@@ -207,13 +213,13 @@ class KernelCausalLM(KernelModule):
         ) -> ModelOutput | tuple[object, ...]:
             given = {**dict(zip(names, arguments, strict=False)), **named}
             logits_to_keep = given.get("logits_to_keep", 0)
-            head = self.get_output_embeddings()
+            head = _kernel_head(self)
             if (
                 given.get("labels") is None
                 or not self.training
                 or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
                 or self.loss_function is not causal_lm_loss  # set by the user
-                or not isinstance(head, KernelHead)  # resized or wrapped since
+                or head is None  # resized or wrapped since
             ):
                 return forward(self, *arguments, **named)
             return_dict = named.pop("return_dict", None)
@@ -234,14 +240,14 @@ class KernelCausalLM(KernelModule):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replaces the head. A new `nn.Linear`, such as that of `resize_token_embeddings`, computes the loss too."""
-        if isinstance(self.get_output_embeddings(), KernelHead) and is_plain(new_embeddings, nn.Linear):
+        if _kernel_head(self) is not None and is_plain(new_embeddings, nn.Linear):
             new_embeddings = HEAD.replace(new_embeddings)
         super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
 
     def kernel_parts(self) -> list[KernelModule]:
         """Returns the head, which may be newer than the call of `apply`."""
-        head = self.get_output_embeddings()
-        return [head] if isinstance(head, KernelHead) else []
+        head = _kernel_head(self)
+        return [] if head is None else [head]
 
 
 def causal_lm_loss(
@@ -284,7 +290,7 @@ def recognize_causal_lm(module: nn.Module) -> Recognized:
         return "its forward does not call self.loss_function"
     if module.loss_function is not ForCausalLMLoss:
         return f"its loss is {getattr(module.loss_function, '__name__', module.loss_function)}, not ForCausalLMLoss"
-    if not isinstance(head, KernelHead):  # of a model within this one, or around it
+    if _kernel_head(module) is None:  # else it is of a model within this one, or around it
         if type(head) is not nn.Linear:
             return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear"
         if not is_plain(head, nn.Linear):
