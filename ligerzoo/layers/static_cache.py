@@ -158,11 +158,11 @@ class StaticLayerCache(LayerCache):
 
         Copies as many tokens as both caches have room for. The states of the remaining rows are zero.
         """
-        self.length = other.length
         if other._keys is not None and other._values is not None:  # else a layer without attention
             tokens = min(self.capacity, other.capacity)
             for buffer, source in zip(self._like(rows, other), (other._keys, other._values), strict=True):
                 self._part(buffer, tokens)[: len(index)] = self._part(source, tokens)[index]
+        self.length = other.length
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""

@@ -217,6 +217,18 @@ def test_states_stay_in_place(decoder: Decoder, device: str) -> None:
 
 
 @torch.no_grad()
+def test_rows_that_move_to_another_cache_continue(decoder: Decoder, device: str) -> None:
+    ids, index = tokens(device, 3), torch.tensor([2, 0], device=device)
+    expected = decoder(ids, Context(ids))[index, 15:]
+    cache, other = decoder.new_cache(24), decoder.new_cache(40)
+    decoder(ids[:, :15], Context(ids[:, :15], cache=cache))
+    other.copy_rows_from(cache, index, 2)
+    assert [layer.length for layer in other.layers] == [15] * len(other.layers)
+    rest = ids[index, 15:]
+    torch.testing.assert_close(decoder(rest, Context(rest, cache=other)), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("capacity", [None, 64])
 def test_tokens_cannot_be_removed(decoder: Decoder, capacity: int | None, device: str) -> None:
     cache, ids = decoder.new_cache(capacity), tokens(device)
