@@ -340,11 +340,16 @@ def generate(
         )
         sampler = Sampler(rows.count, model.config.vocab_size, rows.device, exact=rows.is_exact)
         sampler.assign(
-            range(rows.count), rows.prompts, sampling, attention_mask=rows.prompts_mask,
-            eos_token_ids=stopping.eos_token_ids, generator=generator,
+            range(rows.count),
+            rows.prompts,
+            sampling,
+            attention_mask=rows.prompts_mask,
+            eos_token_ids=stopping.eos_token_ids,
+            generator=generator,
             seeds=_check_seeds(seeds, rows, generator, sampling),
-            prompt_length=prompts.tokens, max_new_tokens=limit,
-        )  # fmt: skip
+            prompt_length=prompts.tokens,
+            max_new_tokens=limit,
+        )
     drafter = drafts.drafter(prompts, limit)
     reads = {"streams": streamer is not None, "keeps_logps": return_dict_in_generate}
     if drafter is None:

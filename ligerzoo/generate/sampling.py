@@ -347,15 +347,13 @@ class Sampler:
         )
 
 
-def _forced_by(
-    options: SamplingOptions, prompt_length: int, max_new_tokens: int | None
-) -> dict[int, Sequence[int]]:  # fmt: skip
+def _forced_by(options: SamplingOptions, prompt_length: int, limit: int | None) -> dict[int, Sequence[int]]:
     """Returns the tokens that the options force, by the number of new tokens before them."""
     forced: dict[int, Sequence[int]] = {}
     if options.forced_bos_token_id is not None and prompt_length == 1:
         forced[0] = [options.forced_bos_token_id]
-    if options.forced_eos_token_ids and max_new_tokens is not None:
-        forced[max_new_tokens - 1] = options.forced_eos_token_ids
+    if options.forced_eos_token_ids and limit is not None:
+        forced[limit - 1] = options.forced_eos_token_ids
     return forced
 
 

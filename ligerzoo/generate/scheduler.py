@@ -301,10 +301,15 @@ class Scheduler(Engine[Tensor, _Step, Update]):
             for row, request in rows.items():
                 options = request.options
                 self._sampler.assign(
-                    [row], [request.context], options.sampling, eos_token_ids=sorted(options.eos_token_ids),
-                    seeds=request.seed, new_tokens=request.started, prompt_length=len(request.prompt),
+                    [row],
+                    [request.context],
+                    options.sampling,
+                    eos_token_ids=sorted(options.eos_token_ids),
+                    seeds=request.seed,
+                    new_tokens=request.started,
+                    prompt_length=len(request.prompt),
                     max_new_tokens=request.max_new_tokens,
-                )  # fmt: skip
+                )
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
             logits[upload(list(rows), self.device)] = first

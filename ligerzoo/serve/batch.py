@@ -152,11 +152,10 @@ class Results:
         ids = {entry.line: entry.id for entry in entries}
         for line, identifier in self.finished.items():
             if line not in ids or ids[line] != identifier:
-                raise LigerzooError(
-                    "the result is not of this input", where=self.path, got=f"line {line} with id {quote(identifier)}",
-                    expected=f"id {quote(ids[line])}" if line in ids else f"a line of the {len(ids)} of the input",
-                    remedy="Resume with the same input, or choose another output file.",
-                )  # fmt: skip
+                what, got = "the result is not of this input", f"line {line} with id {quote(identifier)}"
+                expected = f"id {quote(ids[line])}" if line in ids else f"a line of the {len(ids)} of the input"
+                remedy = "Resume with the same input, or choose another output file."
+                raise LigerzooError(what, where=self.path, got=got, expected=expected, remedy=remedy)
         return [entry for entry in entries if entry.line not in self.finished]
 
     def write(self, entry: Entry, text: str, finish_reason: str, new_tokens: int) -> None:

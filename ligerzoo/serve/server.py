@@ -38,10 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise LigerzooError(
-            "cannot listen there", where="--host and --port", got=f"{host}, {port}: {error.strerror or error}",
-            remedy="Choose another port; --port 0 finds a free one.",
-        ) from error  # fmt: skip
+        got, remedy = f"{host}, {port}: {error.strerror or error}", "Choose another port; --port 0 finds a free one."
+        raise LigerzooError("cannot listen there", where="--host and --port", got=got, remedy=remedy) from error
     return listener
 
 
