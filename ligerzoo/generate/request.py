@@ -142,12 +142,9 @@ _OPTIONS += SAMPLING_OPTIONS
 class Request:
     """A prompt, its options, and its new tokens so far.
 
-    Args:
+    Attributes:
         prompt: (T,) int64 token ids on the CPU.
         options: its options.
-
-    Attributes:
-        prompt, options: as given.
         max_new_tokens: see `RequestOptions`.
         started: number of new tokens that the device has been asked for; the host may not know all of them yet.
         tokens: the new tokens that the host knows.

@@ -347,10 +347,13 @@ def make_rows(
             require(bool(use_cache), option, f"{value} with use_cache=False", "use_cache=True")
             remedy = f"Pass past_key_values=model.new_cache({name}={value})."
             require(cache is None, option, f"{value} with past_key_values", "one of the two", remedy)
-    if prompts.inputs.is_floating_point():
-        _require_method(model, "get_input_embeddings", "inputs_embeds")
-    if prompts.copies > 1 and prompts.model_inputs:
-        _require_method(model, "repeat_rows", "num_return_sequences")
+    for option, method, is_needed in (
+        ("inputs_embeds", "get_input_embeddings", prompts.inputs.is_floating_point()),
+        ("num_return_sequences", "repeat_rows", prompts.copies > 1 and bool(prompts.model_inputs)),
+    ):
+        got = f"a {type(model).__name__} without {method}"
+        expected = f"a model with the method {method}, like ligerzoo.models.CausalLM"
+        require(not is_needed or hasattr(model, method), option, got, expected)
     if cache is not None:
         tokens = prompts.length + max_new_tokens - 1
         expected, remedy = (
@@ -371,9 +374,3 @@ def make_rows(
         prompts.cache, options = options.new_cache(model), DEFAULT_CACHE
         prompts.cache.keep_all_tokens()
     return BatchRows(model, prompts, max_new_tokens, options if use_cache else None)
-
-
-def _require_method(model: SupportsGenerate, method: str, option: str) -> None:
-    """Raises LigerzooError unless the model has the method that an option needs."""
-    got = f"a {type(model).__name__} without {method}"
-    require(hasattr(model, method), option, got, f"a model with the method {method}, like ligerzoo.models.CausalLM")

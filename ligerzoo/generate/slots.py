@@ -206,11 +206,8 @@ class Slots:
 
     def _assign(self, rows: Sequence[int], lengths: Sequence[int], new_tokens: int) -> None:
         """Chooses rows of the cache for sequences of these lengths."""
-        self._reserve(
-            len(self._index) + len(rows),
-            max(self._longest, *lengths),
-            max(lengths) + max(1, min(new_tokens, _MIN_CAPACITY)),
-        )
+        desired = max(lengths) + max(1, min(new_tokens, _MIN_CAPACITY))
+        self._reserve(len(self._index) + len(rows), max(self._longest, *lengths), desired)
         free = [index for index in range(self._current.rows) if index not in self._index.values()]
         for row, length in zip(rows, lengths, strict=True):
             index = row if row in free else free[-1]  # in the order of the rows where possible
@@ -359,10 +356,8 @@ def default_cache_tokens(model: nn.Module, rows: int, cache_dtype: torch.dtype |
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free += decode_graphs(model).nbytes  # which make room for others
     room = int(_MEMORY_SHARE * free) - rows * state_bytes_per_row(model)
-    expected = (
-        f"at most {max(rows + room // max(state_bytes_per_row(model), 1), 0)}: the rest has no memory for its states"
-    )
-    require(room >= bytes_per_token, "batch_size", rows, expected)
+    most = max(rows + room // max(state_bytes_per_row(model), 1), 0)
+    require(room >= bytes_per_token, "batch_size", rows, f"at most {most}: the rest has no memory for its states")
     return room // bytes_per_token
 
 
