@@ -10,19 +10,10 @@ if TYPE_CHECKING:
     from ligerzoo.integrations.kernels import Report as Report
     from ligerzoo.integrations.kernels import apply as apply
 
-# Imported at first use, since they import transformers.
-_MODULES = {
-    "AutoKernelModelForCausalLM": "ligerzoo.integrations.kernels",
-    "MissingKernelWarning": "ligerzoo.integrations.kernels",
-    "ModuleReport": "ligerzoo.integrations.kernels",
-    "Report": "ligerzoo.integrations.kernels",
-    "apply": "ligerzoo.integrations.kernels",
-}
-
 __all__ = ["AutoKernelModelForCausalLM", "MissingKernelWarning", "ModuleReport", "Report", "apply"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+    if name in __all__:  # imported at first use, since they import transformers
+        return getattr(import_module("ligerzoo.integrations.kernels"), name)
     raise AttributeError(f"module 'ligerzoo.integrations' has no attribute {name!r}")
