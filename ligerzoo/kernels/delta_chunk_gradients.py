@@ -54,13 +54,12 @@ from ligerzoo.kernels.delta_tiles import (
     gate_offsets,
     head_rows,
     inner_products,
-    load_betas,
+    load_coefficients,
     load_columns,
     load_factors,
-    load_last_total,
     load_state,
     load_tile,
-    load_total,
+    load_totals,
     segment_chunks,
     segment_count,
     split_program,
@@ -90,13 +89,12 @@ def _local_kernel(
     CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     head, slot, batch = split_program(rule.n_heads, rule.n_slots)
-    row, key_head, key_row = head_rows(rule, batch, head)
+    row, key_head = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
-        total = load_total(rule, span, row)
-        q_factor = load_factors(rule.q_factor, rule, span, key_row)
-        k_factor = load_factors(rule.k_factor, rule, span, key_row)
+        total = load_totals(rule, span, row)[0]
+        _, q_factor, k_factor = load_coefficients(rule, span, head)
         products = inner_products(rule.q, rule.k, span, key_head, rule.key_dim, FEATURES)
         products *= decays(total, rows) * (q_factor * rule.scale)[:, None] * k_factor[None, :]
         transposed = tl.trans(products.to(ddelta_ptr.dtype.element_ty))  # P^T
@@ -108,7 +106,7 @@ def _local_kernel(
             ddelta = tl.dot(transposed, dout_tile, input_precision="ieee")
             store_tile(by_token(ddelta_ptr, rule), ddelta, span, head, values, rule.value_dim)
             dattention = tl.dot(dout_tile, tl.trans(errors), dattention, input_precision="ieee")
-        beta = load_betas(rule, span, head)
+        beta = load_coefficients(rule, span, head)[0]
         dattention *= decays(total, rows) * (beta * rule.scale)[None, :]
         ptrs = square_ptrs(dattention_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
         tl.store(ptrs, dattention.to(dattention_ptr.dtype.element_ty), mask=span.mask[:, None])
@@ -121,7 +119,7 @@ def _reverse_scan_kernel(
 ):  # fmt: skip
     block, share, row = split_program(n_blocks, n_shares)
     batch, head = row // rule.n_heads, row % rule.n_heads
-    _, key_head, key_row = head_rows(rule, batch, head)
+    key_head = head // rule.group
     rows = tl.arange(0, CHUNK)
     features, values, state_mask = state_block(rule, block, KEYS, VALUES)
     state_size = rule.key_dim * rule.value_dim
@@ -137,10 +135,8 @@ def _reverse_scan_kernel(
             dstate = tl.load(dfinal, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
             span = chunk_span(rule.table, rule.n_tokens, batch, after_last - 1 - reverse, rows, CHUNK)
-            total, last_total = load_total(rule, span, row), load_last_total(rule, span, row)
-            beta = load_betas(rule, span, head)
-            q_factor = load_factors(rule.q_factor, rule, span, key_row)
-            k_factor = load_factors(rule.k_factor, rule, span, key_row)
+            total, last_total = load_totals(rule, span, row)
+            beta, q_factor, k_factor = load_coefficients(rule, span, head)
 
             rounded = dstate.to(rule.q.ptr.dtype.element_ty)
             slot, exists = _slot_of_gradient(rule, span, CHUNK)
@@ -182,11 +178,11 @@ def _value_gradients_kernel(
     CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     head, slot, batch = split_program(rule.n_heads, rule.n_slots)
-    row, key_head, key_row = head_rows(rule, batch, head)
+    row, key_head = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
-        beta = load_betas(rule, span, head)
+        beta, _, k_factor = load_coefficients(rule, span, head)
         inverse_ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[None, :], rows[:, None], CHUNK)
         transposed = tl.load(inverse_ptrs, mask=span.mask[None, :], other=0.0)
         products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)  # dV E^T
@@ -201,8 +197,7 @@ def _value_gradients_kernel(
             dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
             products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
-        k_factor = load_factors(rule.k_factor, rule, span, key_row)
-        total = load_total(rule, span, row)
+        total = load_totals(rule, span, row)[0]
         products = tl.where(rows[:, None] > rows[None, :], decays(total, rows) * products, 0.0)
         dsystem = products * beta[None, :]
         dsystem_ptrs = square_ptrs(dsystem_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
@@ -236,7 +231,8 @@ def _query_gradients_kernel(
                 dout_tile = load_tile(dout, own, head, values, rule.value_dim).to(k.dtype)
                 state = load_state(states_ptr, rule, slot_of_state, features[None, :], values[:, None], has_state)
                 product = tl.dot(dout_tile, state, product, input_precision="ieee")
-            product *= (decay_over(load_total(rule, own, row)) * rule.scale)[:, None]
+            total = load_totals(rule, own, row)[0]
+            product *= (decay_over(total) * rule.scale)[:, None]
             squares = square_ptrs(dattention_ptr, rule, own, row, own_rows[:, None], rows[None, :], CHUNK)
             is_before = own_rows[:, None] > rows[None, :]
             dattention = tl.load(squares, mask=own.mask[:, None] & is_before, other=0.0)
@@ -283,8 +279,8 @@ def _key_gradients_kernel(
                 written = tl.dot(errors, dstate, written, input_precision="ieee")
                 kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
 
-            total, last_total = load_total(rule, own, row), load_last_total(rule, own, row)
-            beta = load_betas(rule, own, head)
+            total, last_total = load_totals(rule, own, row)
+            beta = load_coefficients(rule, own, head)[0]
             squares = square_ptrs(dsystem_ptr, rule, own, row, own_rows[:, None], rows[None, :], CHUNK)
             dsystem = tl.load(squares, mask=own.mask[:, None], other=0.0)
             read = tl.dot(dsystem, all_k, read * decay_over(total)[:, None], input_precision="ieee")

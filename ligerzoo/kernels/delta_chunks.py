@@ -48,13 +48,12 @@ from ligerzoo.kernels.delta_tiles import (
     head_rows,
     inner_products,
     inverse_norm,
-    load_betas,
+    key_row,
+    load_coefficients,
     load_columns,
-    load_factors,
-    load_last_total,
     load_state,
     load_tile,
-    load_total,
+    load_totals,
     segment_chunks,
     segment_count,
     split_program,
@@ -135,13 +134,13 @@ def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 def _prepare_kernel(rule, g_ptr, inverse_ptr, eps, CHUNK: tl.constexpr, FEATURES: tl.constexpr):
     EXACT: tl.constexpr = rule.k.ptr.dtype.element_ty == tl.float32
     head, slot, batch = split_program(rule.n_heads, rule.n_slots)
-    row, key_head, key_row = head_rows(rule, batch, head)
+    row, key_head = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         g = tl.load(g_ptr + gate_offsets(rule, span, head), mask=span.mask, other=0.0)
         total = tl.cumsum(g.to(rule.total.dtype.element_ty), 0)
-        beta = load_betas(rule, span, head)
+        beta = tl.load(rule.beta + gate_offsets(rule, span, head), mask=span.mask, other=0.0).to(tl.float32)
         tl.store(rule.total + row * rule.n_tokens + span.tokens, total, mask=span.mask)
 
         products = inner_products(rule.k, rule.k, span, key_head, rule.key_dim, FEATURES)
@@ -155,7 +154,7 @@ def _prepare_kernel(rule, g_ptr, inverse_ptr, eps, CHUNK: tl.constexpr, FEATURES
                     features = first + tl.arange(0, FEATURES)
                     q = load_tile(rule.q, span, key_head, features, rule.key_dim).to(tl.float32)
                     squares += tl.sum(q * q, 1)
-                factors = key_row * rule.n_tokens + span.tokens
+                factors = key_row(rule, batch, head) * rule.n_tokens + span.tokens
                 tl.store(rule.k_factor + factors, k_factor, mask=span.mask)
                 tl.store(rule.q_factor + factors, inverse_norm(squares, eps, EXACT), mask=span.mask)
 
@@ -168,14 +167,14 @@ def _prepare_kernel(rule, g_ptr, inverse_ptr, eps, CHUNK: tl.constexpr, FEATURES
 @kernel
 def _solve_kernel(rule, inverse_ptr, readers_ptr, errors_ptr, CHUNK: tl.constexpr, FEATURES: tl.constexpr):
     head, slot, batch = split_program(rule.n_heads, rule.n_slots)
-    row, key_head, key_row = head_rows(rule, batch, head)
+    row, key_head = head_rows(rule, batch, head)
     rows = tl.arange(0, CHUNK)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         inverse_ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
         inverse = tl.load(inverse_ptrs, mask=span.mask[:, None], other=0.0)
-        total = load_total(rule, span, row)
-        k_factor = load_factors(rule.k_factor, rule, span, key_row)
+        total = load_totals(rule, span, row)[0]
+        k_factor = load_coefficients(rule, span, head)[2]
         scaled = (inverse.to(tl.float32) * (decay_over(total) * k_factor)[None, :]).to(inverse.dtype)
         for first in range(0, rule.key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
@@ -196,7 +195,7 @@ def _scan_kernel(
 ):  # fmt: skip
     block, share, row = split_program(n_blocks, n_shares)
     batch, head = row // rule.n_heads, row % rule.n_heads
-    _, key_head, key_row = head_rows(rule, batch, head)
+    key_head = head // rule.group
     rows = tl.arange(0, CHUNK)
     features, values, state_mask = state_block(rule, block, KEYS, VALUES)
     state_size = rule.key_dim * rule.value_dim
@@ -214,9 +213,8 @@ def _scan_kernel(
             k = load_tile(rule.k, span, key_head, features, rule.key_dim)
             readers = load_columns(by_head(readers_ptr, rule), span, head, features, rule.key_dim)
             errors = load_columns(by_token(errors_ptr, rule), span, head, values, rule.value_dim).to(tl.float32)
-            total, last_total = load_total(rule, span, row), load_last_total(rule, span, row)
-            beta = load_betas(rule, span, head)
-            k_factor = load_factors(rule.k_factor, rule, span, key_row)
+            total, last_total = load_totals(rule, span, row)
+            beta, _, k_factor = load_coefficients(rule, span, head)
 
             rounded = state.to(k.dtype)
             slot = (row * rule.n_slots + span.start // CHUNK) * state_size
@@ -236,16 +234,14 @@ def _outputs_kernel(
     rule, errors_ptr, states_ptr, out_ptr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr
 ):
     head, slot, batch = split_program(rule.n_heads, rule.n_slots)
-    row, key_head, key_row = head_rows(rule, batch, head)
+    row, key_head = head_rows(rule, batch, head)
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         q = load_tile(rule.q, span, key_head, features, rule.key_dim)
         k = load_tile(rule.k, span, key_head, features, rule.key_dim)
-        total = load_total(rule, span, row)
-        q_factor = load_factors(rule.q_factor, rule, span, key_row)
-        k_factor = load_factors(rule.k_factor, rule, span, key_row)
-        beta = load_betas(rule, span, head)
+        total = load_totals(rule, span, row)[0]
+        beta, q_factor, k_factor = load_coefficients(rule, span, head)
         attention = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, rows)
         attention = (attention * (q_factor * rule.scale)[:, None] * (k_factor * beta)[None, :]).to(q.dtype)
         state_factor = decay_over(total) * q_factor * rule.scale

@@ -152,9 +152,14 @@ def split_program(n_inner, n_middle):
 
 @jit
 def head_rows(rule, batch, head):
-    """The row of a value head in (B, V, ...), its key head, and the row of the key head in (B, K, ...)."""
-    key_head = head // rule.group
-    return batch * rule.n_heads + head, key_head, batch * (rule.n_heads // rule.group) + key_head
+    """The row of a value head in (B, V, ...), and its key head."""
+    return batch * rule.n_heads + head, head // rule.group
+
+
+@jit
+def key_row(rule, batch, head):
+    """The row of a value head's key head in (B, K, ...)."""
+    return batch * (rule.n_heads // rule.group) + head // rule.group
 
 
 @jit
@@ -297,15 +302,18 @@ def load_factors(ptr, rule, span, row):
 
 
 @jit
-def load_total(rule, span, row):
-    """G of a row of (B, V, T); that of the last token beyond the chunk, so that no difference is positive."""
-    return tl.load(rule.total + row * rule.n_tokens + tl.minimum(span.tokens, span.end - 1))
+def load_totals(rule, span, row):
+    """G of the chunk, that of its last token beyond the chunk, so that no difference is positive; and of this token."""
+    totals = rule.total + row * rule.n_tokens
+    return tl.load(totals + tl.minimum(span.tokens, span.end - 1)), tl.load(totals + span.end - 1)
 
 
 @jit
-def load_last_total(rule, span, row):
-    """G of the chunk's last token."""
-    return tl.load(rule.total + row * rule.n_tokens + span.end - 1)
+def load_coefficients(rule, span, head):
+    """beta, and the factors of q and k."""
+    row = key_row(rule, span.batch, head)
+    beta = tl.load(rule.beta + gate_offsets(rule, span, head), mask=span.mask, other=0.0).to(tl.float32)
+    return beta, load_factors(rule.q_factor, rule, span, row), load_factors(rule.k_factor, rule, span, row)
 
 
 @jit
@@ -331,12 +339,6 @@ def state_block(rule, block, KEYS: tl.constexpr, VALUES: tl.constexpr):
 def gate_offsets(rule, span, head):
     """Of (B, T, V)."""
     return (span.batch * rule.n_tokens + span.tokens) * rule.n_heads + head
-
-
-@jit
-def load_betas(rule, span, head):
-    """beta, in fp32; zeros beyond the chunk."""
-    return tl.load(rule.beta + gate_offsets(rule, span, head), mask=span.mask, other=0.0).to(tl.float32)
 
 
 @jit

@@ -137,15 +137,8 @@ class Hidden(NamedTuple):
     down_h: Tensor | None
 
 
-class _Output(NamedTuple):
-    """y and the fields of `Hidden`, without elements for None."""
-
-    y: Tensor
-    hidden: Tensor
-    rows: Tensor
-    bounds: Tensor
-    gate_up_h: Tensor
-    down_h: Tensor
+_Output = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""y and the fields of `Hidden`, without elements for None."""
 
 
 def _product(x: Tensor, projection: Projection, ends: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
@@ -172,9 +165,9 @@ def _input_gradient(dy: Tensor, dh: Tensor | None, projection: Projection, ends:
 
 def _forward_fake(x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection) -> _Output:
     ids, weight = slots.expert_ids, gate_up.weight
-    low = (x.new_empty(0 if p.a is None else (ids.numel(), p.a.shape[1])) for p in (gate_up, down))
+    gate_up_h, down_h = (x.new_empty(0 if p.a is None else (ids.numel(), p.a.shape[1])) for p in (gate_up, down))
     rows, bounds = (ids.new_empty(shape, dtype=torch.int32) for shape in (ids.shape, (len(weight) + 1,)))
-    return _Output(x.new_empty(x.shape), x.new_empty((ids.numel(), weight.shape[1])), rows, bounds, *low)
+    return x.new_empty(x.shape), x.new_empty((ids.numel(), weight.shape[1])), rows, bounds, gate_up_h, down_h
 
 
 def _flops(slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
@@ -198,7 +191,7 @@ def _forward(
     active = weighted_glu(hidden, *slots, rows, gate_up.bias, gating, triton)
     values, down_h = _product(active, down, bounds[1:], triton)
     bias = None if down.bias is None else SlotBias(down.bias, *slots)
-    return _Output(unpermute(values, rows, bounds, triton, bias), hidden, rows, bounds, gate_up_h, down_h)
+    return unpermute(values, rows, bounds, triton, bias), hidden, rows, bounds, gate_up_h, down_h
 
 
 @register(
