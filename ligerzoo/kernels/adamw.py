@@ -14,6 +14,7 @@ graph sees their new values in each replay. 1 - b^t is -expm1(t log(b)), which d
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def reference(
     """`adamw_update` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(parameter.dtype)
     p, g, m, v = (t.to(dtype) for t in (parameter, gradient, exp_avg, exp_avg_sq))
-    p, m, v = updated(p, g, m, v, step.to(dtype), lr.to(dtype), betas, eps, weight_decay)
+    p, m, v = updated(p, g, m, v, step.to(dtype), lr.to(dtype), UpdateNumbers.of(betas, eps, weight_decay))
     if key is not None:
         is_rounded = [old.dtype == torch.bfloat16 for old in (parameter, exp_avg, exp_avg_sq)]
         if is_rounded[0] or is_rounded[1]:
@@ -62,28 +63,52 @@ def reference(
         store(old, new, skip)
 
 
+class UpdateNumbers(NamedTuple):
+    """The numbers of an update: b1, b2, 1 - b1, 1 - b2, log(b1), log(b2), eps and wd."""
+
+    beta1: float
+    beta2: float
+    rate1: float
+    rate2: float
+    log_beta1: float
+    log_beta2: float
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, betas: tuple[float, float], eps: float, weight_decay: float) -> UpdateNumbers:
+        """Returns the numbers of these options."""
+        logs = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
+        return cls(*betas, 1 - betas[0], 1 - betas[1], *logs, eps, weight_decay)  # type: ignore[call-arg]
+
+
+class UpdateStep(NamedTuple):
+    """t, lr and the flag to skip the update, as kernels read them."""
+
+    step: Tensor
+    lr: Tensor
+    skip: Tensor | None
+
+
 def updated(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, lr: Tensor, betas: tuple[float, float], eps: float,
-    weight_decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, lr: Tensor, numbers: UpdateNumbers
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns p, m and v after an update, before they are rounded, in plain torch."""
-    m = betas[0] * m + (1 - betas[0]) * g
-    v = betas[1] * v + (1 - betas[1]) * (g * g)
-    correction1, correction2 = (-torch.expm1(step * log_of(beta)) for beta in betas)
-    return p * (1 - lr * weight_decay) - lr / correction1 * m / ((v / correction2).sqrt() + eps), m, v
-
-
-def log_of(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
+    m = numbers.beta1 * m + numbers.rate1 * g
+    v = numbers.beta2 * v + numbers.rate2 * (g * g)
+    correction1, correction2 = (-torch.expm1(step * log) for log in (numbers.log_beta1, numbers.log_beta2))
+    decayed = p * (1 - lr * numbers.weight_decay)
+    return decayed - lr / correction1 * m / ((v / correction2).sqrt() + numbers.eps), m, v
 
 
 @jit
-def update(p, g, m, v, step, lr, beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay):
+def update(p, g, m, v, step, lr, numbers):
     """p, m and v after an update, in fp32."""
-    m = beta1 * m + rate1 * g
-    v = beta2 * v + rate2 * (g * g)
-    correction1, correction2 = _one_minus_exp(step * log_beta1), _one_minus_exp(step * log_beta2)
-    return p * (1.0 - lr * weight_decay) - lr / correction1 * m / (tl.sqrt_rn(v / correction2) + eps), m, v
+    m = numbers.beta1 * m + numbers.rate1 * g
+    v = numbers.beta2 * v + numbers.rate2 * (g * g)
+    correction1, correction2 = _one_minus_exp(step * numbers.log_beta1), _one_minus_exp(step * numbers.log_beta2)
+    decayed = p * (1.0 - lr * numbers.weight_decay)
+    return decayed - lr / correction1 * m / (tl.sqrt_rn(v / correction2) + numbers.eps), m, v
 
 
 @jit
@@ -103,20 +128,19 @@ def store_rounded(ptr, offsets, x, words, mask, STOCHASTIC: tl.constexpr):
 
 @kernel
 def _kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, step_ptr, lr_ptr, skip_ptr, key, first_group, n,
-    beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+    p_ptr, g_ptr, m_ptr, v_ptr, schedule, key, first_group, n, numbers, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr
+):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
-    if skip_ptr is not None:
-        n = tl.where(tl.load(skip_ptr) == 0, n, 0)
+    if schedule.skip is not None:
+        n = tl.where(tl.load(schedule.skip) == 0, n, 0)
     mask = offsets < n
-    step, lr = tl.load(step_ptr), tl.load(lr_ptr)
+    step, lr = tl.load(schedule.step), tl.load(schedule.lr)
     p = tl.load(p_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    p, m, v = update(p, g, m, v, step, lr, beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay)
+    p, m, v = update(p, g, m, v, step, lr, numbers)
     words, square_words = 0, 0
     if STOCHASTIC:
         counter, group = step.to(tl.int64), first_group + start // 4
@@ -178,15 +202,14 @@ def adamw_update(
     is_dense = all(t.is_contiguous() for t in (parameter, exp_avg, exp_avg_sq))
     if not (uses_triton(*together, backend=backend) and is_dense) or needs_dispatch(*together):
         with torch.no_grad():
-            reference(
-                parameter, gradient, exp_avg, exp_avg_sq, step, lr, betas, eps, weight_decay, key, first_group, skip
-            )  # fmt: skip
+            options = step, lr, betas, eps, weight_decay, key, first_group, skip
+            reference(parameter, gradient, exp_avg, exp_avg_sq, *options)
     elif parameter.numel():
+        operands = parameter, gradient.contiguous(), exp_avg, exp_avg_sq
+        stream = 0 if key is None else key, first_group, parameter.numel()
+        numbers = UpdateNumbers.of(betas, eps, weight_decay)
         with torch.cuda.device(parameter.device if parameter.is_cuda else -1):
             _kernel[cdiv(parameter.numel(), _BLOCK)](
-                parameter, gradient.contiguous(), exp_avg, exp_avg_sq, step, lr, skip,
-                0 if key is None else key, first_group, parameter.numel(),
-                *betas, 1 - betas[0], 1 - betas[1], log_of(betas[0]), log_of(betas[1]), eps, weight_decay,
-                _BLOCK, key is not None, num_warps=_WARPS,
-            )  # fmt: skip
+                *operands, UpdateStep(step, lr, skip), *stream, numbers, _BLOCK, key is not None, num_warps=_WARPS
+            )
         increment_version((parameter, exp_avg, exp_avg_sq))

@@ -23,12 +23,14 @@ it. A second word would take longer than the update.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ligerzoo.checks import NOT_NEGATIVE, check
-from ligerzoo.kernels.adamw import BETA, log_of, store_rounded, update, updated
+from ligerzoo.kernels.adamw import BETA, UpdateNumbers, UpdateStep, store_rounded, update, updated
 from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
 from ligerzoo.kernels.fp8 import FP8, MAX, saturated
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -64,7 +66,7 @@ def reference(
     """`adamw_update_fp8` in plain torch: the specification, the CPU path and the test oracle."""
     p, g = parameter.float(), gradient.float()
     m, v = decode(exp_avg, exp_avg_scales), decode(root, root_scales).square()
-    p, m, v = updated(p, g, m, v, step.float(), lr.float(), betas, eps, weight_decay)
+    p, m, v = updated(p, g, m, v, step.float(), lr.float(), UpdateNumbers.of(betas, eps, weight_decay))
     words = words_like(p, key, step, 0)
     if stochastic and parameter.dtype == torch.bfloat16:
         p = to_bf16(p, words)
@@ -153,27 +155,36 @@ def _upper_bits(x):
     return (x * 7.52316384526264e-37).to(tl.int32, bitcast=True)
 
 
+class _Operands(NamedTuple):
+    """The parameter, its gradient, and the codes and scales of m and of the root of v."""
+
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    m_scales: Tensor
+    root: Tensor
+    root_scales: Tensor
+
+
 @kernel
 def _kernel(
-    p_ptr, g_ptr, m_ptr, m_scales_ptr, root_ptr, root_scales_ptr, step_ptr, lr_ptr, skip_ptr, key, n,
-    beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, SMALLEST: tl.constexpr, MIX: tl.constexpr, STOCHASTIC: tl.constexpr,
+    operands, schedule, key, n, numbers, BLOCK: tl.constexpr, SCALED: tl.constexpr, MIX: tl.constexpr,
+    SMALLEST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK // SCALED
+    p_ptr, g_ptr, m_ptr, m_scales_ptr, root_ptr, root_scales_ptr = operands
     program = tl.program_id(0).to(tl.int64)
-    if skip_ptr is not None:
-        n = tl.where(tl.load(skip_ptr) == 0, n, 0)
+    if schedule.skip is not None:
+        n = tl.where(tl.load(schedule.skip) == 0, n, 0)
     blocks = program * ROWS + tl.arange(0, ROWS)
     offsets = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
     mask, has_elements = offsets < n, blocks * SCALED < n
-    step, lr = tl.load(step_ptr), tl.load(lr_ptr)
+    step, lr = tl.load(schedule.step), tl.load(schedule.lr)
     p = tl.load(p_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     m = _load_codes(m_ptr, m_scales_ptr, offsets, blocks, mask, n)
     root = _load_codes(root_ptr, root_scales_ptr, offsets, blocks, mask, n)
-    p, m, v = update(
-        p, g, m, root * root, step, lr, beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay
-    )
+    p, m, v = update(p, g, m, root * root, step, lr, numbers)
     group = program * (BLOCK // 4)
     words = tl.reshape(random_block(key, step.to(tl.int64), group, BLOCK), (ROWS, SCALED))
     store_rounded(p_ptr, offsets, p, words, mask, STOCHASTIC)
@@ -252,16 +263,15 @@ def adamw_update_fp8(
     is_dense = all(t.is_contiguous() for t in (parameter, *moments))
     if not (uses_triton(parameter, gradient, backend=backend) and is_dense) or needs_dispatch(parameter, *moments):
         with torch.no_grad():
-            reference(
-                parameter, gradient, exp_avg, exp_avg_scales, root, root_scales, step, lr, betas, eps, weight_decay,
-                key, stochastic, skip,
-            )  # fmt: skip
+            options = step, lr, betas, eps, weight_decay, key, stochastic, skip
+            reference(parameter, gradient, exp_avg, exp_avg_scales, root, root_scales, *options)
     elif parameter.numel():
+        m, m_scales, root, root_scales = (t.view(torch.uint8) if t.dtype == FP8 else t for t in moments)
+        operands = _Operands(parameter, gradient.contiguous(), m, m_scales, root, root_scales)
+        numbers = UpdateNumbers.of(betas, eps, weight_decay)
         with torch.cuda.device(parameter.device if parameter.is_cuda else -1):
             _kernel[cdiv(parameter.numel(), _BLOCK)](
-                parameter, gradient.contiguous(), exp_avg.view(torch.uint8), exp_avg_scales, root.view(torch.uint8),
-                root_scales, step, lr, skip, key, parameter.numel(), *betas, 1 - betas[0], 1 - betas[1],
-                log_of(betas[0]), log_of(betas[1]), eps, weight_decay, _BLOCK, SCALED, _SMALLEST, MIX, stochastic,
-                num_warps=_WARPS,
+                operands, UpdateStep(step, lr, skip), key, parameter.numel(), numbers, _BLOCK, SCALED, MIX, _SMALLEST,
+                stochastic, num_warps=_WARPS,
             )  # fmt: skip
         increment_version((parameter, *moments))

@@ -58,7 +58,6 @@ def add_parts(parts: Tensor, out: Tensor, scale: float = 1.0, *, backend: Backen
             reference(parts, out, scale)
     elif out.numel():
         with torch.cuda.device(out.device if out.is_cuda else -1):
-            _kernel[cdiv(out.numel(), _BLOCK)](
-                parts, out, scale, parts.stride(0), len(parts), out.numel(), _BLOCK, num_warps=_WARPS
-            )  # fmt: skip
+            sizes = parts.stride(0), len(parts), out.numel()
+            _kernel[cdiv(out.numel(), _BLOCK)](parts, out, scale, *sizes, _BLOCK, num_warps=_WARPS)
         increment_version(out)

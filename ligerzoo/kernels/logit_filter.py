@@ -23,6 +23,7 @@ from ligerzoo.kernels.dispatch import Backend, as_rows, next_power_of_2, uses_tr
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_chunks import in_row_chunks
+from ligerzoo.kernels.tiling import StridedRows
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 _BLOCK = 8192  # columns that a program reads at a time
@@ -116,15 +117,21 @@ def _search(row_ptr, n_cols, low, high, target, maximum, steepness, BY_MASS: tl.
     return low
 
 
+class _Options(NamedTuple):
+    """The options of each row."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
 @kernel
-def _kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, last_token_ptr, row_stride, n_cols,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _kernel(logits, filters, bounds, n_cols, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    temperature = tl.load(temperature_ptr + row)
+    row_ptr = logits.ptr + row * logits.row_stride
+    top_k, top_p, min_p = tl.load(filters.top_k + row), tl.load(filters.top_p + row), tl.load(filters.min_p + row)
+    temperature = tl.load(filters.temperature + row)
     temperature = tl.where(temperature > 0.0, temperature, 1.0)
     threshold = -float("inf")
     last_token = tl.full((), n_cols, dtype=tl.int64)
@@ -153,8 +160,8 @@ def _kernel(
         if floor > threshold:
             threshold = floor
             last_token = tl.full((), n_cols, dtype=tl.int64)
-    tl.store(threshold_ptr + row, threshold)
-    tl.store(last_token_ptr + row, last_token)
+    tl.store(bounds.threshold + row, threshold)
+    tl.store(bounds.last_token + row, last_token)
 
 
 @jit
@@ -182,10 +189,8 @@ def _bounds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, m
     bounds = _allocate(logits)
     n_rows, n_cols = logits.shape
     block = min(_BLOCK, max(128, next_power_of_2(n_cols)))
-    _kernel[n_rows](
-        logits, temperature, top_k, top_p, min_p, *bounds, logits.stride(0), n_cols, block,
-        num_warps=max(4, block // 512),
-    )  # fmt: skip
+    options, warps = _Options(temperature, top_k, top_p, min_p), max(4, block // 512)
+    _kernel[n_rows](StridedRows(logits, logits.stride(0)), options, bounds, n_cols, block, num_warps=warps)
     return bounds
 
 

@@ -46,9 +46,8 @@ else:
     @jit
     def _fast_log(x):
         """log(x) with an error of 2e-7 for x between 0.5 and 2, else of 2 ulps."""
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
+        instruction: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+        log2 = tl.inline_asm_elementwise(instruction, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return log2 * 0.6931471805599453
 
 

@@ -29,6 +29,7 @@ from ligerzoo.kernels.math import fast_log
 from ligerzoo.kernels.philox import WORD_MASK, random_block, random_words
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_chunks import in_row_chunks
+from ligerzoo.kernels.tiling import StridedRows
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 _BLOCK = 2048  # columns of a program
@@ -106,60 +107,78 @@ def _gumbel(seed, step, first_group, BLOCK: tl.constexpr):
     return -tl.log(-fast_log(u, -one_minus_u))
 
 
+class _Drawing(NamedTuple):
+    """Seeds, steps and temperatures of the rows; None to choose the largest scores."""
+
+    seeds: Tensor | None
+    steps: Tensor | None
+    temperature: Tensor | None
+
+
+class _Bounds(NamedTuple):
+    """The fields of `FilterBounds`; None to draw from all tokens."""
+
+    threshold: Tensor | None
+    last_token: Tensor | None
+
+
+class _Parts(NamedTuple):
+    """Results of the parts of rows: the largest key and its token, and the log-sum-exps of logits and scores."""
+
+    keys: Tensor
+    tokens: Tensor
+    lse: Tensor
+    sampling_lse: Tensor
+
+
 @kernel
-def _part_kernel(
-    logits_ptr, scores_ptr, seeds_ptr, steps_ptr, temperature_ptr, threshold_ptr, last_token_ptr,
-    keys_ptr, ids_ptr, lse_ptr, sampling_lse_ptr, logits_stride, scores_stride, n_cols, n_parts, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _part_kernel(logits, scores, drawing, bounds, parts, n_cols, n_parts, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row, part = program // n_parts, program % n_parts
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
-    x = tl.load(logits_ptr + row * logits_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
-    tl.store(lse_ptr + program, _log_sum_exp(x))
-    if scores_ptr is not None:
-        x = tl.load(scores_ptr + row * scores_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
-    if threshold_ptr is not None:
-        threshold, last_token = tl.load(threshold_ptr + row), tl.load(last_token_ptr + row)
+    x = tl.load(logits.ptr + row * logits.row_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    tl.store(parts.lse + program, _log_sum_exp(x))
+    if scores.ptr is not None:
+        x = tl.load(scores.ptr + row * scores.row_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    if bounds.threshold is not None:
+        threshold, last_token = tl.load(bounds.threshold + row), tl.load(bounds.last_token + row)
         x = tl.where((x < threshold) | ((x == threshold) & (cols > last_token)), -float("inf"), x)
     keys = x
-    if seeds_ptr is not None:
-        temperature = tl.load(temperature_ptr + row)
+    if drawing.seeds is not None:
+        temperature = tl.load(drawing.temperature + row)
         if temperature > 0.0:
             x = x * (1.0 / temperature)
-            keys = x + _gumbel(tl.load(seeds_ptr + row), tl.load(steps_ptr + row), part * (BLOCK // 4), BLOCK)
-    tl.store(sampling_lse_ptr + program, _log_sum_exp(x))
+            keys = x + _gumbel(tl.load(drawing.seeds + row), tl.load(drawing.steps + row), part * (BLOCK // 4), BLOCK)
+    tl.store(parts.sampling_lse + program, _log_sum_exp(x))
     key, index = tl.max(keys, axis=0, return_indices=True)
-    tl.store(keys_ptr + program, key)
-    tl.store(ids_ptr + program, tl.minimum(part * BLOCK + index, n_cols - 1))  # the index of a NaN may be any
+    tl.store(parts.keys + program, key)
+    tl.store(parts.tokens + program, tl.minimum(part * BLOCK + index, n_cols - 1))  # the index of a NaN may be any
 
 
 @kernel
-def _combine_kernel(
-    logits_ptr, scores_ptr, temperature_ptr, keys_ptr, ids_ptr, lse_ptr, sampling_lse_ptr,
-    tokens_ptr, logps_ptr, sampling_logps_ptr, logits_stride, scores_stride, n_parts, PARTS: tl.constexpr,
-):  # fmt: skip
+def _combine_kernel(logits, scores, temperature_ptr, parts, results, n_parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    parts = tl.arange(0, PARTS)
-    offsets, mask = row * n_parts + parts, parts < n_parts
-    keys = tl.load(keys_ptr + offsets, mask=mask, other=-float("inf"))
-    lse = _log_sum_exp(tl.load(lse_ptr + offsets, mask=mask, other=-float("inf")))
-    sampling_lse = _log_sum_exp(tl.load(sampling_lse_ptr + offsets, mask=mask, other=-float("inf")))
+    indices = tl.arange(0, PARTS)
+    offsets, mask = row * n_parts + indices, indices < n_parts
+    keys = tl.load(parts.keys + offsets, mask=mask, other=-float("inf"))
+    lse = _log_sum_exp(tl.load(parts.lse + offsets, mask=mask, other=-float("inf")))
+    sampling_lse = _log_sum_exp(tl.load(parts.sampling_lse + offsets, mask=mask, other=-float("inf")))
     _, best = tl.max(keys, axis=0, return_indices=True)
-    token = tl.load(ids_ptr + row * n_parts + tl.minimum(best, n_parts - 1))
-    x = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
+    token = tl.load(parts.tokens + row * n_parts + tl.minimum(best, n_parts - 1))
+    x = tl.load(logits.ptr + row * logits.row_stride + token).to(tl.float32)
     # -inf - -inf is NaN: no token can be chosen
     logp = tl.where(lse == -float("inf"), float("nan"), x - lse)
     sampled = sampling_lse
     if temperature_ptr is not None:
-        if scores_ptr is not None:
-            x = tl.load(scores_ptr + row * scores_stride + token).to(tl.float32)
+        if scores.ptr is not None:
+            x = tl.load(scores.ptr + row * scores.row_stride + token).to(tl.float32)
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0.0:
             sampled = x * (1.0 / temperature)
-    tl.store(tokens_ptr + row, token)
-    tl.store(logps_ptr + row, logp)
-    tl.store(sampling_logps_ptr + row, sampled - sampling_lse)
+    tl.store(results.tokens + row, token)
+    tl.store(results.logps + row, logp)
+    tl.store(results.sampling_logps + row, sampled - sampling_lse)
 
 
 def _allocate(logits: Tensor) -> SampledTokens:
@@ -168,24 +187,17 @@ def _allocate(logits: Tensor) -> SampledTokens:
 
 
 @register("sample_tokens", fake=_allocate)
-def _sample(
-    logits: Tensor, scores: Tensor | None, seeds: Tensor | None, steps: Tensor | None, temperature: Tensor | None,
-    threshold: Tensor | None, last_token: Tensor | None,
-) -> SampledTokens:  # fmt: skip
+def _sample(logits: Tensor, scores: Tensor | None, drawing: _Drawing, bounds: _Bounds) -> SampledTokens:
     results = _allocate(logits)
     n_rows, n_cols = logits.shape
     n_parts = cdiv(n_cols, _BLOCK)
     keys, lse, sampling_lse = (logits.new_empty(n_rows, n_parts, dtype=torch.float32) for _ in range(3))
-    ids = torch.empty_like(keys, dtype=torch.int64)
-    strides = logits.stride(0), logits.stride(0) if scores is None else scores.stride(0)
-    _part_kernel[n_rows * n_parts](
-        logits, scores, seeds, steps, temperature, threshold, last_token, keys, ids, lse, sampling_lse,
-        *strides, n_cols, n_parts, _BLOCK, num_warps=4,
-    )  # fmt: skip
-    _combine_kernel[n_rows](
-        logits, scores, temperature, keys, ids, lse, sampling_lse, *results, *strides, n_parts,
-        next_power_of_2(n_parts), num_warps=1,
-    )  # fmt: skip
+    parts = _Parts(keys, torch.empty_like(keys, dtype=torch.int64), lse, sampling_lse)
+    stride = logits.stride(0)
+    operands = StridedRows(logits, stride), StridedRows(scores, stride if scores is None else scores.stride(0))
+    _part_kernel[n_rows * n_parts](*operands, drawing, bounds, parts, n_cols, n_parts, _BLOCK, num_warps=4)
+    n_parts_tile = next_power_of_2(n_parts)
+    _combine_kernel[n_rows](*operands, drawing.temperature, parts, results, n_parts, n_parts_tile, num_warps=1)
     return results
 
 
@@ -241,4 +253,5 @@ def sample_tokens(
     with torch.no_grad():
         if not uses_triton(*tensors, backend=backend):
             return in_row_chunks(reference, logits, scores, *arguments)
-        return _sample(as_rows(logits), None if scores is None else as_rows(scores), *arguments)
+        scores = None if scores is None else as_rows(scores)
+        return _sample(as_rows(logits), scores, _Drawing(*arguments[:3]), _Bounds(*arguments[3:]))

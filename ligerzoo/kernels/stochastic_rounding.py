@@ -116,7 +116,6 @@ def round_stochastically(
             reference(source, target, step, key, first_group, skip)
     elif source.numel():
         with torch.cuda.device(source.device if source.is_cuda else -1):
-            _kernel[cdiv(source.numel(), _BLOCK)](
-                source, target, step, skip, key, first_group, source.numel(), _BLOCK, num_warps=_WARPS
-            )  # fmt: skip
+            n, programs = source.numel(), cdiv(source.numel(), _BLOCK)
+            _kernel[programs](source, target, step, skip, key, first_group, n, _BLOCK, num_warps=_WARPS)
         increment_version(target)

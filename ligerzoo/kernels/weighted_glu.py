@@ -39,71 +39,96 @@ class Biases(NamedTuple):
     down: Tensor | None
 
 
+class _Slots(NamedTuple):
+    """The slots of tokens: their weights, rows and experts, the number of experts, and the bounds for backward."""
+
+    weights: Tensor
+    rows: Tensor
+    expert_ids: Tensor
+    n_experts: int
+    bounds: Tensor | None = None
+
+
+class _Gradients(NamedTuple):
+    """What the backward kernel stores; None for a recomputed result that is not needed."""
+
+    hidden: Tensor
+    weights: Tensor
+    active: Tensor | None
+
+
 @jit
-def _expert_of(expert_ptr, slot, n_experts):
+def _expert_of(slots, slot):
     """The expert of a slot, and whether it exists."""
-    expert = tl.load(expert_ptr + slot).to(tl.int64)
-    return expert, (expert >= 0) & (expert < n_experts)
+    expert = tl.load(slots.expert_ids + slot).to(tl.int64)
+    return expert, (expert >= 0) & (expert < slots.n_experts)
 
 
 @kernel
-def _forward_kernel(
-    hidden_ptr, weight_ptr, row_ptr, bias_ptr, expert_ptr, active_ptr, n_cols, n_experts, BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-):  # fmt: skip
+def _forward_kernel(hidden_ptr, slots, bias_ptr, active_ptr, n_cols, BLOCK: tl.constexpr, GATING: tl.constexpr):
     slot, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
-    row = tl.load(row_ptr + slot).to(tl.int64)
-    weight = tl.load(weight_ptr + slot).to(tl.float32)
+    row = tl.load(slots.rows + slot).to(tl.int64)
+    weight = tl.load(slots.weights + slot).to(tl.float32)
     gate = tl.load(hidden_ptr + 2 * row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden_ptr + (2 * row + 1) * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        expert, exists = _expert_of(expert_ptr, slot, n_experts)
+        expert, exists = _expert_of(slots, slot)
         gate += tl.load(bias_ptr + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
         up += tl.load(bias_ptr + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-    active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
+    active, _, _ = gate_and_up(gate, up, GATING[0], GATING[1], GATING[2], hidden_ptr.dtype.element_ty == tl.float32)
     tl.store(active_ptr + row * n_cols + cols, (weight * active).to(active_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward_kernel(
-    dactive_ptr, hidden_ptr, weight_ptr, row_ptr, bounds_ptr, bias_ptr, dy_ptr, down_bias_ptr, expert_ptr,
-    dhidden_ptr, dweight_ptr, active_ptr, n_cols, n_outputs, n_experts,
-    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    NEEDS_ACTIVE: tl.constexpr,
-):  # fmt: skip
+    da_ptr,
+    dy_ptr,
+    hidden_ptr,
+    slots,
+    biases,
+    results,
+    n_cols,
+    n_outputs,
+    BLOCK: tl.constexpr,
+    GATING: tl.constexpr,
+):
     slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ptr + slot).to(tl.int64)
-    weight = tl.load(weight_ptr + slot).to(tl.float32)
-    expert, exists = _expert_of(expert_ptr, slot, n_experts)
+    row = tl.load(slots.rows + slot).to(tl.int64)
+    weight = tl.load(slots.weights + slot).to(tl.float32)
+    expert, exists = _expert_of(slots, slot)
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
         gate_cols, up_cols = 2 * row * n_cols + cols, (2 * row + 1) * n_cols + cols
-        dactive = tl.load(dactive_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        dactive = tl.load(da_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(hidden_ptr + gate_cols, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(hidden_ptr + up_cols, mask=mask, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            gate += tl.load(bias_ptr + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-            up += tl.load(bias_ptr + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-        active, dgate, dup = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
+        if biases.gate_up is not None:
+            gate += tl.load(biases.gate_up + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
+            up += tl.load(biases.gate_up + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(
+                tl.float32
+            )
+        active, dgate, dup = gate_and_up(
+            gate, up, GATING[0], GATING[1], GATING[2], hidden_ptr.dtype.element_ty == tl.float32
+        )
         dweight += dactive * active
         dactive *= weight
-        tl.store(dhidden_ptr + gate_cols, (dactive * dgate).to(dhidden_ptr.dtype.element_ty), mask=mask)
-        tl.store(dhidden_ptr + up_cols, (dactive * dup).to(dhidden_ptr.dtype.element_ty), mask=mask)
-        if NEEDS_ACTIVE:
+        tl.store(results.hidden + gate_cols, (dactive * dgate).to(results.hidden.dtype.element_ty), mask=mask)
+        tl.store(results.hidden + up_cols, (dactive * dup).to(results.hidden.dtype.element_ty), mask=mask)
+        if results.active is not None:
             active = weight * active
-            tl.store(active_ptr + row * n_cols + cols, active.to(active_ptr.dtype.element_ty), mask=mask)
-    if down_bias_ptr is not None:
+            tl.store(results.active + row * n_cols + cols, active.to(results.active.dtype.element_ty), mask=mask)
+    if biases.down is not None:
         for start in range(0, n_outputs, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             mask = (cols < n_outputs) & exists
             dy = tl.load(dy_ptr + row * n_outputs + cols, mask=mask, other=0.0).to(tl.float32)
-            dweight += dy * tl.load(down_bias_ptr + expert * n_outputs + cols, mask=mask, other=0.0).to(tl.float32)
-    is_routed = (tl.load(bounds_ptr) <= row) & (row < tl.load(bounds_ptr + n_experts))
+            dweight += dy * tl.load(biases.down + expert * n_outputs + cols, mask=mask, other=0.0).to(tl.float32)
+    is_routed = (tl.load(slots.bounds) <= row) & (row < tl.load(slots.bounds + slots.n_experts))
     total = tl.where(is_routed, tl.sum(dweight, axis=0), float("nan"))
-    tl.store(dweight_ptr + slot, total.to(dweight_ptr.dtype.element_ty))
+    tl.store(results.weights + slot, total.to(results.weights.dtype.element_ty))
 
 
 def row_values(slot_values: Tensor, rows: Tensor) -> Tensor:
@@ -130,11 +155,9 @@ def weighted_glu(
         return (row_values(expert_weights, rows) * gated(gate, up, gating)).to(hidden.dtype)
     n_cols = hidden.shape[1] // 2
     active, block = hidden.new_empty((hidden.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
+    slots = _Slots(expert_weights.contiguous(), rows, expert_ids.contiguous(), 0 if bias is None else len(bias))
     programs = hidden.shape[0] * cdiv(n_cols, block)
-    _forward_kernel[programs](
-        hidden, expert_weights.contiguous(), rows, bias, expert_ids.contiguous(), active, n_cols,
-        0 if bias is None else len(bias), block, *gating, num_warps=4,
-    )  # fmt: skip
+    _forward_kernel[programs](hidden, slots, bias, active, n_cols, block, tuple(gating), num_warps=4)
     return active
 
 
@@ -161,9 +184,10 @@ def weighted_glu_backward(
     n_rows, n_cols = dactive.shape
     dhidden, dweights = hidden.new_empty(hidden.shape), expert_weights.new_empty(rows.shape)
     active = hidden.new_empty((n_rows if needs_active else 0, n_cols))
+    slots = _Slots(expert_weights.contiguous(), rows, expert_ids.contiguous(), len(bounds) - 1, bounds)
+    results = _Gradients(dhidden, dweights, active if needs_active else None)
+    block = min(_MAX_BACKWARD_BLOCK, next_power_of_2(n_cols))
     _backward_kernel[n_rows](
-        dactive, hidden, expert_weights.contiguous(), rows, bounds, biases.gate_up, dy_rows, biases.down,
-        expert_ids.contiguous(), dhidden, dweights, active, n_cols, dy_rows.shape[1], len(bounds) - 1,
-        min(_MAX_BACKWARD_BLOCK, next_power_of_2(n_cols)), *gating, needs_active, num_warps=1,
-    )  # fmt: skip
+        dactive, dy_rows, hidden, slots, biases, results, n_cols, dy_rows.shape[1], block, tuple(gating), num_warps=1
+    )
     return dhidden, dweights, active

@@ -21,6 +21,8 @@ from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds
 from ligerzoo.kernels.rms_norm import _Options as Options
 from ligerzoo.kernels.route import SigmoidOptions
+from ligerzoo.kernels.sampling import _Bounds as Bounds
+from ligerzoo.kernels.sampling import _Drawing as Drawing
 from ligerzoo.kernels.weighted_glu import Biases
 from ligerzoo.kernels.xielu import _Numbers as XIELUNumbers
 from tests.kernels.layouts import transposed
@@ -212,16 +214,13 @@ def _filter_bounds(device: str) -> Samples:
 def _sample_tokens(device: str) -> Samples:
     t = partial(new, device=device)
     index = torch.tensor([1, 2, 5], device=device)
-    none = dict.fromkeys(("scores", "seeds", "steps", "temperature", "threshold", "last_token"))
-    drawing = {"seeds": index, "steps": index, "temperature": torch.tensor([0.5, 0.0, 2.0], device=device)}
+    none = {"scores": None, "drawing": Drawing(None, None, None), "bounds": Bounds(None, None)}
+    drawing = {"drawing": Drawing(index, index, torch.tensor([0.5, 0.0, 2.0], device=device))}
     return [
-        {"logits": t(3, 33), **none},
-        {"logits": t(3, 2500), **none, **drawing},
-        {
-            "logits": t(3, 33).half(), "scores": t(3, 33), **drawing,
-            "threshold": t(3), "last_token": index,
-        },
-    ]  # fmt: skip
+        none | {"logits": t(3, 33)},
+        none | {"logits": t(3, 2500)} | drawing,
+        {"logits": t(3, 33).half(), "scores": t(3, 33), "bounds": Bounds(t(3), index)} | drawing,
+    ]
 
 
 def _softmax_forward(device: str) -> Samples:
