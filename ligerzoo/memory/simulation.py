@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +90,7 @@ def on_meta(model: CausalLM) -> CausalLM:
     if not isinstance(model, CausalLM):
         expected = "a model of ligerzoo.models with a language-model head"
         raise LigerzooError("not a causal language model", where="model", got=type(model).__name__, expected=expected)
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if hasattr(tensor, "device_mesh"):
             remedy = "Plan before sharding; apply_activation_plan works on both."
@@ -214,7 +213,7 @@ class _Count:
     def on_peak(self) -> None:
         self.peak = self.gradients, min(self.tracker.marked, self.tracker.peak - self.gradients), self.tracker.peak
 
-    def enter_block(self, *_: Any) -> None:
+    def enter_block(self, *_: object) -> None:
         self.live.append(self.tracker.live)
 
     def add_gradient(self, parameter: Tensor) -> None:

@@ -19,7 +19,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,7 @@ class _Collective:
 class CopyEngineAllGather(_Collective):
     """Gathers by reading from the buffers of all processes; for `FSDPModule.set_custom_all_gather`."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
         """Fills `output_tensor`, (P n,), with the `input_tensor`, (n,), of all P processes, on the current stream."""
         buffers = [view.view(input_tensor.dtype) for view in self._buffers.views]
         rank, outputs = self._buffers.rank, output_tensor.view(len(buffers), -1)
@@ -163,7 +163,7 @@ class CopyEngineReduceScatter(_Collective):
         return torch.empty(size, dtype=own_dtype or dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
     ) -> None:
         """Fills `output_tensor`, (n,), with part r of the reduced `input_tensor`, (P n,), in the process of rank r."""
         rank, count = self._buffers.rank, len(self._buffers.views)

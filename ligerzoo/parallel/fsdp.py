@@ -99,9 +99,8 @@ def shard_model(
     if prefetch is not None and prefetch < 0:
         raise LigerzooError("not a number of groups", where="prefetch", got=prefetch, expected="0 or more, or None")
     if sharded := [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]:
-        raise LigerzooError(
-            "the model is sharded already", where="shard_model", got=f"DTensors in {first_names(sharded, 3)}"
-        )
+        got = f"DTensors in {first_names(sharded, 3)}"
+        raise LigerzooError("the model is sharded already", where="shard_model", got=got)
     mesh = default_mesh() if mesh is None else mesh
     if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         expected = "one dimension, or two with names"
@@ -206,9 +205,8 @@ def _refuse_different_modalities(module: LanguageModel, args: tuple[Any, ...], i
 
 def _sharding_of(model: nn.Module, where: str) -> _Sharding:
     if model not in _SHARDINGS:
-        raise LigerzooError(
-            "not sharded", where=where, got=type(model).__name__, expected="a model that shard_model has sharded"
-        )
+        expected = "a model that shard_model has sharded"
+        raise LigerzooError("not sharded", where=where, got=type(model).__name__, expected=expected)
     return _SHARDINGS[model]
 
 

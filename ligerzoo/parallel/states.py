@@ -108,9 +108,8 @@ def load_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
         for name in [*(name for name in checkpoint.tensors if "@" not in name), *sorted(local)]:
             weight_name, _, key = name.rpartition("/")
             if weight_name not in weights:
-                raise CheckpointError(
-                    "the state of a parameter that the model lacks", where=f"{directory}, tensor {name!r}"
-                )
+                where = f"{directory}, tensor {name!r}"
+                raise CheckpointError("the state of a parameter that the model lacks", where=where)
             weight = weights[weight_name]
             if name in local:
                 value = _read_local(checkpoint, name, weight, int(content["processes"]))
@@ -253,9 +252,8 @@ def _refuse_unstorable(name: str, value: Tensor, weight: Tensor) -> None:
     elif is_dtensor(value) and value.shape != weight.shape:
         problem, expected = f"a DTensor of shape {tuple(value.shape)}", f"{tuple(weight.shape)}, as the parameter"
     if problem:
-        raise CheckpointError(
-            "a state that cannot be stored", where=f"optimizer, {name}", got=problem, expected=expected
-        )
+        where = f"optimizer, {name}"
+        raise CheckpointError("a state that cannot be stored", where=where, got=problem, expected=expected)
 
 
 def _checked_groups(

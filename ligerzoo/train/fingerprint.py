@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ _CHUNK, _CHUNK_ON_GPU = 2**18, 2**22
 """Elements that are read at once, as int64: on a CPU what its cache holds."""
 
 
-def fingerprint(state: Any) -> str:
+def fingerprint(state: object) -> str:
     """Returns the fingerprint of nested mappings and lists of tensors, numbers and texts. Waits for the GPU once.
 
     Devices and the order of mappings have no influence. Of a sharded tensor, the shard of this process counts.
@@ -33,7 +32,7 @@ def fingerprint(state: Any) -> str:
     return digest.hexdigest()
 
 
-def _leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(state: object, path: str) -> Iterator[tuple[str, object]]:
     if isinstance(state, Mapping):
         entries = sorted((repr(key), value) for key, value in state.items())
     elif isinstance(state, list | tuple):

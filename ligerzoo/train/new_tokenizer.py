@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
@@ -45,7 +44,7 @@ CHATML = """\
 
 
 def train_tokenizer(
-    data: Any, vocab_size: int, *, chat_template: str | None = CHATML, progress: bool | None = None
+    data: object, vocab_size: int, *, chat_template: str | None = CHATML, progress: bool | None = None
 ) -> Tokenizer:
     """Returns a new tokenizer; `save_pretrained` writes it as transformers reads it.
 

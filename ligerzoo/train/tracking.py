@@ -22,7 +22,7 @@ def check_tracker(name: str | None) -> None:
         _import(name)
 
 
-def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> Report | None:
+def open_tracker(name: str | None, output: Path, options: Mapping[str, object]) -> Report | None:
     """Returns a function that sends an object of the log to a tracker.
 
     Args:
@@ -57,7 +57,7 @@ def _import(name: str) -> Callable[..., Any]:
 def _open_tensorboard(summary_writer: Callable[..., Any], output: Path) -> Report:
     writer = summary_writer(output / "tensorboard")
 
-    def report(entry: Mapping[str, Any]) -> None:
+    def report(entry: Mapping[str, object]) -> None:
         for name, value in _numbers(entry).items():
             writer.add_scalar(name, value, entry["step"])
         writer.flush()
@@ -65,10 +65,10 @@ def _open_tensorboard(summary_writer: Callable[..., Any], output: Path) -> Repor
     return report
 
 
-def _open_wandb(init: Callable[..., Any], output: Path, options: Mapping[str, Any]) -> Report:
+def _open_wandb(init: Callable[..., Any], output: Path, options: Mapping[str, object]) -> Report:
     run = init(dir=output, name=output.resolve().name, config=dict(options))
     return lambda entry: run.log(_numbers(entry), step=entry["step"])
 
 
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(entry: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, value in entry.items() if isinstance(value, int | float) and name != "step"}

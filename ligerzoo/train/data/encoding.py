@@ -17,7 +17,7 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ligerzoo.errors import DataError, TokenizerError, quote
 from ligerzoo.text.messages import Messages, trying_text_arguments
@@ -43,7 +43,7 @@ class EncodingOptions:
     end_of_answer: str | None = None
     special_tokens: SpecialTokens = "text"
     chat_template: str | None = None
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    template_variables: Mapping[str, object] = field(default_factory=dict)
     eos_token_id: int | None = None
 
 

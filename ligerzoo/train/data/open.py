@@ -37,7 +37,7 @@ _TEXT_BLOCK = 2**16  # bytes of a part of a long text file
 
 
 def open_data(
-    data: Paths | Sequence[Mapping[str, Any]],
+    data: Paths | Sequence[Mapping[str, object]],
     kind: Kind | Literal["auto"],
     tokenizer: Tokenizer | Processor,
     *,
@@ -53,7 +53,7 @@ def open_data(
     special_tokens: SpecialTokens = "text",
     text_unit: TextUnit = "file",
     chat_template: str | None = None,
-    template_variables: Mapping[str, Any] | None = None,
+    template_variables: Mapping[str, object] | None = None,
     eos_token_id: int | None = None,
     embedding_rows: int | None = None,
 ) -> SampleStream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class StepInBackward:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, index: int) -> Any:
+    def _hook(self, index: int) -> object:
         return lambda parameter: self._update(index, parameter)
 
     def _update(self, index: int, parameter: Tensor) -> None:
@@ -78,7 +77,7 @@ class StepInBackward:
             self._optimizer.param_groups = groups
         parameter.grad = None
 
-    def _end_step(self, *_: Any) -> None:
+    def _end_step(self, *_: object) -> None:
         if not self._is_updating:
             self._updated.clear()
 
