@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.plain import is_unmodified
 from ligerzoo.layers.projection import LinearTerms, linear
 
+_PARAMETERS = {"weight", "bias"}
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
 
@@ -22,8 +23,10 @@ class Linear(nn.Linear):
         """What `forward` computes, for a fused kernel; None for a subclass, and for a layer with hooks or a wrapper."""
         if not is_unmodified(self, Linear):
             return None
-        parameters = self._parameters  # `self.weight` would search for the name in each call
-        return LinearTerms(parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+        own = self._parameters  # read directly, since `self.weight` takes a microsecond
+        if own.keys() >= _PARAMETERS:
+            return LinearTerms(own["weight"], own["bias"])  # type: ignore[arg-type]
+        return LinearTerms(self.weight, self.bias)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

@@ -139,6 +139,18 @@ def test_parametrization_is_applied() -> None:
     torch.testing.assert_close(mlp(x), before / 2)
 
 
+def test_weights_that_are_not_parameters() -> None:
+    """As libraries that flatten parameters leave views of them."""
+    mlp, x = GatedMLP(24, 50, bias=True), torch.randn(3, 24)
+    before = mlp(x)
+    for layer in mlp.children():
+        for name in ("weight", "bias"):
+            value = getattr(layer, name).detach()
+            delattr(layer, name)
+            setattr(layer, name, value)
+    torch.testing.assert_close(mlp(x), before, rtol=0, atol=0)
+
+
 def test_unknown_activation_or_backend() -> None:
     with pytest.raises(ValueError, match="activation='gelu_pytorch_tanh'; expected one of 'silu'"):
         GatedMLP(24, 50, activation="gelu_pytorch_tanh")  # type: ignore[arg-type]
