@@ -77,11 +77,11 @@ class Decoder(nn.Module):
             x = self.input_norm(x)
         if self.positions_skip_padding and context.has_default_positions:
             context.position_ids = context.token_positions()
-        recompute = Recompute.BLOCK if self.gradient_checkpointing else self.activation_plan
         cache = context.cache  # decoding is faster where sums may be split
         keeps_sums = cache is None or cache.exact or torch.compiler.is_compiling()  # which leaves sums to torch
         with nullcontext() if keeps_sums else split_row_sums():
-            x = self.norm(run_blocks(self.layers, x, context, recompute=recompute))
+            x = run_blocks(self.layers, x, context, checkpoints=self.gradient_checkpointing, plan=self.activation_plan)
+            x = self.norm(x)
         if (states := context.outputs.hidden_states) is not None:
             states[-1] = x
         return x
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
 
 def run_blocks(
-    layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: Recompute | Sequence[Recompute]
+    layers: Iterable[nn.Module], x: Tensor, context: Context, *, checkpoints: bool, plan: Sequence[Recompute] = ()
 ) -> Tensor:
     """Runs blocks in order, x: (B, T, H) -> (B, T, H).
 
@@ -120,11 +120,11 @@ def run_blocks(
         x: input of the first block.
         context: positions, mask and cache of the tokens. The `hidden_states` of its outputs, if not None, get the input
             and the output of each block that changes them. Its `deepstack`, if not None, is added to the outputs.
-        recompute: what backward recomputes of all blocks, or of each; an empty sequence for nothing. Ignored with a
-            cache, which has no backward pass.
+        checkpoints: backward recomputes each block from its input; ignored with a cache, which has no backward pass.
+        plan: what backward recomputes of each block otherwise, likewise; empty for nothing.
     """
     layers, caches = list(layers), None if context.cache is None else context.cache.layers
-    levels = [recompute] * len(layers) if isinstance(recompute, Recompute) else recompute
+    levels = [Recompute.BLOCK] * len(layers) if checkpoints else plan
     if not (levels and torch.is_grad_enabled() and caches is None):
         levels = [Recompute.NOTHING] * len(layers)
     outputs = context.outputs
@@ -181,10 +181,9 @@ class BlockStack(nn.Module):
         self, x: Tensor, context: Context, intermediate_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """x: (B, T, E) -> (B, T, E), and the outputs of the blocks with the indices `intermediate_layers`."""
-        recompute = Recompute.BLOCK if self.gradient_checkpointing else Recompute.NOTHING
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x = run_blocks([layer], x, context, recompute=recompute)
+            x = run_blocks([layer], x, context, checkpoints=self.gradient_checkpointing)
             if index in intermediate_layers:
                 outputs[index] = x
         return x, [outputs[index] for index in intermediate_layers]

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
 from ligerzoo.layers.embedding import Embedding
@@ -159,10 +158,9 @@ class DeepStackVisionTower(VisionTower):
         sizes = grid_thw.to(positions.device)[:, 1:].T[:, image]
         x = self.patch_embed(patches)
         x = frames.batch(x + self.pos_embed(positions, sizes).to(x.dtype))
-        recompute = Recompute.BLOCK if self.gradient_checkpointing else Recompute.NOTHING
         features = []
         for index, block in enumerate(self.blocks):
-            x = run_blocks([block], x, frames.context, recompute=recompute)
+            x = run_blocks([block], x, frames.context, checkpoints=self.gradient_checkpointing)
             if index in self.deepstack_blocks:
                 features.append(self.deepstack_merger_list[self.deepstack_blocks.index(index)](x))
         return torch.stack([self.merger(x), *features])

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
 from ligerzoo.layers.linear import INIT_STD
@@ -150,8 +149,7 @@ class VisionTower(nn.Module):
         patches, is_first, positions = self._check_frames(patches, grid_thw)
         frames = PatchSegments(is_first, positions, patches.device)
         x = frames.batch(self.patch_embed(patches))
-        recompute = Recompute.BLOCK if self.gradient_checkpointing else Recompute.NOTHING
-        x = run_blocks(self.blocks, x, frames.context, recompute=recompute)
+        x = run_blocks(self.blocks, x, frames.context, checkpoints=self.gradient_checkpointing)
         return self.merger(x)  # type: ignore[no-any-return]
 
     def _check_frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,11 +200,11 @@ class WindowedVisionTower(VisionTower):
         order = order.to(patches.device)
         token_order = order[:: self.merge_size**2] // self.merge_size**2
 
-        recompute = Recompute.BLOCK if self.gradient_checkpointing else Recompute.NOTHING
+        checkpoints = self.gradient_checkpointing
         x = self.patch_embed(patches[order])
         for index, block in enumerate(self.blocks):
             segments = frames if index in self.full_blocks else windows
-            x = run_blocks([block], segments.batch(x), segments.context, recompute=recompute)
+            x = run_blocks([block], segments.batch(x), segments.context, checkpoints=checkpoints)
         tokens = self.merger(x)
         return torch.empty_like(tokens).index_copy(0, token_order, tokens)
 
