@@ -106,7 +106,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Any) -> Any:
+    def checked(ctx: FusedContext, *gradients: Tensor | None) -> Any:
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 raise RuntimeError(_TWICE)
@@ -140,7 +140,7 @@ class RecordedContext:
     def set_materialize_grads(self, value: bool) -> None:
         self._materialize_grads = value
 
-    def record(self, inputs: Sequence[Any], result: Any) -> tuple[Any, ...]:
+    def record(self, inputs: Sequence[object], result: Tensor | tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Returns the outputs, the saved tensors that are neither inputs nor outputs, and a `_Recording`."""
         outputs = result if isinstance(result, tuple) else (result,)
         recorded = [*inputs, *outputs]
@@ -159,7 +159,7 @@ class RecordedContext:
 _CONTEXT_ATTRIBUTES = frozenset(vars(RecordedContext(())))
 
 
-def _index(recorded: Sequence[Any], tensor: Tensor | None) -> int | None:
+def _index(recorded: Sequence[object], tensor: Tensor | None) -> int | None:
     """Returns the index of the tensor itself, not of an equal one; None for None and for a tensor that is missing."""
     return None if tensor is None else next((i for i, other in enumerate(recorded) if other is tensor), None)
 
@@ -182,10 +182,10 @@ class _Recording:
     saved: Sequence[int | None]
     non_differentiable: Sequence[int | None]
     materialize_grads: bool
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
 
 
-def _refuse_jvp(ctx: Any, *_: Any) -> None:
+def _refuse_jvp(ctx: object, *_: object) -> None:
     raise RuntimeError(
         "forward-mode differentiation (torch.func.jvp, jacfwd, hessian) of a fused operation is not supported; use "
         f"reverse mode (torch.func.grad, vjp, jacrev), or {_REMEDY}"
@@ -242,7 +242,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        backward: Callable[..., Any], attributes: dict[str, Any], needs_input_grad: Sequence[bool], n_saved: int,
+        backward: Callable[..., Any], attributes: dict[str, object], needs_input_grad: Sequence[bool], n_saved: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx = RecordedContext(needs_input_grad, tensors[:n_saved])
@@ -251,10 +251,10 @@ class _Backward(torch.autograd.Function):
         return result if isinstance(result, tuple) else (result,)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None: ...
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[object, ...]) -> None: ...
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
+    def backward(ctx: object, *_: object) -> None:
         raise RuntimeError(_TWICE)
 
     @staticmethod

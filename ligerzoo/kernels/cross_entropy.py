@@ -10,7 +10,7 @@ LIGERZOO_DEBUG=1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
@@ -91,13 +91,13 @@ class _CrossEntropy(FusedFunction):
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, return_statistics: Literal[False] = False, **options: Any
+    logits: Tensor, target: Tensor, *, return_statistics: Literal[False] = False, **options: object
 ) -> Tensor: ...
 
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, return_statistics: Literal[True], **options: Any
+    logits: Tensor, target: Tensor, *, return_statistics: Literal[True], **options: object
 ) -> tuple[Tensor, TokenStatistics]: ...
 
 

@@ -239,7 +239,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     return_statistics: Literal[False] = False,
-    **options: Any,
+    **options: object,
 ) -> Tensor: ...
 
 
@@ -251,7 +251,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     return_statistics: Literal[True],
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, TokenStatistics]: ...
 
 

@@ -60,7 +60,7 @@ def is_recording() -> bool:
 def recomputable(
     outputs: tuple[Tensor, ...],
     function: Callable[..., Tensor | tuple[Tensor, ...]],
-    *inputs: Any,
+    *inputs: object,
     level: Recompute = Recompute.ELEMENTWISE,
     in_checkpoints: bool = True,
 ) -> None:
@@ -81,7 +81,7 @@ def recomputable(
             recipes.add(outputs, function, inputs)
 
 
-def recomputed(function: Callable[..., T], *inputs: Any, level: Recompute | None = Recompute.ELEMENTWISE) -> T:
+def recomputed(function: Callable[..., T], *inputs: object, level: Recompute | None = Recompute.ELEMENTWISE) -> T:
     """Returns `function(*inputs)`, and declares it `recomputable`.
 
     Args:
@@ -148,7 +148,7 @@ class _Recipes:
         self._of_storage: dict[int, tuple[weakref.ref[Any], _Recipe, int]] = {}
         self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def add(self, outputs: tuple[Tensor, ...], function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    def add(self, outputs: tuple[Tensor, ...], function: Callable[..., Any], inputs: tuple[object, ...]) -> None:
         packed = [self.pack(one) if isinstance(one, Tensor) else one for one in inputs]
         recipe = _Recipe(function, packed)
         for index, output in enumerate(outputs):
@@ -208,7 +208,7 @@ class _Derived:
 class _Recipe:
     """A function and its inputs. Its outputs exist from their first reader in a backward to the last."""
 
-    def __init__(self, function: Callable[..., Any], inputs: list[Any]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: list[object]) -> None:
         self._function, self._inputs = function, inputs
         self._readers = self._remaining = 0
         self._outputs: tuple[Tensor, ...] | None = None

@@ -37,7 +37,7 @@ _SCHEMA_TYPES = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, NoneType, torch.dtype})
 
 
-def needs_dispatch(*args: Any) -> bool:
+def needs_dispatch(*args: object) -> bool:
     """Whether a call with these arguments must go through PyTorch's dispatcher.
 
     True under a compiler or a dispatch mode, and for tensor subclasses: they observe or replace operations.
@@ -124,7 +124,7 @@ class Op(Generic[*Ts, R]):
             return result if self._make_result is None else self._make_result(result)
         return self._run(first, args)
 
-    def flat_arguments(self, **arguments: Any) -> tuple[Any, ...]:
+    def flat_arguments(self, **arguments: object) -> tuple[object, ...]:
         """The positional arguments of `overload` for these arguments of the function."""
         return tuple(self._flatten(inspect.signature(self._function).bind(**arguments).args))
 
@@ -134,7 +134,7 @@ class Op(Generic[*Ts, R]):
         if unknown := [n for n in names if n not in self._names]:
             raise TypeError(f"{what} has parameter {unknown[0]}; expected some of {', '.join(self._names)}")
 
-        def of_flat(*flat: Any) -> Any:
+        def of_flat(*flat: object) -> Any:
             arguments = dict(zip(self._names, self._nest(flat), strict=True))
             return function(**{n: arguments[n] for n in names})
 
@@ -166,10 +166,10 @@ def _count_flops(overload: Any, flops: Callable[..., int]) -> None:
     it then asks for a decomposition. The counter copied the registered formulas when it was created, so it gets ours.
     """
 
-    def formula(*flat: Any, out_val: Any) -> int:
+    def formula(*flat: object, out_val: object) -> int:
         return flops(*flat)
 
-    def decompose(*args: Any, **kwargs: Any) -> Any:
+    def decompose(*args: object, **kwargs: object) -> object:
         flop_counter: Any = sys.modules.get("torch.utils.flop_counter")
         if flop_counter is not None:
             modes = _get_current_dispatch_mode_stack()
@@ -181,11 +181,11 @@ def _count_flops(overload: Any, flops: Callable[..., int]) -> None:
     overload.decompose = decompose
 
 
-def _is_struct(hint: Any) -> bool:
+def _is_struct(hint: object) -> bool:
     return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
 
 
-def _parameter_schema(name: str, hint: Any) -> Iterator[str]:
+def _parameter_schema(name: str, hint: object) -> Iterator[str]:
     if _is_struct(hint):
         for field, field_hint in get_type_hints(hint).items():
             yield f"{_schema_type(f'{name}_{field}', field_hint)} {name}_{field}"
@@ -193,7 +193,7 @@ def _parameter_schema(name: str, hint: Any) -> Iterator[str]:
         yield f"{_schema_type(name, hint)} {name}"
 
 
-def _schema_type(name: str, hint: Any) -> str:
+def _schema_type(name: str, hint: object) -> str:
     if get_origin(hint) is Literal:
         return "str"
     if get_origin(hint) in (Union, UnionType):
