@@ -12,7 +12,7 @@ def test_arrows_leave_out_imports_that_follow_from_others() -> None:
     assert house.direct(GRAPH) == {"top": {"middle"}, "middle": {"bottom"}, "bottom": set(), "aside": {"bottom"}}
 
 
-def test_a_package_stands_above_all_that_it_imports() -> None:
+def test_a_package_is_above_all_that_it_imports() -> None:
     assert house.floors(GRAPH) == {"bottom": 0, "middle": 1, "aside": 1, "top": 2}
 
 
@@ -25,7 +25,7 @@ def test_boxes_do_not_overlap() -> None:
     names = dict.fromkeys(GRAPH, "") | {"files": ""}
     graph = GRAPH | {"files": set()}
     level = house.floors(graph)
-    at = house.places(house.routes(house.direct(graph), level), level)
+    at = house.positions(house.routes(house.direct(graph), level), level)
     for one in names:
         for other in names:
             (x, y), (other_x, other_y) = at[one], at[other]

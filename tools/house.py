@@ -4,7 +4,7 @@ python -m tools.house           # writes the drawing
 python -m tools.house --check   # exits with 1 if the imports have changed since it was drawn
 
 An arrow points from a package to one that it imports. Left out are lazy imports, imports that follow from other arrows,
-and the modules `errors`, `checks` and `device`, which nearly all packages import.
+and the modules directly under ligerzoo, such as `errors` and `checks`, which any package may import.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from xml.sax.saxutils import escape
 from tools.structure import ROOT, Module, modules
 
 DRAWING = ROOT / "docs" / "house.svg"
-EVERYWHERE = {"errors", "checks", "tensor_checks", "device"}
 WIDTH, HEIGHT, GAP, BEND, RISE = 180, 60, 30, 40, 110
 """Of a box, between boxes of a floor, of an arrow between boxes, and from floor to floor."""
 
@@ -42,11 +41,11 @@ def eager_imports(node: ast.AST) -> Iterator[str]:
 
 
 def packages(package: Mapping[str, Module]) -> dict[str, str]:
-    """The packages, and the modules directly under ligerzoo, with the first words of their docstrings."""
+    """The packages, with the first words of their docstrings."""
     described = {}
     for name, module in package.items():
         parts = name.split(".")
-        if len(parts) == 2 and parts[1] not in EVERYWHERE | {"__main__"}:
+        if len(parts) == 2 and module.path.name == "__init__.py":
             first = (ast.get_docstring(module.tree) or "").split("\n")[0]
             described[parts[1]] = re.split(r"[:.,(]", first.replace("`", ""))[0].strip()
     return described
@@ -92,7 +91,7 @@ def routes(arrows: Graph, level: Mapping[str, int]) -> list[list[str]]:
     ]
 
 
-def places(stops: Sequence[Sequence[str]], level: Mapping[str, int]) -> dict[str, tuple[float, float]]:
+def positions(stops: Sequence[Sequence[str]], level: Mapping[str, int]) -> dict[str, tuple[float, float]]:
     """The center of each box and bend, ordered on each floor so that few arrows cross."""
     neighbors: dict[str, list[str]] = {name: [] for name in level}
     rows: list[list[str]] = [[] for _ in range(max(level.values()) + 1)]
@@ -138,7 +137,7 @@ def drawing() -> str:
     graph = imported_packages(package, names)
     level = floors(graph)
     stops = routes(direct(graph), level)
-    at = places(stops, level)
+    at = positions(stops, level)
     width, height = (max(values) for values in zip(*at.values(), strict=True))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + WIDTH / 2 + GAP:.0f} {height + HEIGHT:.0f}" '
