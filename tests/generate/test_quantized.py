@@ -20,8 +20,8 @@ from torchao.quantization import (
     quantize_,
 )
 
-from ligerzoo.generate import graphs, slots
 from ligerzoo.generate import rows as rows_module
+from ligerzoo.generate import slots
 from ligerzoo.generate.graphs import can_capture, decode_graphs
 from ligerzoo.integrations.torchao import is_linear
 from ligerzoo.layers.quantized import as_int8, is_quantized, stored_tensors
@@ -50,7 +50,7 @@ class OnGPU:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(CausalLM, "device", OnGPU())
-        monkeypatch.setattr(graphs, "uses_triton", lambda tensor, backend: True)
+        monkeypatch.setattr("ligerzoo.layers.capture.uses_triton", lambda tensor, backend: True)
 
 
 @pytest.fixture
