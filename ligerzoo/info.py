@@ -22,6 +22,7 @@ from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, lo
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.files.untrusted import read_json, reading_directory
+from ligerzoo.layers.kv_cache import CacheSize, cache_size
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig
@@ -143,7 +144,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         *(_describe_shape(decoder) if decoder else []),
         *quantized,
         *_describe_parameters(tensors, decoder),
-        *_describe_memory(tensors, decoder),
+        *_describe_memory(tensors, decoder and _cache_size(architecture, decoder, tensors)),
         *_describe_files(stored),
         ("tokenizer", tokenizer),
     ]
@@ -342,18 +343,30 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
     return lines
 
 
-def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None) -> Lines:
+def _cache_size(
+    architecture: Architecture | None, config: DecoderConfig, tensors: Sequence[TensorInfo]
+) -> CacheSize | None:
+    """Returns the memory of the KV cache of a model on the meta device; None if the files lack most of its tensors."""
+    if architecture is None or config.all_layers > len(tensors):  # bounds the size of the model
+        return None
+    try:
+        model = architecture.build(config, device="meta")
+    except RuntimeError as error:  # the number of elements overflows
+        raise ConfigError("no model can be built with these sizes", where=CONFIG_FILE, got=error) from error
+    dtype = tensors[0].dtype
+    return cache_size((model.to(dtype) if dtype.is_floating_point else model).model, dtype)
+
+
+def _describe_memory(tensors: Sequence[TensorInfo], cache: CacheSize | None) -> Lines:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     generation = f"{_bytes(sum(tensor.nbytes for tensor in tensors))} for the weights"
-    if config:
-        bytes_per_token = config.cached_features * tensors[0].dtype.itemsize  # KV cache of one layer
-        windows = _windows(config)
-        generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
-        if in_windows := sum(window for window in windows if window is not None):
-            generation += f", up to {_bytes(bytes_per_token * in_windows)} for windows"
-        if isinstance(config, GatedDeltaConfig):
-            generation += f", {_bytes(config.state_bytes(tensors[0].dtype.itemsize))} per sequence for states"
+    if cache:
+        generation += f", {_bytes(cache.per_token[None])} per token of context"
+        if in_windows := sum(size * window for window, size in cache.per_token.items() if window is not None):
+            generation += f", up to {_bytes(in_windows)} for windows"
+        if cache.states:
+            generation += f", {_bytes(cache.states)} per sequence for states"
     return [
         ("dtype", " and ".join(sorted(dtypes))),
         ("generation", generation),

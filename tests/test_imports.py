@@ -47,7 +47,7 @@ ARROWS = {
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device errors kernels layers models sampling_options tensor_checks", ""),
     "memory": ("adapters checks errors kernels models optimizer_table", ""),
-    "info": ("convert errors files models text", "memory"),
+    "info": ("convert errors files layers models text", "memory"),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "serve": ("checks errors generate sampling_options text", ""),

@@ -11,6 +11,7 @@ import torch
 from ligerzoo import cli, info, models
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
+from ligerzoo.layers.kv_cache import cache_size
 from ligerzoo.models import (
     Gemma2,
     Gemma2Config,
@@ -128,5 +129,5 @@ def test_states_of_linear_attention(tmp_path: Path) -> None:
     model(torch.tensor([[1, 2]]), past_key_values=cache)
     states = [buffer for layer in cache.layers[:3] for buffer in (layer._keys, layer._values)]
     nbytes = sum(state.nbytes for state in states if state is not None)
-    assert model.config.state_bytes(4) == nbytes
+    assert cache_size(model).states == nbytes
     assert f"128 B per token of context, {nbytes / 1000:.3g} kB per sequence for states" in text

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +69,14 @@ class DecodeBatch:
 
 def has_static_decoding(model: nn.Module) -> bool:
     """Whether a model can decode in a `DecodeBatch`: its KV caches can have a fixed size, and attention is causal."""
-    attentions = (module for module in getattr(model, "model", model).modules() if isinstance(module, Attention))
+    attentions = (module for module in decoder_of(model).modules() if isinstance(module, Attention))
     is_causal = all(attention.is_causal for attention in attentions)
     return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Returns the part of a model whose layers have KV caches: without a vision tower, if it has one."""
+    return cast(nn.Module, getattr(model, "model", model))
 
 
 def independent_length(model: nn.Module) -> int | None:

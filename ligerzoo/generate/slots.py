@@ -16,12 +16,14 @@ from ligerzoo.generate.graphs import (
     DecodeGraph,
     can_capture,
     decode_graphs,
+    decoder_of,
     has_static_decoding,
     independent_length,
 )
 from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, require
 from ligerzoo.kernels.dispatch import next_power_of_2
-from ligerzoo.layers import Attention, GatedDeltaNet, KVCache, LatentAttention
+from ligerzoo.layers import KVCache
+from ligerzoo.layers.kv_cache import cache_size
 
 PREFILL_TOKENS = 16384
 """Tokens of one prefill, padding included. It bounds the memory of the hidden states."""
@@ -339,7 +341,7 @@ _MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states o
 def default_cache_tokens(model: nn.Module, rows: int, cache_dtype: torch.dtype | None = None) -> int | None:
     """Returns the number of tokens for which the model's GPU has memory now, after the states of recurrent layers.
 
-    None on a CPU, and for a model without `Attention` and `LatentAttention`, whose caches have an unknown size.
+    None on a CPU, and for a model whose caches have an unknown size, see `layers.kv_cache.cache_size`.
 
     Args:
         model: the model.
@@ -349,32 +351,14 @@ def default_cache_tokens(model: nn.Module, rows: int, cache_dtype: torch.dtype |
     Raises:
         LigerzooError: there is no memory for the states.
     """
-    device, bytes_per_token = next(model.parameters()).device, cache_bytes_per_token(model, cache_dtype)
+    device, (per_token, states) = next(model.parameters()).device, cache_size(decoder_of(model), cache_dtype)
+    bytes_per_token = per_token.total()
     if device.type != "cuda" or bytes_per_token == 0:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free += decode_graphs(model).nbytes  # which make room for others
-    room = int(_MEMORY_SHARE * free) - rows * state_bytes_per_row(model)
-    most = max(rows + room // max(state_bytes_per_row(model), 1), 0)
+    room = int(_MEMORY_SHARE * free) - rows * states
+    most = max(rows + room // max(states, 1), 0)
     require(room >= bytes_per_token, "batch_size", rows, f"at most {most}: the rest has no memory for its states")
     return room // bytes_per_token
-
-
-def state_bytes_per_row(model: nn.Module) -> int:
-    """Returns the bytes of the states of recurrent layers for one sequence."""
-    return sum(module.state_bytes for module in model.modules() if isinstance(module, GatedDeltaNet))
-
-
-def cache_bytes_per_token(model: nn.Module, cache_dtype: torch.dtype | None = None) -> int:
-    """Returns the bytes of the keys and values, or latent vectors, of one token in all layers."""
-    features = sum(map(_cached_features, model.modules()))
-    dtype = next(model.parameters()).dtype if cache_dtype is None else cache_dtype
-    return int(features * dtype.itemsize)
-
-
-def _cached_features(module: nn.Module) -> int:
-    """Returns the numbers that a layer caches for each token."""
-    if isinstance(module, Attention):
-        return int(module.k_proj.out_features + module.v_proj.out_features)
-    return module.kv_rank + module.rope_dim if isinstance(module, LatentAttention) else 0

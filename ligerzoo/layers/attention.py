@@ -180,6 +180,11 @@ class Attention(nn.Module):
             return RollingLayerCache(self.window)
         return LayerCache() if capacity is None else StaticLayerCache(capacity)
 
+    @property
+    def cached_features(self) -> int:
+        """Numbers that its cache holds of each token."""
+        return self.k_proj.out_features + self.v_proj.out_features
+
     def apply_rotary(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), rotated by their positions."""
         rotary = self.rotary

@@ -110,6 +110,11 @@ class CrossAttention(Attention):
         """Returns an empty cache. `capacity` is unused: it limits tokens, and this cache holds image states."""
         return CrossAttentionLayerCache()
 
+    @property
+    def cached_features(self) -> int:
+        """0: the cache holds no tokens."""
+        return 0
+
     def _keys_and_values(self, states: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """Returns keys and values of all states, cached and new, (B, S, K, D) each."""
         if states is None:

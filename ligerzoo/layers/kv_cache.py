@@ -6,8 +6,9 @@ Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,37 @@ def _parts_with_cache(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]
         return
     for child_name, child in module.named_children():
         yield from _parts_with_cache(f"{name}.{child_name}".lstrip("."), child)
+
+
+class CacheSize(NamedTuple):
+    """Memory of the KV cache of a decoder, in bytes.
+
+    Attributes:
+        per_token: of a token in all layers of one window, by the window; None for full attention.
+        states: of the states of recurrent layers for one sequence.
+    """
+
+    per_token: Counter[int | None]
+    states: int
+
+
+def cache_size(model: nn.Module, dtype: torch.dtype | None = None) -> CacheSize:
+    """Returns the memory that the layers of a decoder need for their caches: `cached_features` and `state_bytes`.
+
+    Layers without these, which are not those of ligerzoo, do not count.
+
+    Args:
+        model: the decoder.
+        dtype: of the keys and values; None for that of the weights.
+    """
+    itemsize = (next(model.parameters()).dtype if dtype is None else dtype).itemsize
+    per_token: Counter[int | None] = Counter()
+    states = 0
+    for layer in model.modules():
+        if features := getattr(layer, "cached_features", 0):
+            per_token[getattr(layer, "window", None)] += features * itemsize
+        states += getattr(layer, "state_bytes", 0)
+    return CacheSize(per_token, states)
 
 
 def check_cache_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -202,6 +202,11 @@ class LatentAttention(nn.Module):
         """
         return LayerCache() if capacity is None else StaticLayerCache(capacity)
 
+    @property
+    def cached_features(self) -> int:
+        """Numbers that its cache holds of each token."""
+        return self.kv_rank + self.rope_dim
+
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, scale={self.scale:.6g}"
 

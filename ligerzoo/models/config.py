@@ -191,11 +191,6 @@ class DecoderConfig:
         """Features of a head's value."""
         return self.head_size
 
-    @property
-    def cached_features(self) -> int:
-        """Numbers that a layer caches for each token."""
-        return self.kv_heads * (self.key_size + self.value_size)
-
 
 def heads(config: DecoderConfig) -> tuple[int, int, int, int]:
     """Returns the first arguments of `Attention`: hidden size, heads, key-value heads, and features per head."""

@@ -75,11 +75,6 @@ class DeepseekV3Config(DeepSeekMoEConfig):
         """Features of a head's value."""
         return self.v_head_dim
 
-    @property
-    def cached_features(self) -> int:
-        """Numbers that a layer caches for each token."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
 
 class DeepseekV3(DeepSeekMoECausalLM):
     """DeepSeek-V3 with a language-model head."""

@@ -63,19 +63,6 @@ class GatedDeltaConfig(PartialRotaryConfig):
             return self.layer_types[layer] == "linear_attention"
         return (layer + 1) % self.full_attention_interval != 0
 
-    def state_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of the states of all layers for one sequence.
-
-        Args:
-            itemsize: bytes of a number in the inputs of the convolution. The states of the recurrence are in fp32.
-        """
-        keys = self.linear_num_key_heads * self.linear_key_head_dim
-        values = self.linear_num_value_heads * self.linear_value_head_dim
-        convolution = itemsize * (self.linear_conv_kernel_dim - 1) * (2 * keys + values)
-        return sum(map(self.is_linear, range(self.num_hidden_layers))) * (
-            convolution + 4 * values * self.linear_key_head_dim
-        )
-
 
 def gated_delta_decoder(
     config: GatedDeltaConfig, mlp: Callable[[int], nn.Module], rotary: RotaryEmbedding | None = None

@@ -18,7 +18,7 @@ from ligerzoo.generate import graphs as captured_module
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.graphs import can_capture, release_decode_graphs
-from ligerzoo.generate.slots import cache_bytes_per_token
+from ligerzoo.layers.kv_cache import cache_size
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import long_cases
@@ -525,13 +525,14 @@ def test_the_default_limit_is_the_free_memory_of_a_gpu(model: Any, device: str) 
     scheduler = Scheduler(model, batch_size=2, **OPTIONS)
     cache = model.new_cache(10)
     model(torch.tensor([[1, 2]], device=device), past_key_values=cache, use_cache=True)
-    assert cache_bytes_per_token(model) * 10 == cache.nbytes
+    bytes_per_token = cache_size(model).per_token.total()
+    assert bytes_per_token * 10 == cache.nbytes
     if device == "cpu":
         assert scheduler.max_cache_tokens is None
     else:
         free, total = torch.cuda.mem_get_info()
         assert scheduler.max_cache_tokens is not None
-        assert free // 2 < scheduler.max_cache_tokens * cache_bytes_per_token(model) < total
+        assert free // 2 < scheduler.max_cache_tokens * bytes_per_token < total
 
 
 def test_samples_depend_on_the_seed_of_the_request_only(model: Any, device: str) -> None:

@@ -13,6 +13,7 @@ from ligerzoo.adapters import add_lora, merge_lora
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.layers.kv_cache import cache_size
 from ligerzoo.models import DeepseekV3, DeepseekV3Config, Glm4MoeLite, Glm4MoeLiteConfig
 from tests.covering import every_backend
 from tests.files.test_quantized import dequantized_by_block, random_fp8
@@ -240,4 +241,4 @@ def test_dense_layers_of_a_new_glm_are_written_as_types() -> None:
 def test_the_default_sizes_are_those_of_deepseek_v3() -> None:
     model = DeepseekV3(DeepseekV3Config(), device="meta", dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == 671_026_404_352
-    assert model.config.cached_features * 2 == 1152
+    assert set(cache_size(model).per_token.values()) == {61 * 1152}
