@@ -144,7 +144,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         *(_describe_shape(decoder) if decoder else []),
         *quantized,
         *_describe_parameters(tensors, decoder),
-        *_describe_memory(tensors, decoder and _cache_size(architecture, decoder, tensors)),
+        *_describe_memory(tensors, _cache_size(architecture, decoder, tensors)),
         *_describe_files(stored),
         ("tokenizer", tokenizer),
     ]
@@ -344,10 +344,10 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
 
 
 def _cache_size(
-    architecture: Architecture | None, config: DecoderConfig, tensors: Sequence[TensorInfo]
+    architecture: Architecture | None, config: DecoderConfig | None, tensors: Sequence[TensorInfo]
 ) -> CacheSize | None:
     """Returns the memory of the KV cache of a model on the meta device; None if the files lack most of its tensors."""
-    if architecture is None or config.all_layers > len(tensors):  # bounds the size of the model
+    if architecture is None or config is None or config.all_layers > len(tensors):  # bounds the size of the model
         return None
     try:
         model = architecture.build(config, device="meta")

@@ -14,6 +14,7 @@
     stopping     end-of-sequence tokens, stop strings, criteria, padding of finished rows
     streaming    tokens and text during generation
     options      options of calls: their values, generation_config.json, refusals
+    option_names options of other libraries: what to do instead, and values without an effect
 
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """

@@ -17,18 +17,17 @@ from ligerzoo.checks import FLAG
 from ligerzoo.generate.engine import BatchEngine
 from ligerzoo.generate.options import (
     CacheOptions,
-    CallOptions,
     SupportsGenerate,
     check_copies,
     check_option,
     count_new_tokens,
+    parse_call,
     refuse_unknown_options,
     require,
-    take_options,
     type_name,
 )
 from ligerzoo.generate.prompts import Prompts
-from ligerzoo.generate.rows import BatchRows, make_rows
+from ligerzoo.generate.rows import BatchRows, check_rows, choose_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions, SpeculativeEngine
@@ -313,21 +312,22 @@ def generate(
     """
     given = {"max_new_tokens": max_new_tokens, "max_length": max_length, "stop_strings": stop_strings}
     given["num_return_sequences"] = num_return_sequences
-    call = CallOptions(model, given, options, use_model_defaults=use_model_defaults)
-    drafts = DraftOptions(**take_options(options, _DRAFT_OPTIONS))
-    refuse_unknown_options(model, options, _OPTIONS)
+    call = parse_call(model, given, options, use_model_defaults=use_model_defaults)
+    drafts = DraftOptions(**{name: value for name, value in call.others.items() if name in _DRAFT_OPTIONS})
+    model_inputs = {name: value for name, value in call.others.items() if name not in _DRAFT_OPTIONS}
+    refuse_unknown_options(model, model_inputs, _OPTIONS)
     check_option("return_dict_in_generate", return_dict_in_generate, FLAG)
     check_streamer(streamer)
     with call.naming_file():
         sampling, copies = call.sampling, call.get("num_return_sequences", 1)
         check_copies(copies, do_sample=sampling.do_sample)
-        prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, options, copies)
+        prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, model_inputs, copies)
         limit = count_new_tokens(call.get("max_new_tokens"), call.get("max_length"), prompts.tokens)
         if drafts.count > 0:
             drafts.check(model, prompts, use_cache)
-        rows = make_rows(
-            model, prompts, limit, CacheOptions(cache_dtype, exact), use_cache=use_cache, is_rewindable=drafts.count > 0
-        )
+        caches = CacheOptions(cache_dtype, exact)
+        check_rows(model, prompts, limit, caches, use_cache=use_cache)
+        rows = choose_rows(model, prompts, limit, caches if use_cache else None, is_rewindable=drafts.count > 0)
         whole = prompts.given.repeat_interleave(copies, 0)
         stopping = Stopping(
             model,

@@ -7,8 +7,10 @@ and has no host sync, so that a step can run as a captured CUDA graph; only func
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -88,16 +90,6 @@ _NONE = -1  # what precedes the first token
 ALWAYS = 2**62  # number of new tokens that no row reaches
 
 
-class RowState:
-    """State of each row, in tensors (R, ...)."""
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keeps these rows, in this order; a row may occur several times."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value[rows])
-
-
 class PaddedPrompts(NamedTuple):
     """Prompts of rows of different lengths.
 
@@ -134,6 +126,100 @@ class PaddedPrompts(NamedTuple):
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
 
+class BiasedSequence(NamedTuple):
+    """Token ids, the bias of the last of them, and the number of new tokens from which it is 0."""
+
+    tokens: Sequence[int]
+    bias: float = -math.inf
+    until: int = ALWAYS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpec:
+    """Sequences that start in some rows, all with the same options.
+
+    Attributes:
+        prompts, options, attention_mask, eos_token_ids, seeds, new_tokens, prompt_length, max_new_tokens: see
+            `Sampler.assign`.
+        vocab_size: V.
+        device: device of the rows.
+    """
+
+    prompts: Tensor | Sequence[Tensor]
+    options: SamplingOptions
+    attention_mask: Tensor | None
+    eos_token_ids: Sequence[int]
+    seeds: Tensor | None
+    new_tokens: int
+    prompt_length: int
+    max_new_tokens: int | None
+    vocab_size: int
+    device: torch.device
+
+    @cached_property
+    def padded(self) -> PaddedPrompts:
+        """The prompts on the device."""
+        return PaddedPrompts.of(self.prompts, self.attention_mask, self.device)
+
+    @cached_property
+    def biased(self) -> list[BiasedSequence]:
+        """The sequences whose last token has a bias."""
+        return [BiasedSequence(tokens, float(bias)) for tokens, bias in self.options.biases]
+
+    @cached_property
+    def banned(self) -> list[BiasedSequence]:
+        """The sequences whose last token is banned."""
+        options, eos_token_ids = self.options, self.eos_token_ids
+        words = [word for word in options.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_token_ids)]
+        fewest = options.min_new_tokens
+        if fewest is None:
+            fewest = max(0, (options.min_length or 0) - self.prompt_length)
+        first = 2 if self.prompt_length == 1 and options.forced_bos_token_id is not None else 1
+        tokens = [(token, fewest) for token in eos_token_ids if fewest > 0]
+        tokens += [(token, first) for token in options.begin_suppress_tokens or ()]
+        tokens += [(token, ALWAYS) for token in options.suppress_tokens or ()]
+        return [BiasedSequence(word) for word in words] + [
+            BiasedSequence((token,), until=until) for token, until in tokens if token < self.vocab_size
+        ]
+
+    @property
+    def forced(self) -> dict[int, Sequence[int]]:
+        """The tokens that are forced, by the number of new tokens before them."""
+        options, forced = self.options, dict[int, Sequence[int]]()
+        if options.forced_bos_token_id is not None and self.prompt_length == 1:
+            forced[0] = [options.forced_bos_token_id]
+        if options.forced_eos_token_ids and self.max_new_tokens is not None:
+            forced[self.max_new_tokens - 1] = options.forced_eos_token_ids
+        return forced
+
+    @cached_property
+    def needs_history(self) -> bool:
+        """Whether an option depends on the order of earlier tokens."""
+        has_prefixes = any(len(sequence.tokens) > 1 for sequence in self.biased + self.banned)
+        return bool(self.options.no_repeat_ngram_size or self.options.logits_processor or has_prefixes)
+
+    @property
+    def lengths(self) -> Sequence[int | None]:
+        """Numbers of tokens of the prompts, padding not counted; None if no option depends on them."""
+        if not self.needs_history:
+            return [None] * len(self.prompts)
+        return self.padded.lengths.tolist() if isinstance(self.prompts, Tensor) else list(map(len, self.prompts))
+
+
+class RowState(ABC):
+    """State of each row, in tensors (R, ...)."""
+
+    @abstractmethod
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        """Starts sequences in these rows, (n,) int64. Returns whether tensors were replaced."""
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keeps these rows, in this order; a row may occur several times."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value[rows])
+
+
 class History(RowState):
     """The tokens of each row: its prompt and the new ones.
 
@@ -154,10 +240,14 @@ class History(RowState):
         self.tokens = F.pad(self.tokens, (0, max(length, 2 * capacity) - capacity))
         return True
 
-    def assign(self, rows: Tensor, prompts: PaddedPrompts) -> None:
-        """Replaces the tokens of these rows. `reserve` has made room."""
-        self.tokens[rows, : prompts.tokens.shape[1]] = prompts.tokens
-        self.lengths[rows] = prompts.lengths
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        if not spec.needs_history:
+            return False
+        tokens, lengths = spec.padded
+        is_replaced = self.reserve(tokens.shape[1] + 1)
+        self.tokens[rows, : tokens.shape[1]] = tokens
+        self.lengths[rows] = lengths
+        return is_replaced
 
     def append(self, tokens: Tensor) -> None:
         """Appends one token to each row, (R,). Rows without room lose it: only free rows have none."""
@@ -213,17 +303,17 @@ class RepetitionPenalty(ScoreProcessor):
         self.penalty = torch.ones(rows, 1, device=device)
         self.occurred = torch.zeros(rows, 0, dtype=torch.bool, device=device)  # empty until a row has a penalty
 
-    def assign(self, rows: Tensor, prompts: PaddedPrompts | None, penalty: float, vocab_size: int) -> bool:
-        """Replaces the penalty of these rows, 1 if `prompts` is None. Returns whether memory was allocated."""
-        is_first = prompts is not None and self.occurred.shape[1] == 0
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        is_used = self.is_used_by(spec.options)
+        is_first = is_used and self.occurred.shape[1] == 0
         if is_first:
             # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
-            self.occurred = F.pad(self.occurred, (0, vocab_size + 1))
+            self.occurred = F.pad(self.occurred, (0, spec.vocab_size + 1))
         if self.occurred.shape[1] > 0:
-            self.penalty[rows] = penalty
-        if prompts is not None:
+            self.penalty[rows] = float(spec.options.repetition_penalty)
+        if is_used:
             outside = self.occurred.shape[1] - 1
-            ids = prompts.tokens.clamp(max=outside).masked_fill(~prompts.is_token, outside)
+            ids = spec.padded.tokens.clamp(max=outside).masked_fill(~spec.padded.is_token, outside)
             self.occurred[rows] = torch.zeros_like(self.occurred[rows]).scatter_(1, ids, True)
         return is_first
 
@@ -241,16 +331,12 @@ class RepetitionPenalty(ScoreProcessor):
         return penalize_repetition(scores, self.occurred[:, :-1], self.penalty)
 
 
-class BiasedSequence(NamedTuple):
-    """Token ids, the bias of the last of them, and the number of new tokens from which it is 0."""
-
-    tokens: Sequence[int]
-    bias: float = -math.inf
-    until: int = ALWAYS
-
-
 class BiasedSequences(ScoreProcessor):
     """Adds to the score of the last token of a sequence where the others come before it; a bias of -inf bans it.
+
+    Args:
+        rows, device, is_used_by: see `ScoreProcessor`.
+        select: returns the sequences of rows.
 
     Attributes:
         prefixes: (R, S, P) int64, the tokens of each sequence but the last, padded on the left by `_ANY`.
@@ -259,15 +345,22 @@ class BiasedSequences(ScoreProcessor):
         until: (R, S) int64, see `BiasedSequence`; 0 for no sequence.
     """
 
-    def __init__(self, rows: int, device: torch.device, is_used_by: Callable[[SamplingOptions], bool]) -> None:
+    def __init__(
+        self,
+        rows: int,
+        device: torch.device,
+        is_used_by: Callable[[SamplingOptions], bool],
+        select: Callable[[RowSpec], Sequence[BiasedSequence]],
+    ) -> None:
         super().__init__(is_used_by)
+        self._select = select
         self.prefixes = torch.full((rows, 0, 0), _ANY, device=device)
         self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self.biases = torch.zeros(rows, 0, device=device)
         self.until = torch.zeros(rows, 0, dtype=torch.int64, device=device)
 
-    def assign(self, rows: Tensor, sequences: Sequence[BiasedSequence]) -> bool:
-        """Replaces the sequences of these rows. Returns whether the tensors were replaced."""
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        sequences = self._select(spec)
         count, length = self.prefixes.shape[1:]
         more = max(0, len(sequences) - count)
         longer = max(0, max((len(sequence.tokens) - 1 for sequence in sequences), default=0) - length)
@@ -306,9 +399,8 @@ class ForcedTokens(ScoreProcessor):
         self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self.steps = torch.zeros(rows, 0, dtype=torch.int64, device=device)
 
-    def assign(self, rows: Tensor, tokens: Mapping[int, Sequence[int]]) -> bool:
-        """Replaces the tokens of these rows, given by their `steps`. Returns whether the tensors were replaced."""
-        pairs = [(step, token) for step, allowed in tokens.items() for token in allowed]
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        pairs = [(step, token) for step, allowed in spec.forced.items() for token in allowed]
         more = max(0, len(pairs) - self.tokens.shape[1])
         if more:
             self.tokens, self.steps = F.pad(self.tokens, (0, more)), F.pad(self.steps, (0, more), value=_NONE)
@@ -340,8 +432,9 @@ class RepeatedNgrams(ScoreProcessor):
         super().__init__(lambda options: bool(options.no_repeat_ngram_size))
         self.sizes = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
-    def assign(self, rows: Tensor, size: int) -> None:
-        self.sizes[rows] = size
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        self.sizes[rows] = spec.options.no_repeat_ngram_size or 0
+        return False
 
     def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
         tokens = history.tokens

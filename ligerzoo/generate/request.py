@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import FLAG, integer
-from ligerzoo.generate.options import CallOptions, SupportsGenerate, check_option, count_new_tokens, no_such_option
+from ligerzoo.generate.option_names import no_such_option
+from ligerzoo.generate.options import SupportsGenerate, check_option, count_new_tokens, parse_call
 from ligerzoo.generate.sampling import check_generator
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 from ligerzoo.kernels.cross_entropy import cross_entropy
@@ -109,8 +110,8 @@ class RequestOptions:
         check_option("top_logps", top_logps, integer(0, MAX_TOP_LOGPS))
         self.top_logps, self.prompt_logps = top_logps, prompt_logps
         given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
-        call = CallOptions(model, given, sampling, use_model_defaults=use_model_defaults)
-        for name in sampling:
+        call = parse_call(model, given, sampling, use_model_defaults=use_model_defaults)
+        for name in call.others:
             raise no_such_option(name, "not an option of a request", _OPTIONS, ", ".join(_OPTIONS), others=_REMEDIES)
         self.naming_file = call.naming_file
         with call.naming_file():

@@ -32,10 +32,11 @@ class BatchRows:
 
     Args:
         model: the model.
-        prompts: the prompts, which the model reads once for all copies. Their KV cache is extended in place: in the end
-            it holds all tokens but the newest, and a row for each copy. An exception empties it.
+        prompts: the prompts, which the model reads once for all copies.
         max_new_tokens: largest number of new tokens.
-        options: of a new KV cache; the default ones with that of the prompts, which has its own. None for no cache.
+        options: of a new KV cache; the default ones with `cache`, which has its own. None for no cache.
+        cache: KV cache to extend in place, None for a new one. In the end it holds all tokens but the newest, and a row
+            for each copy. An exception empties it.
 
     Attributes:
         count: R, the prompts times their copies.
@@ -46,9 +47,14 @@ class BatchRows:
     """
 
     def __init__(
-        self, model: CausalModel, prompts: Prompts, max_new_tokens: int, options: CacheOptions | None = DEFAULT_CACHE
+        self,
+        model: CausalModel,
+        prompts: Prompts,
+        max_new_tokens: int,
+        options: CacheOptions | None,
+        cache: KVCache | None,
     ) -> None:
-        self._prompts, self._copies, self._given_cache = prompts, prompts.copies, prompts.cache
+        self._prompts, self._copies, self._given_cache = prompts, prompts.copies, cache
         self._end = prompts.length
         self._cached = 0  # tokens in the cache
         self._limit = self._end + max_new_tokens
@@ -218,7 +224,7 @@ class BatchRows:
 
     def _empty_cache(self) -> KVCache | None:
         """Returns the cache to start with; None for one that the model makes."""
-        if self._given_cache is not None or self._options == DEFAULT_CACHE:
+        if self._given_cache is not None or self._options.is_default:
             return self._given_cache
         return self._options.new_cache(self._model)
 
@@ -254,8 +260,15 @@ class SlotRows(BatchRows):
     A cache of the caller, and prompts that are embeddings, are processed as by `BatchRows` and then copied.
     """
 
-    def __init__(self, model: CausalModel, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> None:
-        super().__init__(model, prompts, max_new_tokens, options)
+    def __init__(
+        self,
+        model: CausalModel,
+        prompts: Prompts,
+        max_new_tokens: int,
+        options: CacheOptions,
+        cache: KVCache | None,
+    ) -> None:
+        super().__init__(model, prompts, max_new_tokens, options, cache)
         self._on_device = torch.cuda.device(self.device if self.device.type == "cuda" else -1)
         self._slots = Slots(cast(nn.Module, model), self.count, options=self._options)
 
@@ -318,25 +331,17 @@ class SlotRows(BatchRows):
         return [mask.nonzero()[:, 0] for mask in self._padding_mask[:, : self._prompts.length].cpu()]
 
 
-def make_rows(
-    model: SupportsGenerate,
-    prompts: Prompts,
-    max_new_tokens: int,
-    options: CacheOptions = DEFAULT_CACHE,
-    *,
-    use_cache: object = True,
-    is_rewindable: bool = False,
-) -> BatchRows:
-    """Returns `SlotRows` where decode steps can be captured, else `BatchRows`.
+def check_rows(
+    model: SupportsGenerate, prompts: Prompts, max_new_tokens: int, options: CacheOptions, *, use_cache: object
+) -> None:
+    """Raises LigerzooError unless the model can continue these prompts with these caches.
+
+    That is, `use_cache` is not a bool or excludes a cache or its options, which exclude each other, the capacity of the
+    cache is too small, the model lacks a method that these inputs need, or its exact caches have no padding.
 
     Args:
         model, prompts, max_new_tokens, options: see `BatchRows`.
         use_cache: whether to keep a KV cache.
-        is_rewindable: whether any number of tokens can be removed later; a cache of the caller must allow it.
-
-    Raises:
-        LigerzooError: `use_cache` is not a bool or excludes a cache or its options, which exclude each other, the
-            capacity of the cache is too small, or the model lacks a method that these inputs need.
     """
     check_option("use_cache", use_cache, FLAG)
     cache = prompts.cache
@@ -362,15 +367,40 @@ def make_rows(
         )
         fits, got = cache.capacity is None or tokens <= cache.capacity, f"a cache of capacity {cache.capacity}"
         require(fits, "past_key_values", got, f"at least {tokens}, {expected}", remedy)
-    model = cast(CausalModel, model)
-    if use_cache and max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model):
-        longest = max_length(model, options)
-        if longest is None or prompts.length + max_new_tokens <= longest:
-            return SlotRows(model, prompts, max_new_tokens, options)
-    if options.exact and prompts.padding_mask is not None:  # only slots are free of padding
+    if options.exact and prompts.padding_mask is not None and not _use_slots(model, prompts, max_new_tokens, options):
         got = "prompts of several lengths, by a model whose decode steps are not captured"
         raise invalid("exact", got, "prompts of one length", "Call generate for each prompt.")
-    if is_rewindable and cache is None:
-        prompts.cache, options = options.new_cache(model), DEFAULT_CACHE
-        prompts.cache.keep_all_tokens()
-    return BatchRows(model, prompts, max_new_tokens, options if use_cache else None)
+
+
+def choose_rows(
+    model: SupportsGenerate,
+    prompts: Prompts,
+    max_new_tokens: int,
+    options: CacheOptions | None = DEFAULT_CACHE,
+    *,
+    is_rewindable: bool = False,
+) -> BatchRows:
+    """Returns `SlotRows` where decode steps can be captured, else `BatchRows`. `check_rows` has passed.
+
+    Args:
+        model, prompts, max_new_tokens, options: see `BatchRows`.
+        is_rewindable: whether any number of tokens can be removed later: the cache of the prompts, which is empty if it
+            drops tokens, or a new one keeps all of them from now on.
+    """
+    model, cache = cast(CausalModel, model), prompts.cache
+    if is_rewindable and cache is not None and cache.drops_tokens:
+        cache.keep_all_tokens()
+    if options is not None and _use_slots(model, prompts, max_new_tokens, options):
+        return SlotRows(model, prompts, max_new_tokens, options, cache)
+    if is_rewindable and cache is None and options is not None:
+        cache, options = options.new_cache(model), DEFAULT_CACHE
+        cache.keep_all_tokens()
+    return BatchRows(model, prompts, max_new_tokens, options, cache)
+
+
+def _use_slots(model: SupportsGenerate, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> bool:
+    """Whether the rows are in `Slots`, free of padding."""
+    if not (max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model)):
+        return False
+    longest = max_length(model, options)
+    return longest is None or prompts.length + max_new_tokens <= longest

@@ -14,14 +14,12 @@ from ligerzoo.device import upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import require
 from ligerzoo.generate.processors import (
-    ALWAYS,
-    BiasedSequence,
     BiasedSequences,
     ForcedTokens,
     History,
-    PaddedPrompts,
     RepeatedNgrams,
     RepetitionPenalty,
+    RowSpec,
     RowState,
     ScoreProcessor,
     UserProcessors,
@@ -57,18 +55,18 @@ class _Parameters(RowState):
         self.counts = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens
         self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    def assign(
-        self, rows: Tensor, options: SamplingOptions, seeds: Tensor | None, vocab_size: int, new_tokens: int
-    ) -> None:
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        options, vocab_size = spec.options, spec.vocab_size
         samples = options.do_sample  # `index_fill_`, since assigning a number to an index is a host sync
         self.temperature.index_fill_(0, rows, float(options.temperature) if samples else 0.0)
         self.top_k.index_fill_(0, rows, min(options.top_k or vocab_size, vocab_size) if samples else vocab_size)
         self.top_p.index_fill_(0, rows, 1.0 if options.top_p is None or not samples else float(options.top_p))
         self.min_p.index_fill_(0, rows, 0.0 if options.min_p is None or not samples else float(options.min_p))
-        if seeds is not None:
-            self.seeds[rows] = seeds
-        self.counts.index_fill_(0, rows, new_tokens)
+        if spec.seeds is not None:
+            self.seeds[rows] = spec.seeds
+        self.counts.index_fill_(0, rows, spec.new_tokens)
         self.broken.index_fill_(0, rows, False)
+        return False
 
 
 class Sampler:
@@ -96,8 +94,10 @@ class Sampler:
         self._parameters = _Parameters(rows, vocab_size, device)
         self._history = History(rows, device)
         self._penalty = RepetitionPenalty(rows, device)
-        self._biased = BiasedSequences(rows, device, lambda options: bool(options.sequence_bias))
-        self._banned = BiasedSequences(rows, device, lambda options: options.is_banning)
+        self._biased = BiasedSequences(
+            rows, device, lambda options: bool(options.sequence_bias), lambda spec: spec.biased
+        )
+        self._banned = BiasedSequences(rows, device, lambda options: options.is_banning, lambda spec: spec.banned)
         self._forced = ForcedTokens(rows, device)
         self._ngrams = RepeatedNgrams(rows, device)
         self._functions: list[UserProcessors] = []
@@ -182,28 +182,21 @@ class Sampler:
         if options.do_sample and seeds is None:
             seeds = draw_seeds(len(rows), self._device, generator)
         self._leave_functions(rows)
-        self._parameters.assign(index, options, seeds, self._vocab_size, new_tokens)
-        biased = [BiasedSequence(tokens, float(bias)) for tokens, bias in options.biases]
-        banned = self._banned_by(options, eos_token_ids, prompt_length)
-        self._allocations += self._biased.assign(index, biased)
-        self._allocations += self._banned.assign(index, banned)
-        self._allocations += self._forced.assign(index, _forced_by(options, prompt_length, max_new_tokens))
-        self._ngrams.assign(index, options.no_repeat_ngram_size or 0)
-        is_penalized = self._penalty.is_used_by(options)
-        has_prefixes = any(len(sequence.tokens) > 1 for sequence in biased + banned)
-        needs_history = bool(options.no_repeat_ngram_size or options.logits_processor or has_prefixes)
-        lengths: list[int | None] = [None] * len(rows)
-        padded = None
-        if is_penalized or needs_history:
-            padded = PaddedPrompts.of(prompts, attention_mask, self._device)
-            if needs_history:
-                is_padded = isinstance(prompts, Tensor)
-                lengths = padded.lengths.tolist() if is_padded else [len(prompt) for prompt in prompts]
-                self._allocations += self._history.reserve(padded.tokens.shape[1] + 1)
-                self._history.assign(index, padded)
-        penalty = float(options.repetition_penalty)
-        self._allocations += self._penalty.assign(index, padded if is_penalized else None, penalty, self._vocab_size)
-        for row, length in zip(rows, lengths, strict=True):
+        spec = RowSpec(
+            prompts=prompts,
+            options=options,
+            attention_mask=attention_mask,
+            eos_token_ids=eos_token_ids,
+            seeds=seeds,
+            new_tokens=new_tokens,
+            prompt_length=prompt_length,
+            max_new_tokens=max_new_tokens,
+            vocab_size=self._vocab_size,
+            device=self._device,
+        )
+        for state in self._states:
+            self._allocations += state.assign(index, spec)
+        for row, length in zip(rows, spec.lengths, strict=True):
             self._options[row], self._lengths[row] = options, length
         if options.logits_processor:
             self._functions.append(UserProcessors(options.logits_processor, rows))
@@ -308,22 +301,6 @@ class Sampler:
                 group.apply(scores, self._history, [(self._lengths[row] or 1) - 1 for row in group.rows])
         return scores
 
-    def _banned_by(
-        self, options: SamplingOptions, eos_token_ids: Sequence[int], prompt_length: int
-    ) -> list[BiasedSequence]:
-        """Returns the sequences whose last token the options ban."""
-        words = [word for word in options.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_token_ids)]
-        fewest = options.min_new_tokens
-        if fewest is None:
-            fewest = max(0, (options.min_length or 0) - prompt_length)
-        first = 2 if prompt_length == 1 and options.forced_bos_token_id is not None else 1
-        tokens = [(token, fewest) for token in eos_token_ids if fewest > 0]
-        tokens += [(token, first) for token in options.begin_suppress_tokens or ()]
-        tokens += [(token, ALWAYS) for token in options.suppress_tokens or ()]
-        return [BiasedSequence(word) for word in words] + [
-            BiasedSequence((token,), until=until) for token, until in tokens if token < self._vocab_size
-        ]
-
     def _leave_functions(self, rows: Sequence[int]) -> None:
         """Removes rows from the groups of `logits_processor`."""
         for group in self._functions:
@@ -345,16 +322,6 @@ class Sampler:
             ngram_size=self._ngrams.largest,
             processors=is_active,
         )
-
-
-def _forced_by(options: SamplingOptions, prompt_length: int, limit: int | None) -> dict[int, Sequence[int]]:
-    """Returns the tokens that the options force, by the number of new tokens before them."""
-    forced: dict[int, Sequence[int]] = {}
-    if options.forced_bos_token_id is not None and prompt_length == 1:
-        forced[0] = [options.forced_bos_token_id]
-    if options.forced_eos_token_ids and limit is not None:
-        forced[limit - 1] = options.forced_eos_token_ids
-    return forced
 
 
 def draw_seeds(count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from ligerzoo.generate.engine import BatchEngine
 from ligerzoo.generate.graphs import independent_length
 from ligerzoo.generate.options import POSITIVE_INTEGER, SupportsGenerate, check_option, require, type_name
 from ligerzoo.generate.prompts import Prompts
-from ligerzoo.generate.rows import BatchRows, make_rows
+from ligerzoo.generate.rows import BatchRows, choose_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.stopping import Stopping
 from ligerzoo.kernels.sampling import SampledTokens
@@ -95,7 +95,8 @@ class DraftModel(Drafter):
 
     def __init__(self, model: SupportsGenerate, count: int, prompt: Tensor, max_new_tokens: int) -> None:
         super().__init__(count)
-        self._rows = make_rows(model, Prompts(model, prompt, None, None, None, {}), max_new_tokens, is_rewindable=True)
+        prompts = Prompts(model, prompt, None, None, None, {})
+        self._rows = choose_rows(model, prompts, max_new_tokens, is_rewindable=True)
         self._longest = independent_length(model)  # type: ignore[arg-type]
         self._has_started = False
 
@@ -183,7 +184,7 @@ class DraftOptions:
 
         Args:
             model: the model that verifies the drafts.
-            prompts: the prompts of the call. If their cache is empty, it keeps all tokens from then on.
+            prompts: the prompts of the call.
             use_cache: as given.
         """
         copies, cache = prompts.copies, prompts.cache
@@ -204,7 +205,6 @@ class DraftOptions:
             got = f"a cache whose sliding windows have dropped tokens, with {option}"
             remedy = "Call cache.keep_all_tokens() before the first token."
             require(cache.length == 0, "past_key_values", got, "a cache of all tokens", remedy)
-            cache.keep_all_tokens()
         if self.assistant_model is not None:
             self._check_assistant(self.assistant_model, model, prompts)
 
