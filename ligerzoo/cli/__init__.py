@@ -5,13 +5,21 @@ torch takes seconds to import. So each command imports what it needs, and help a
 Exit codes: 0 success, 1 failure, 2 invalid arguments, 130 interrupted, 141 the output pipe was closed.
 """
 
-import io
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from ligerzoo.cli.arguments import parse
-from ligerzoo.errors import LigerzooError, line_for_user
+from ligerzoo import __version__
+from ligerzoo.cli.console import prepare_streams
+from ligerzoo.cli.convert import add_convert, add_fuse
+from ligerzoo.cli.demo import add_demo
+from ligerzoo.cli.evaluate import add_evaluate
+from ligerzoo.cli.generate import add_chat, add_generate
+from ligerzoo.cli.info import add_info
+from ligerzoo.cli.serve import add_serve
+from ligerzoo.cli.train import add_config, add_tokenize, add_tokenizer, add_train, methods_with, training_method
+from ligerzoo.errors import did_you_mean, line_for_user
 
 __all__ = ["main", "parse"]
 
@@ -54,15 +62,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def prepare_streams() -> None:
-    """Sets the error handlers of the standard streams, for text that is invalid in the terminal's encoding.
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line. `run` of the result is the function that runs the command.
+
+    Args:
+        arguments: the command line without the program name. None uses `sys.argv`.
 
     Raises:
-        LigerzooError: standard output is closed.
+        SystemExit: the arguments are invalid, or ask for help.
     """
-    if sys.stdout is None:
-        raise LigerzooError("standard output is closed", remedy="Redirect it to /dev/null to discard it.")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # replaces what the terminal cannot encode
-        sys.stdout.reconfigure(errors="replace")
-    if isinstance(sys.stdin, io.TextIOWrapper):  # the tokenizer refuses invalid text
-        sys.stdin.reconfigure(errors="surrogateescape")
+    parser = argparse.ArgumentParser(
+        prog="ligerzoo",
+        description="Load, run and convert transformer checkpoints in Hugging Face format.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""\
+examples:
+  ligerzoo demo                                    see what ligerzoo does, in a minute, with a small built-in model
+  ligerzoo info HuggingFaceTB/SmolLM2-135M         show a checkpoint's size and memory before downloading its weights
+  ligerzoo generate --help                         show the options of a command
+
+exit codes:
+  0 success, 1 failure (with one line on standard error), 2 invalid arguments, 130 interrupted
+
+environment:
+  HF_HOME sets the directory for downloads. HF_HUB_OFFLINE=1 forbids network access.
+  Run `hf auth login` to use gated repositories.""",
+    )
+    parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_fuse, add_demo):
+        add_command(subparsers)
+    add_train(subparsers, training_method(arguments))
+    for add_command in (add_evaluate, add_tokenizer, add_tokenize, add_config):
+        add_command(subparsers)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        nearest = did_you_mean(flag, options.parser._option_string_actions)
+        remedy = nearest or f"`{options.parser.prog} --help` lists the options."
+        if options.parser.prog == "ligerzoo train" and (methods := methods_with(flag)):
+            remedy = f"{flag} is an option of --method {', '.join(methods)}."
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}. {remedy}")
+    options.check(options)
+    return options

@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ligerzoo.errors import LigerzooError
 
@@ -19,8 +20,39 @@ if TYPE_CHECKING:
     from ligerzoo.vision.processor import Processor
 
 
-def find_base_model(options: argparse.Namespace) -> None:
-    """Replaces an adapter in `options.model` by its base model, and sets `options.adapter` to the adapter's directory.
+@dataclass(frozen=True)
+class ModelChoice:
+    """The model that a command loads.
+
+    Attributes:
+        model: directory or hub id of the checkpoint; of the base model, if there is an adapter.
+        revision: branch, tag or commit on the hub.
+        tokenizer: directory or hub id of the tokenizer; None for that of the model.
+        adapter: directory or hub id of an adapter.
+        dtype: dtype of the weights.
+        device: name of the device, see `find_device`.
+    """
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    adapter: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> ModelChoice:
+        """Returns what the options of a command say; a command may lack some of them."""
+        return cls(**{one.name: getattr(options, one.name) for one in fields(cls) if one.name in options})
+
+    @property
+    def text_source(self) -> str:
+        """The directory or hub id of the tokenizer."""
+        return self.tokenizer or self.model
+
+
+def find_base_model(choice: ModelChoice) -> ModelChoice:
+    """Returns the choice of the base model and the adapter if the model is an adapter; else the same choice.
 
     The tokenizer is the adapter's if it has one, such as after adding tokens.
 
@@ -31,12 +63,13 @@ def find_base_model(options: argparse.Namespace) -> None:
     from ligerzoo.files.locate import ADAPTER_CONFIG_FILE, CONFIG_FILE, CONFIG_FILES, locate_files
     from ligerzoo.files.untrusted import read_json
 
-    directory = locate_files(options.model, CONFIG_FILES, revision=options.revision)
+    model, revision = choice.model, choice.revision
+    directory = locate_files(model, CONFIG_FILES, revision=revision)
     if not (directory / ADAPTER_CONFIG_FILE).is_file() or (directory / CONFIG_FILE).exists():
-        return
+        return choice
     raw = read_json(directory / ADAPTER_CONFIG_FILE)
     base, problem = raw.get("base_model_name_or_path"), None
-    if getattr(options, "adapter", None) is not None:
+    if choice.adapter is not None:
         problem = "MODEL is an adapter too"
     elif not isinstance(base, str) or not base:
         problem = "the adapter does not say which base model it has"
@@ -45,18 +78,17 @@ def find_base_model(options: argparse.Namespace) -> None:
     elif not Path(base).is_dir() and (base.startswith((".", "/", "~")) or base.count("/") != 1):
         problem = "the base model of the adapter is not here"
     if problem:
-        where, got = f"{options.model}, base_model_name_or_path", repr(base)[:200]
-        remedy = f"Merge them and use the result: `ligerzoo fuse BASE {options.model} OUTPUT`."
+        where, got = f"{model}, base_model_name_or_path", repr(base)[:200]
+        remedy = f"Merge them and use the result: `ligerzoo fuse BASE {model} OUTPUT`."
         raise LigerzooError(problem, where=where, got=got, remedy=remedy)
-    if not Path(options.model).is_dir():
-        directory, options.revision = _download_adapter(options.model, directory.name), None
-    if options.revision is None and isinstance(raw.get("revision"), str):
-        options.revision = raw["revision"]
-    if getattr(options, "tokenizer", None) is None and (directory / "tokenizer.json").exists():
-        options.tokenizer = str(directory)
-    if getattr(options, "name", "") is None:  # of the server
-        options.name = model_name(options.model)
-    options.model, options.adapter = base, str(directory)
+    if not Path(model).is_dir():
+        directory, revision = _download_adapter(model, directory.name), None
+    if revision is None and isinstance(raw.get("revision"), str):
+        revision = raw["revision"]
+    tokenizer = choice.tokenizer
+    if tokenizer is None and (directory / "tokenizer.json").exists():
+        tokenizer = str(directory)
+    return replace(choice, model=str(base), revision=revision, tokenizer=tokenizer, adapter=str(directory))
 
 
 def _download_adapter(repository: str, commit: str) -> Path:
@@ -73,45 +105,40 @@ def model_name(name_or_path: str) -> str:
     return Path(name_or_path).resolve().name if Path(name_or_path).is_dir() else name_or_path
 
 
-def load_model(options: argparse.Namespace) -> CausalLM:
-    """Loads the model of the options, with their adapter, dtype and device; says if the stored dtype is slow there."""
+def load_model(choice: ModelChoice) -> CausalLM:
+    """Loads the model and its adapter; says if the stored dtype is slow on the device."""
     from ligerzoo.device import hint_of_dtype
-    from ligerzoo.hub import AutoModel
 
-    device = find_device(options.device)
-    model = AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype, device=device)
-    if options.dtype == "auto" and (hint := hint_of_dtype(model.dtype, device)) is not None:
+    model = load_weights(choice)
+    if choice.dtype == "auto" and (hint := hint_of_dtype(model.dtype, model.device)) is not None:
         print(hint, file=sys.stderr)
-    if (adapter := getattr(options, "adapter", None)) is not None:
+    if choice.adapter is not None:
         from ligerzoo.adapters import load_adapter
         from ligerzoo.adapters.loading import resize_for_adapter
 
-        resize_for_adapter(model, adapter)
-        load_adapter(model, adapter)
+        resize_for_adapter(model, choice.adapter)
+        load_adapter(model, choice.adapter)
     return model
 
 
-def load_drafts(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of speculative decoding, with the model of --draft."""
+def load_weights(choice: ModelChoice) -> CausalLM:
+    """Loads the model without its adapter."""
     from ligerzoo.hub import AutoModel
 
-    if options.draft is None:
-        return {"prompt_lookup_num_tokens": options.prompt_lookup}
-    device = find_device(options.device)
-    return {"assistant_model": AutoModel.from_pretrained(options.draft, dtype=options.dtype, device=device)}
+    device = find_device(choice.device)
+    return AutoModel.from_pretrained(choice.model, revision=choice.revision, dtype=choice.dtype, device=device)
 
 
-def load_tokenizer(options: argparse.Namespace) -> Tokenizer:
+def embedding_rows(model: CausalLM) -> int:
+    """Returns the number of tokens that the model's embedding has."""
+    return len(model.get_parameter("model.embed_tokens.weight"))
+
+
+def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Loads the tokenizer of the checkpoint or adapter."""
     from ligerzoo.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_pretrained(text_source(options), revision=options.revision)
-
-
-def text_source(options: argparse.Namespace) -> str:
-    """Returns the directory or hub id of the tokenizer."""
-    source: str = getattr(options, "tokenizer", None) or options.model
-    return source
+    return Tokenizer.from_pretrained(choice.text_source, revision=choice.revision)
 
 
 def find_preprocessor(model: str, revision: str | None) -> Processor | Tokenizer | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from ligerzoo import checks
-from ligerzoo.checks import argument_type, integer
+from ligerzoo.checks import TEXT, argument_type, integer
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command = Callable[[argparse.Namespace], int]
@@ -15,6 +14,8 @@ Command = Callable[[argparse.Namespace], int]
 DEFAULT_BATCH_SIZE = 32
 MODEL_HELP = 'checkpoint in Hugging Face format: a directory, or a hub id such as "org/name"'
 
+GENERATED_TOKENS, ANSWER_TOKENS = 128, 1024
+"""Largest number of new tokens of `generate` and `chat`, unless generation_config.json has one."""
 
 _LARGEST = 2**31 - 1
 
@@ -23,8 +24,7 @@ COUNT = argument_type(integer(0, _LARGEST))
 AT_LEAST_1 = argument_type(integer(1, _LARGEST))
 AT_LEAST_2 = argument_type(integer(2, _LARGEST))
 SEED = argument_type(integer(0, 2**63 - 1))
-POSITIVE = argument_type(checks.POSITIVE)
-STOP = argument_type(checks.TEXT)
+STOP = argument_type(TEXT)
 
 
 def add_parser(
@@ -65,6 +65,7 @@ def add_option(
     *,
     repeats: bool = False,
     dest: str | None = None,
+    choices: Collection[str] | None = None,
 ) -> None:
     """Adds an option with a value. The help names its default.
 
@@ -77,30 +78,39 @@ def add_option(
         metavar: the value in the help.
         repeats: collect the values of an option that may be repeated.
         dest: name of the parsed value, if it is not that of the option.
+        choices: the only values; None for any that `kind` accepts.
     """
     shown = "" if default is None else " (default: %(default)s)"
     several = {"action": "append", "default": []} if repeats else {"default": default}
     given: dict[str, Any] = several if kind is str else {"type": kind, **several}
-    parser.add_argument(flag, metavar=metavar, dest=dest, help=description + shown, **given)
+    parser.add_argument(flag, metavar=metavar, dest=dest, choices=choices, help=description + shown, **given)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    add_revision_option(parser)
+SHARED: Mapping[str, Mapping[str, Any]] = {
+    "model": {"metavar": "MODEL", "help": MODEL_HELP},
+    "--revision": {"help": "branch, tag or commit on the hub"},
+    "--dtype": {
+        "choices": ("auto", "float32", "bfloat16", "float16", "float64"),
+        "default": "auto",
+        "help": "dtype of the weights (default: as stored)",
+    },
+    "--device": {"help": "cpu, cuda or cuda:1 (default: the first GPU, else cpu)"},
+    "--cache-dtype": {
+        "choices": ("auto", "float8_e4m3fn"),
+        "default": "auto",
+        "help": "dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and "
+        "values)",
+    },
+    "--max-shard-size": {
+        "default": "5GB",
+        "metavar": "SIZE",
+        "help": "largest size of a weight file (default: %(default)s)",
+    },
+}
+"""Arguments of several commands."""
 
 
-def add_revision_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-
-
-def add_image_option(parser: argparse.ArgumentParser, description: str) -> None:
-    add_option(parser, "--image", str, f"{description}; may be repeated", metavar="FILE", repeats=True)
-
-
-def add_dtype_option(parser: argparse.ArgumentParser) -> None:
-    names = ("auto", "float32", "bfloat16", "float16", "float64")
-    parser.add_argument("--dtype", choices=names, default="auto", help="dtype of the weights (default: as stored)")
-
-
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
+def add_shared(parser: argparse._ActionsContainer, *names: str) -> None:
+    """Adds arguments of `SHARED`."""
+    for name in names:
+        parser.add_argument(name, **SHARED[name])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
@@ -13,35 +11,10 @@ from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import WORDS, ActivationPlan, choose_plan, efficient_levels
 from ligerzoo.memory.simulation import StepMemory, gib, on_meta, simulate_step
 from ligerzoo.models.causal_lm import CausalLM
-
-Method = Literal["full", "lora"]
+from ligerzoo.training_setting import TrainingSetting
 
 COUNTS = ("", " k", " M", " B")
 FLOPS = (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSetting:
-    """What to train, and how.
-
-    Attributes:
-        batch_size: rows of a microbatch on one GPU.
-        seq_length: tokens of a row.
-        gpus: GPUs that share weights, gradients and optimizer states (FSDP2).
-        method: "full", or "lora": `ligerzoo.adapters.add_lora` with its defaults, on all linear layers and experts of
-            the blocks.
-        lora_rank: rank of the updates.
-        optimizer: a name in `ligerzoo.memory.OPTIMIZERS`.
-        accumulate: whether gradients accumulate over several microbatches.
-    """
-
-    batch_size: int = 1
-    seq_length: int = 2048
-    gpus: int = 1
-    method: Method = "full"
-    lora_rank: int = 16
-    optimizer: str = "adamw"
-    accumulate: bool = False
 
 
 def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: float | None = None) -> str:

@@ -1,29 +1,49 @@
-"""Parsers of the commands around training: train, evaluate, and new tokenizers, token files and configs."""
+"""The command `train`, and those that prepare it: `tokenizer`, `tokenize` and `config`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-from ligerzoo.cli import training_commands
-from ligerzoo.cli.options import (
-    AT_LEAST_1,
-    AT_LEAST_2,
-    MODEL_HELP,
-    Subparsers,
-    add_device_option,
-    add_dtype_option,
-    add_model_arguments,
-    add_option,
-    add_parser,
-)
-from ligerzoo.train.methods import METHODS
+from ligerzoo.cli.checkpoints import new_directory
+from ligerzoo.cli.console import warnings_as_lines
+from ligerzoo.cli.options import AT_LEAST_1, Subparsers, add_option, add_parser
+from ligerzoo.errors import LigerzooError
+from ligerzoo.train.methods import METHODS, printed_recipe
 from ligerzoo.train.options import add_arguments, options_of
 
 DEFAULT_METHOD = "sft"
-DATA_KINDS = ("text", "completion", "chat", "preference", "labelled")
+
+
+def add_train(subparsers: Subparsers, method: str) -> None:
+    subjects = dict.fromkeys(str(one.options.__doc__).rstrip(".").lower() for one in METHODS.values())
+    options = {option.name: option for option in options_of(METHODS[method].options)}
+    parser = add_parser(
+        subparsers,
+        train,
+        f"train a model: {', '.join(subjects)}",
+        epilog="""\
+examples:
+  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --lr 1e-4 --epochs 2
+  ligerzoo train path/to/config.json --method pretrain --tokenizer path/to/tokenizer --data text.jsonl --output run \
+    --max-steps 1000 --lr 1e-3
+  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --dry-run
+  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --print-recipe > recipe.py
+
+The options depend on --method: `ligerzoo train --method METHOD --help` lists those of a method. --print-recipe prints
+the Python script that the command would run, to change and to run with `python`.
+Ctrl-C saves and stops; --resume continues. A second Ctrl-C stops at once.""",
+    )
+    parser.add_argument("model", metavar="MODEL", help=options.pop("model").description)
+    parser.add_argument(
+        "--method", choices=tuple(METHODS), default=DEFAULT_METHOD, help="what to train (default: %(default)s)"
+    )
+    del options["method"]
+    add_arguments(parser, options.values())
+    parser.add_argument("--print-recipe", action="store_true", help="print the script with these options, run nothing")
 
 
 def training_method(arguments: Sequence[str] | None) -> str:
@@ -40,77 +60,24 @@ def methods_with(flag: str) -> list[str]:
     return [name for name, one in METHODS.items() if any(option == given.name for given in options_of(one.options))]
 
 
-def add_train(subparsers: Subparsers, method: str) -> None:
-    parser = add_parser(
-        subparsers,
-        training_commands.train,
-        "train a model: pretraining and supervised fine-tuning",
-        epilog="""\
-examples:
-  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --lr 1e-4 --epochs 2
-  ligerzoo train path/to/config.json --method pretrain --tokenizer path/to/tokenizer --data text.jsonl --output run \
-    --max-steps 1000 --lr 1e-3
-  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --dry-run
-  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --print-recipe > recipe.py
-
-The options depend on --method: `ligerzoo train --method METHOD --help` lists those of a method. --print-recipe prints
-the Python script that the command would run, to change and to run with `python`.
-Ctrl-C saves and stops; --resume continues. A second Ctrl-C stops at once.""",
-    )
-    parser.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; with --method pretrain also a config.json")
-    parser.add_argument(
-        "--method", choices=tuple(METHODS), default=DEFAULT_METHOD, help="what to train (default: %(default)s)"
-    )
-    options = options_of(METHODS[method].options)
-    add_arguments(parser, (option for option in options if option.name not in ("model", "method")))
-    parser.add_argument("--print-recipe", action="store_true", help="print the script with these options, run nothing")
-
-
-def add_evaluate(subparsers: Subparsers) -> None:
-    parser = add_parser(
-        subparsers,
-        training_commands.evaluate,
-        "score a model on held-out data: loss, perplexity, accuracy, bits per byte; or run tasks of lm-eval",
-        epilog="""\
-examples:
-  ligerzoo evaluate HuggingFaceTB/SmolLM2-135M --data held-out.txt
-  ligerzoo evaluate path/to/base --adapter path/to/adapter --data chats.jsonl --json
-  ligerzoo evaluate path/to/checkpoint --data pairs.jsonl --kind preference
-  ligerzoo evaluate HuggingFaceTB/SmolLM2-135M --tasks arc_easy,hellaswag --limit 100
-
-The data is that of `ligerzoo train`; see docs/data.md. All of it is checked first. Completions and answers are scored
-given their prompts. For preference pairs, the accuracy is the share of pairs whose chosen completion is more likely.
---tasks needs lm-eval (`pip install ligerzoo[integrations]`).""",
-        check=check_subject,
-    )
-    add_model_arguments(parser)
-    add = partial(add_option, parser)
-    add("--data", str, "held-out data; may be repeated", metavar="FILE", repeats=True)
-    kinds = ("auto", *DATA_KINDS)
-    parser.add_argument("--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)")
-    add("--adapter", str, "directory or hub id of a LoRA adapter of PEFT", metavar="DIR")
-    add("--tokenizer", str, "checkpoint of the tokenizer (default: MODEL)", metavar="DIR")
-    add("--seq-length", AT_LEAST_2, "the most tokens of a sequence (default: up to 2048)", metavar="T")
-    add("--batch-size", AT_LEAST_1, "rows of a batch", 8, metavar="B")
-    add_dtype_option(parser)
-    add_device_option(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    tasks = parser.add_argument_group("tasks of lm-eval")
-    add_option(tasks, "--tasks", str, "names of tasks, separated by commas", metavar="NAMES")
-    add_option(tasks, "--task-directory", str, "directory with YAML files of further tasks", metavar="DIR")
-    add_option(tasks, "--limit", AT_LEAST_1, "use the first N records of each task only")
-
-
-def check_subject(options: argparse.Namespace) -> None:
-    """Raises SystemExit if there is neither data nor a task."""
-    if not (options.data or options.tasks):
-        options.parser.error("one of the arguments --data --tasks is required")
+def train(options: argparse.Namespace) -> int:
+    """Trains a model with the recipe of the method, or prints the recipe."""
+    method = METHODS[options.method]
+    names = {option.name for option in options_of(method.options)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    if options.print_recipe:
+        print(printed_recipe(options.method, given), end="")
+        return 0
+    recipe = import_module(method.module)
+    with warnings_as_lines():
+        code: int = recipe.main(method.options(**given))
+    return code
 
 
 def add_tokenizer(subparsers: Subparsers) -> None:
     parser = add_parser(
         subparsers,
-        training_commands.tokenizer,
+        tokenizer,
         "train a byte-level BPE tokenizer on text",
         epilog="""\
 examples:
@@ -126,10 +93,24 @@ and tokenizer_config.json, which transformers reads too, and a chat template in 
     add_option(parser, "--chat-template", str, "chatml, none, or a jinja file", "chatml", metavar="NAME")
 
 
+def tokenizer(options: argparse.Namespace) -> int:
+    """Trains a tokenizer and writes it to a new directory."""
+    from ligerzoo.text.chat_template import read_template
+    from ligerzoo.train.new_tokenizer import CHATML, train_tokenizer
+
+    name, built_in = options.chat_template, {"chatml": CHATML, "none": None}
+    with new_directory(options.output, "tokenizer") as target, warnings_as_lines():
+        template = built_in[name] if name in built_in else read_template(name)
+        trained = train_tokenizer(options.files, options.vocab_size, chat_template=template)
+        trained.save_pretrained(target)
+        print(f"{len(trained):,} tokens; {trained.eos_token} ends texts and messages")
+    return 0
+
+
 def add_tokenize(subparsers: Subparsers) -> None:
     parser = add_parser(
         subparsers,
-        training_commands.tokenize,
+        tokenize,
         "write the tokens of texts to a file that training maps into memory",
         epilog="""\
 examples:
@@ -144,10 +125,25 @@ examples:
     )
 
 
+def tokenize(options: argparse.Namespace) -> int:
+    """Writes the tokens of text files to a token file."""
+    from ligerzoo.text.tokenizer import Tokenizer
+    from ligerzoo.train.data import write_tokens
+
+    target: Path = options.output
+    if target.exists():
+        raise LigerzooError("already exists", where=target, remedy="Choose another file, or delete this one.")
+    tokenizer = Tokenizer.from_pretrained(options.tokenizer)
+    with warnings_as_lines():
+        count = write_tokens(options.files, target, tokenizer, text_unit=options.text_unit)
+    print(f"{target}: {count:,} tokens, {target.stat().st_size:,} bytes")
+    return 0
+
+
 def add_config(subparsers: Subparsers) -> None:
     parser = add_parser(
         subparsers,
-        training_commands.config,
+        config,
         "write the config.json of a new model, to pretrain it",
         epilog="""\
 examples:
@@ -162,3 +158,17 @@ which are those of a large model. Also copies the tokenizer.""",
     parser.add_argument("fields", metavar="FIELD=VALUE", nargs="+", help="fields of config.json; values are JSON")
     parser.add_argument("--tokenizer", required=True, metavar="DIR", help="directory or hub id of the tokenizer")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty directory")
+
+
+def config(options: argparse.Namespace) -> int:
+    """Writes the config.json of a new model, and its tokenizer, to a new directory."""
+    from ligerzoo.text.tokenizer import Tokenizer
+    from ligerzoo.train.new_config import new_config, parse_field, write_config
+
+    with new_directory(options.output, "config") as target:
+        loaded = Tokenizer.from_pretrained(options.tokenizer)
+        content = new_config(options.model_type, loaded, dict(map(parse_field, options.fields)))
+        loaded.save_pretrained(target)
+        write_config(target, content)
+        print(json.dumps(content, indent=2))
+    return 0

@@ -1,0 +1,71 @@
+"""The command `info`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from ligerzoo.checks import POSITIVE, TEXT, argument_type
+from ligerzoo.cli.options import MODEL_HELP, Subparsers, add_option, add_parser, add_shared
+from ligerzoo.training_setting import Argument, TrainingSetting
+
+_DTYPE = "dtype of the weights (default: that of config.json, or else bfloat16)"
+_GPU_MEMORY = "memory of a GPU: also show the setting that fits it"
+
+ARGUMENTS: dict[str, Argument] = {
+    **{one.name: one.metadata["argument"] for one in fields(TrainingSetting) if one.metadata},
+    "dtype": Argument("--dtype", TEXT, "DTYPE", _DTYPE),
+    "gpu_memory": Argument("--gpu-memory", POSITIVE, "GIB", _GPU_MEMORY),
+}
+"""The options of --train, by the arguments of `describe_training`."""
+
+
+def add_info(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        info,
+        "show the architecture, parameters, memory, files and tokenizer of a checkpoint",
+        epilog="""\
+examples:
+  ligerzoo info HuggingFaceTB/SmolLM2-135M
+  ligerzoo info path/to/checkpoint
+  ligerzoo info path/to/checkpoint --train --batch 4 --seq 8192 --gpu-memory 80
+  ligerzoo info path/to/checkpoint --train --batch 1 --seq 4096 --gpus 8 --method lora
+  ligerzoo info --architectures
+
+Reads the configs, the tokenizer and the headers of the weight files only. With --train, it reads config.json only, and
+counts the memory of a training step on an H100 or H200; see docs/memory.md.""",
+        check=check_training,
+    )
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    subject.add_argument("--architectures", action="store_true", help="list all supported architectures instead")
+    add_shared(parser, "--revision")
+    training = parser.add_argument_group("training")
+    training.add_argument("--train", action="store_true", help="predict the FLOPs and memory of training instead")
+    for name, one in ARGUMENTS.items():
+        kind, choices = str if one.values.parse is str else argument_type(one.values), one.values.choices
+        add_option(training, one.flag, kind, one.help, metavar=one.metavar, dest=name, choices=choices or None)
+
+
+def check_training(options: argparse.Namespace) -> None:
+    """Raises SystemExit if an option of --train is given without it, or --train without a model."""
+    for name, one in ARGUMENTS.items():
+        if getattr(options, name) is not None and not options.train:
+            options.parser.error(f"argument {one.flag}: only allowed with --train")
+    if options.train and options.model is None:
+        options.parser.error("argument --train: only allowed with MODEL")
+
+
+def info(options: argparse.Namespace) -> int:
+    """Prints what a checkpoint contains and needs, or what training it needs, or all architectures."""
+    from ligerzoo.info import describe, describe_architectures, describe_training
+
+    if options.train:
+        setting = {name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None}
+        print(describe_training(options.model, revision=options.revision, **setting))
+    elif options.architectures:
+        print(describe_architectures())
+    else:
+        print(describe(options.model, revision=options.revision))
+    return 0
