@@ -7,6 +7,8 @@ which is a bug of ligerzoo, is an `AssertionError` instead.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn, Self
 
@@ -109,6 +111,14 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
     return __getattr__
+
+
+def warn(message: str) -> None:
+    """Warns, with the line of the caller of ligerzoo."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ligerzoo", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 class ConfigError(LigerzooError):

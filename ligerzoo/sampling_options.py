@@ -5,8 +5,6 @@ the command line starts fast.
 """
 # No `from __future__ import annotations`: the values are read from the annotations.
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -24,7 +22,7 @@ from ligerzoo.checks import (
     number,
     option_values,
 )
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import LigerzooError, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,11 +258,3 @@ def infer_do_sample(options: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("temperature") == 0:
         return {name: value for name, value in given.items() if name not in filters} | {"do_sample": False}
     return given | {"do_sample": True} if filters else given
-
-
-def warn(message: str) -> None:
-    """Warns, with the line of the caller of ligerzoo."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ligerzoo", "torch"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)

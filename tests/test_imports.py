@@ -27,6 +27,7 @@ ARROWS = {
     "tensor_checks": ("checks errors", ""),
     "entries": ("checks errors", ""),
     "device": ("errors", ""),
+    "terminal": ("", ""),
     "optimizer_table": ("errors", ""),
     "training_setting": ("checks optimizer_table", ""),
     "files": ("entries errors", ""),
@@ -37,7 +38,7 @@ ARROWS = {
     "losses": ("checks errors kernels tensor_checks", ""),
     "train": (
         "adapters checks convert device errors files generate hub kernels layers ligerzoo losses memory models "
-        "optimizer_table parallel tensor_checks text vision",
+        "optimizer_table parallel tensor_checks terminal text vision",
         "",
     ),
     "parallel": ("convert device errors files hub kernels models", ""),
@@ -50,7 +51,7 @@ ARROWS = {
     "memory": ("adapters checks errors kernels models optimizer_table training_setting", ""),
     "info": ("convert errors files layers models text", "memory"),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),
-    "demo": ("errors files generate models text vision", ""),
+    "demo": ("errors files generate models terminal text vision", "layers"),
     "serve": ("checks errors generate sampling_options text", ""),
     "cli": (
         "checks errors ligerzoo sampling_options train training_setting",

@@ -80,14 +80,13 @@ def serve(options: argparse.Namespace) -> int:
         from ligerzoo.serve.app import Service
         from ligerzoo.serve.server import Server, is_local, listen, url
     from ligerzoo.serve.engine_thread import EngineThread
-    from ligerzoo.text.chat_template import ChatTemplate, read_template
+    from ligerzoo.text.chat_template import read_template
 
     choice = find_base_model(ModelChoice.of(options))
     with listen(options.host, options.port) as listener:
         tokenizer = load_tokenizer(choice)
         if options.chat_template is not None:
-            source = read_template(options.chat_template)
-            tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
+            tokenizer.set_chat_template(read_template(options.chat_template), str(options.chat_template))
         model = load_model(choice)
         make_scheduler = scheduler_maker(model, tokenizer, options)
         scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import shlex
 import sys
 import sysconfig
 import tempfile
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from ligerzoo.demo.output import Checks, print_step, relative_path
 from ligerzoo.errors import LigerzooError
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.generate import TextStreamer
@@ -37,14 +35,6 @@ PROMPT = "def remove_duplicates(items):\n    seen = set()\n    for"
 PROMPT_AFTER_TRAINING = "def is_valid(address):\n    if"
 WINDOW = 128
 STEPS, BATCH = 30, 4
-
-COMPOSITION = """
-from torch import nn
-from ligerzoo.layers import Attention, Decoder, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
-attention = Attention(64, 4, num_kv_heads=2, rotary=RotaryEmbedding(16))
-block = PreNormBlock(RMSNorm(64), attention, RMSNorm(64), GatedMLP(64, 128))
-print(Decoder(nn.Embedding(100, 64), [block], RMSNorm(64)))
-"""
 
 
 def load(directory: Path) -> tuple[Llama, Tokenizer]:
@@ -88,6 +78,17 @@ def generate_twice(model: Llama, tokenizer: Tokenizer, prompt: str) -> tuple[Ten
     cached = model.generate(ids, max_new_tokens=60, repetition_penalty=1.2, streamer=streamer)
     uncached = model.generate(ids, max_new_tokens=60, repetition_penalty=1.2, use_cache=False)
     return cached, uncached
+
+
+def composed() -> object:
+    """A decoder composed from layers."""
+    from torch import nn
+
+    from ligerzoo.layers import Attention, Decoder, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
+
+    attention = Attention(64, 4, num_kv_heads=2, rotary=RotaryEmbedding(16))
+    block = PreNormBlock(RMSNorm(64), attention, RMSNorm(64), GatedMLP(64, 128))
+    return Decoder(nn.Embedding(100, 64), [block], RMSNorm(64))
 
 
 def run(text_file: Path | None = None) -> int:
@@ -142,31 +143,6 @@ def run(text_file: Path | None = None) -> int:
 
 
 # Checks
-
-
-class Checks:
-    """Prints and counts the results of checks.
-
-    Attributes:
-        total: number of checks.
-        passed: number of checks that passed.
-    """
-
-    def __init__(self) -> None:
-        self.total = self.passed = 0
-
-    def add(self, claim: str, is_true: bool) -> None:
-        """Prints whether a claim is true."""
-        self.total += 1
-        self.passed += is_true
-        print(f"{styled('✓', GREEN)} {claim}" if is_true else f"{styled('✗', RED)} NOT TRUE: {claim}", flush=True)
-
-    def finish(self, commands: list[tuple[str, str]]) -> int:
-        """Prints the result, and commands to try next with their purpose. Returns the exit code: 1 if one failed."""
-        print(f"\n{self.passed} of {self.total} checks passed.\n\n{styled('Try next', BOLD)}")
-        for purpose, command in commands:
-            print(f"\n{styled('# ' + purpose, DIM)}\n{command}")
-        return 0 if self.passed == self.total else 1
 
 
 def equals_files(model: Llama, directory: Path) -> bool:
@@ -227,31 +203,10 @@ def next_commands() -> list[tuple[str, str]]:
     python = shlex.quote(relative_path(sys.executable))
     generate = f'{python} -m ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "The liger is"'
     fine_tune = f"{python} -m ligerzoo demo --text {shlex.quote(relative_path(__file__))}"
-    compose = f'{python} -c "{COMPOSITION}"'
+    source = inspect.getsource(composed) + "print(composed())"
+    compose = f"{python} -c {shlex.quote(source)}"
     return [
         ("a checkpoint from the hub (270 MB); any other Llama works too", generate),
         ("your own text (here, the source of this demo)", fine_tune),
         ("your own architecture, composed from layers", compose),
     ]
-
-
-def relative_path(path: str) -> str:
-    """Returns a path inside the current directory relative to it, other paths unchanged."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith(os.pardir) else relative
-
-
-# Output
-
-BOLD, DIM, RED, GREEN = 1, 2, 31, 32
-
-
-def styled(text: str, code: int) -> str:
-    """Returns the text in a style, on terminals without NO_COLOR (https://no-color.org)."""
-    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
-
-
-def print_step(title: str, step: Callable[..., object]) -> None:
-    """Prints the title and the source of a step."""
-    print(f"\n{styled(title, BOLD)}\n")
-    print(styled(textwrap.indent(inspect.getsource(step), "    "), DIM), flush=True)

@@ -16,7 +16,7 @@ from random import randrange
 import torch
 
 from ligerzoo.demo.drawings import draw
-from ligerzoo.demo.text import Checks, print_step, relative_path
+from ligerzoo.demo.output import Checks, print_step, relative_path
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.generate import TextStreamer
 from ligerzoo.models import Qwen2VL

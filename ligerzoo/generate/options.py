@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, COUNT, FLAG, Values
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import LigerzooError, warn
 from ligerzoo.generate.option_names import NOT_IMPLEMENTED, REMEDIES, is_neutral, no_such_option
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import KVCache
 from ligerzoo.layers.exactness import exact_length
-from ligerzoo.sampling_options import FILTERS, SAMPLING_OPTIONS, SamplingOptions, warn
+from ligerzoo.sampling_options import FILTERS, SAMPLING_OPTIONS, SamplingOptions
 
 
 class SupportsGenerate(Protocol):

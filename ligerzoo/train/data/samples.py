@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ligerzoo.errors import DataError, LigerzooError
+from ligerzoo.terminal import DIM, GREEN, styled, uses_color
 from ligerzoo.text.tokenizer import Tokenizer
 
 UNTRAINED = -100
@@ -230,9 +230,6 @@ def _sequence(state: list[Any]) -> Sample:
     return Sample(list(input_ids), list(labels), Source(*source), tuple(ImageTokens(*image) for image in images))
 
 
-_TRAINED, _UNTRAINED, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-
-
 def format_sample(
     sample: AnySample, tokenizer: Tokenizer, *, color: bool | None = None, max_tokens: int | None = None
 ) -> str:
@@ -246,7 +243,7 @@ def format_sample(
         max_tokens: shows the first tokens only. None for all.
     """
     if color is None:
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        color = uses_color()
     match sample:
         case Sample():
             count = f"{len(sample.input_ids)} tokens, {sample.trained_tokens} trained"
@@ -272,7 +269,7 @@ def _text(sample: Sample, tokenizer: Tokenizer, color: bool, max_tokens: int | N
     for is_trained, group in itertools.groupby(shown, key=lambda token: token[1]):
         text = "".join(str(one) if isinstance(one, ImageTokens) else _printable(decoder.push(one)) for one, _ in group)
         if color:
-            parts.append(f"{_TRAINED if is_trained else _UNTRAINED}{text}{_RESET}")
+            parts.append(styled(text, GREEN if is_trained else DIM))
         else:
             parts.append(f"[[{text}]]" if is_trained else text)
     more = f" ... and {len(tokens) - len(shown)} more tokens" if len(tokens) > len(shown) else ""

@@ -1,13 +1,15 @@
-"""The processor families: every `ProcessorFamily` of the modules in this folder."""
+"""The processor families, one file for each. `FAMILIES` is the one list of them."""
 
-from importlib import import_module
-from pkgutil import iter_modules
-
+from ligerzoo.vision.families.gemma3 import Gemma3ProcessorFamily
+from ligerzoo.vision.families.mllama import MllamaProcessorFamily
+from ligerzoo.vision.families.qwen2_vl import Qwen2_5VLProcessorFamily, Qwen2VLProcessorFamily
+from ligerzoo.vision.families.qwen3_vl import Qwen3VLProcessorFamily
 from ligerzoo.vision.family import ProcessorFamily
 
-FAMILIES: tuple[type[ProcessorFamily], ...] = tuple(
-    family
-    for module in iter_modules(__path__, f"{__name__}.")
-    for family in vars(import_module(module.name)).values()
-    if getattr(family, "__module__", None) == module.name and hasattr(family, "model_types")
+FAMILIES: tuple[type[ProcessorFamily], ...] = (
+    Gemma3ProcessorFamily,
+    MllamaProcessorFamily,
+    Qwen2VLProcessorFamily,
+    Qwen2_5VLProcessorFamily,
+    Qwen3VLProcessorFamily,
 )
