@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, r
 from ligerzoo.text.messages import trying_text_arguments, with_parsed_arguments
 from ligerzoo.text.rendered import Rendered
 from ligerzoo.text.special_text import SpecialTokens
-from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.tokenizer import CHAT_OPTIONS, Tokenizer
 
 _SPECIAL_TOKENS = one_of(("text", "control"))._replace(expected='"text" or "control"')
 _MESSAGES = instances("a list of messages", lambda value: isinstance(value, list) and value != [])
@@ -141,7 +140,7 @@ class PromptEncoder:
         """
         messages, variables = checked(chat.messages, "messages", _MESSAGES), chat.variables
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        if taken := inspect.signature(Tokenizer.apply_chat_template).parameters.keys() & variables.keys():
+        if taken := {*CHAT_OPTIONS, "variables"} & variables.keys():
             raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=quote(min(taken)))
         options = {name: value for name, value in vars(chat).items() if name != "messages"}
         return trying_text_arguments(partial(self.tokenizer.render_chat, **options), messages)

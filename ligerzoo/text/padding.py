@@ -1,13 +1,13 @@
 """Batches of token ids: padding, and conversion to tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from ligerzoo.errors import TokenizerError
-from ligerzoo.text.tokenizer_files import PaddingSide
+from ligerzoo.text.tokenizer_files import PaddingSide, checked_side
 
 Columns = dict[str, list[list[Any]]]
 """Values per token, by input name: one list per row."""
@@ -38,20 +38,20 @@ class BatchEncoding(dict[str, Any]):
 
 
 class Padding(NamedTuple):
-    """How rows become a batch; `TextEncoder.__call__` has the options.
+    """How rows become a batch; `Tokenizer.__call__` has the options.
 
     Attributes:
-        padding: True or "longest", "max_length", or False or "do_not_pad".
+        padding: True or "longest", "max_length", or False or "do_not_pad"; None for True if tensors are returned.
         max_length: the length for "max_length"; None is an error there.
         multiple: rounds the length up to a multiple of this.
-        side: the side that gets padding; None for that of the tokenizer.
+        side: the side that gets padding.
         return_tensors: "pt" for tensors, None for lists.
     """
 
-    padding: bool | str
+    padding: bool | str | None
     max_length: int | None
     multiple: int | None
-    side: PaddingSide | None
+    side: PaddingSide
     return_tensors: str | None
 
     def length(self, lengths: Sequence[int]) -> int | None:
@@ -60,11 +60,12 @@ class Padding(NamedTuple):
         Raises:
             TokenizerError: an option has an unsupported value.
         """
-        if self.padding is False or self.padding == "do_not_pad":
+        padding = self.return_tensors is not None if self.padding is None else self.padding
+        if padding is False or padding == "do_not_pad":
             return None
-        if self.padding is True or self.padding == "longest":
+        if padding is True or padding == "longest":
             length = max(lengths, default=0)
-        elif self.padding != "max_length":
+        elif padding != "max_length":
             expected = 'True, "longest", "max_length", False or "do_not_pad"'
             raise TokenizerError("unsupported value", where="padding", got=repr(self.padding), expected=expected)
         elif self.max_length is None:
@@ -72,6 +73,33 @@ class Padding(NamedTuple):
         else:
             length = self.max_length
         return length if self.multiple is None else math.ceil(length / self.multiple) * self.multiple
+
+    def batch(
+        self, columns: Columns, padding_id: Callable[[], int], *, is_single: bool, per_row: Mapping[str, object]
+    ) -> BatchEncoding:
+        """Pads rows and converts them to tensors.
+
+        Args:
+            columns: the rows.
+            padding_id: returns the padding token. Called only if rows need padding.
+            is_single: whether lists are of one row, without the dimension of the batch.
+            per_row: inputs with one number per row.
+
+        Raises:
+            TokenizerError: an option has an unsupported value, or rows do not fit in tensors.
+        """
+        if self.return_tensors not in (None, "pt"):
+            got, expected = repr(self.return_tensors), '"pt" or None'
+            raise TokenizerError("unsupported value", where="return_tensors", got=got, expected=expected)
+        side = checked_side(self.side, "padding_side")
+        lengths = [len(row) for row in columns["input_ids"]]
+        length = self.length(lengths)
+        if length is not None and any(row < length for row in lengths):
+            columns = pad_columns(columns, length, padding_id(), side)
+        inputs: dict[str, Any] = {**columns, **per_row}
+        if self.return_tensors is not None:
+            return BatchEncoding(as_tensors(inputs))
+        return BatchEncoding({name: rows[0] for name, rows in inputs.items()} if is_single else inputs)
 
 
 def pad_columns(columns: Columns, length: int, padding_id: int, side: PaddingSide) -> Columns:

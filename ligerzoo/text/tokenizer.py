@@ -1,12 +1,15 @@
 """Tokenizers of checkpoints that have a tokenizer.json.
 
+A `Tokenizer` is a `Vocabulary` that encodes, renders and decodes; each part is in its own file:
+
     tokenizer_files       reads the files, and writes those with changed tokens
     tokenizer_limits      refuses a hostile tokenizer.json
     stages                the stages of its rules
+    backend               the tokenizers library, behind the limits
     vocabulary            tokens and ids, special and added tokens
-    encoding              texts -> ids, with `truncation` and `padding`
+    truncation, padding   rows of ids -> batches
     messages              conversations in the form of chat templates
-    chat_template         conversations -> texts
+    chat, chat_template   conversations -> texts
     special_text          special tokens that are written in messages
     token_bound           texts -> a lower bound on the number of ids
     incremental_decoding  ids that arrive one at a time -> text
@@ -16,46 +19,34 @@ token.
 """
 
 import inspect
-import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex, Unpack, get_args
+from typing import Any, Literal, Self, Unpack, get_args
 
 import torch
 
-from ligerzoo.checks import AT_LEAST_1, one_of
+from ligerzoo.checks import AT_LEAST_1, is_number, one_of
 from ligerzoo.errors import ConfigError, TokenizerError, did_you_mean
 from ligerzoo.files.atomic import replace_files
 from ligerzoo.files.transformers_options import TextOptions, text_options
 from ligerzoo.files.untrusted import reading_directory
+from ligerzoo.text.chat import RenderOptions, check_variables, render
 from ligerzoo.text.chat_template import ChatTemplate
-from ligerzoo.text.encoding import TextEncoder, refuse_unknown
 from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_bytes
-from ligerzoo.text.messages import OpenMessage, checked_objects, normalized_messages
-from ligerzoo.text.padding import BatchEncoding
-from ligerzoo.text.rendered import Rendered
+from ligerzoo.text.padding import BatchEncoding, Columns, Padding
+from ligerzoo.text.rendered import Rendered, Span
 from ligerzoo.text.special_text import SpecialTokens, token_mask
-from ligerzoo.text.tokenizer_files import (
-    FILE_PATTERNS,
-    READ_PATTERNS,
-    PaddingSide,
-    TokenizerFiles,
-    read_files,
-    reporting,
-)
-from ligerzoo.text.truncation import Truncation, truncate_single, truncation_strategy
+from ligerzoo.text.tokenizer_files import FILE_PATTERNS, READ_PATTERNS, PaddingSide, TokenizerFiles, read_files
+from ligerzoo.text.truncation import Truncation, TruncationStrategy, truncation_of
+from ligerzoo.text.vocabulary import Vocabulary
 
-_NO_TEMPLATE = (
-    "Base models have none: use the instruction-tuned variant of the model, or pass the source of a template as "
-    "chat_template."
-)
+_NO_MAX_LENGTH = int(1e30)  # transformers' value for "unknown"
 _FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
 """What `tokenizer_kwargs` of `apply_chat_template` may have."""
 
 
-class Tokenizer(TextEncoder):
+class Tokenizer(Vocabulary):
     """A checkpoint's tokenizer.
 
     Args:
@@ -78,6 +69,9 @@ class Tokenizer(TextEncoder):
     def __init__(self, files: Mapping[str, bytes], where: str) -> None:
         read = TokenizerFiles(files, where)
         super().__init__(read)
+        self.padding_side, self.truncation_side = read.padding_side(), read.side("truncation_side", "right")
+        length = read.config.get("model_max_length", 0)
+        self.model_max_length = int(length) if is_number(length) and 0 < length < _NO_MAX_LENGTH else _NO_MAX_LENGTH
         self.chat_templates = read.chat_templates()
 
     @classmethod
@@ -123,7 +117,200 @@ class Tokenizer(TextEncoder):
 
         Replaces each file atomically and removes the files of a tokenizer that was saved there before.
         """
-        replace_files(Path(directory), self._files, FILE_PATTERNS)
+        replace_files(Path(directory), self.files.contents, FILE_PATTERNS)
+
+    # Encoding
+
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        add_special_tokens: bool = True,
+        *,
+        truncation: TruncationStrategy = False,
+        max_length: int | None = None,
+        return_tensors: Literal["pt"] | None = None,
+    ) -> Any:
+        """Encodes a text as token ids.
+
+        Args:
+            text: the text. Special tokens written in it become their ids.
+            text_pair: a second text, which the post-processor of tokenizer.json joins to the first.
+            add_special_tokens: whether to add the special tokens that tokenizer.json puts around a text, such as BOS.
+            truncation: see `__call__`.
+            max_length: see `__call__`.
+            return_tensors: "pt" returns an int64 tensor (1, T), None a list.
+
+        Raises:
+            TokenizerError: `text` is not a string, contains half of a surrogate pair, or is too long.
+        """
+        if text_pair is None and truncation is False and return_tensors is None:
+            return self.backend.encode([text], add_special_tokens=add_special_tokens)[0].ids
+        options: dict[str, Any] = {"truncation": truncation, "max_length": max_length}
+        inputs = self(text, text_pair, add_special_tokens=add_special_tokens, return_tensors=return_tensors, **options)
+        return inputs["input_ids"]
+
+    def min_tokens(self, text: str) -> int:
+        """Returns a number of tokens that a text has at least, in a hundredth of the time of `encode`.
+
+        0 if the tokenizer has rules that drop characters. The first call takes up to a quarter of a second. A text that
+        `encode` would refuse is not refused here.
+        """
+        return self.backend.min_tokens(text)
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """Returns the vocabulary's spelling of the tokens of a text."""
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=add_special_tokens))
+        return tokens
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | Literal["longest", "max_length", "do_not_pad"] | None = None,
+        truncation: TruncationStrategy = False,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: PaddingSide | None = None,
+        return_tensors: Literal["pt"] | None = None,
+        return_attention_mask: bool = True,
+        return_token_type_ids: bool = False,
+        return_special_tokens_mask: bool = False,
+        return_offsets_mapping: bool = False,
+        return_length: bool = False,
+        **unknown: Any,
+    ) -> BatchEncoding:
+        """Prepares the model inputs of one text or of several. The options are those of transformers.
+
+        Args:
+            text: a text, or a list of B texts.
+            text_pair: a second text for each, which the post-processor of tokenizer.json joins to the first.
+            add_special_tokens: see `encode`.
+            padding: True or "longest" pads to the longest row, "max_length" to `max_length`. None means True with
+                `return_tensors`, else False.
+            truncation: True or "longest_first" removes tokens from the longer text of a pair until a row has
+                `max_length` tokens; "only_first" and "only_second" from one of the texts.
+            max_length: number of tokens, special tokens included. None means `model_max_length`.
+            pad_to_multiple_of: rounds the length of padded rows up to a multiple of this.
+            padding_side: "left" (for generation) or "right". None uses `self.padding_side`.
+            return_tensors: "pt" returns int64 tensors, None returns lists.
+            return_attention_mask: whether to return `attention_mask`.
+            return_token_type_ids: whether to return `token_type_ids`: 0 for the first text, 1 for the second.
+            return_special_tokens_mask: whether to return `special_tokens_mask`: 1 for added special tokens.
+            return_offsets_mapping: whether to return `offset_mapping`, the (first, last + 1) characters of each token.
+            return_length: whether to return `length`, the tokens of each row before padding.
+            unknown: refused by name.
+
+        Returns:
+            `input_ids` and `attention_mask` (1 for a token, 0 for padding), each (B, T). For a single text: (T,) as
+            lists and (1, T) as tensors.
+
+        Raises:
+            TokenizerError: a text cannot be encoded, an argument has an unsupported value, or rows need padding and
+                there is neither a pad token nor an EOS token.
+        """
+        if unknown:
+            parameters = inspect.signature(Tokenizer.__call__).parameters
+            refuse_unknown(unknown, [name for name in parameters if name not in ("self", "unknown")], "the tokenizer")
+        is_single = isinstance(text, str)
+        texts = [text] if isinstance(text, str) else list(text)
+        if not isinstance(text_pair, str | Sequence | None):
+            expected = "a text, a list or None"
+            raise TokenizerError("not a text", where="text_pair", got=repr(text_pair), expected=expected)
+        pairs = None if text_pair is None else [text_pair] if isinstance(text_pair, str) else list(text_pair)
+        limit = self._limit(max_length)
+        encodings = self.backend.encode(
+            texts,
+            pairs,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation_of(truncation, limit, self.truncation_side),
+            offsets=return_offsets_mapping,
+        )
+        columns: Columns = {"input_ids": [encoding.ids for encoding in encodings]}
+        lengths = [len(row) for row in columns["input_ids"]]
+        if return_attention_mask:
+            columns["attention_mask"] = [[1] * length for length in lengths]
+        if return_token_type_ids:
+            columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
+        if return_special_tokens_mask:
+            columns["special_tokens_mask"] = [encoding.special_tokens_mask for encoding in encodings]
+        if return_offsets_mapping:
+            columns["offset_mapping"] = [encoding.offsets for encoding in encodings]
+        per_row = {"length": lengths} if return_length else {}
+        how = Padding(padding, limit, pad_to_multiple_of, padding_side or self.padding_side, return_tensors)
+        return how.batch(columns, self._padding_id, is_single=is_single, per_row=per_row)
+
+    def pad(
+        self,
+        encoded_inputs: Mapping[str, object] | Sequence[Mapping[str, object]],
+        padding: bool | Literal["longest", "max_length", "do_not_pad"] = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: PaddingSide | None = None,
+        return_attention_mask: bool = True,
+        return_tensors: Literal["pt"] | None = None,
+    ) -> BatchEncoding:
+        """Pads encoded rows to one length, such as in a data collator.
+
+        Args:
+            encoded_inputs: outputs of `__call__` for single texts, or one output of `__call__`. `input_ids`,
+                `attention_mask`, `token_type_ids`, `special_tokens_mask` and `offset_mapping` are padded; other inputs,
+                such as `labels`, are not.
+            padding: see `__call__`.
+            max_length: see `__call__`.
+            pad_to_multiple_of: see `__call__`.
+            padding_side: see `__call__`.
+            return_attention_mask: whether to add an `attention_mask` to inputs without one.
+            return_tensors: see `__call__`.
+
+        Raises:
+            TokenizerError: `input_ids` are missing, rows have different inputs, or as `__call__`.
+        """
+        if isinstance(encoded_inputs, Mapping):
+            columns = {name: _as_lists(value) for name, value in encoded_inputs.items()}
+        else:
+            names = {name for row in encoded_inputs for name in row}
+            if any(names - row.keys() for row in encoded_inputs):
+                raise TokenizerError("rows with different inputs", where="encoded_inputs", got=sorted(names))
+            columns = {name: [_as_lists(row[name]) for row in encoded_inputs] for name in encoded_inputs[0]}
+        if "input_ids" not in columns:
+            raise TokenizerError("no input_ids", where="encoded_inputs", got=sorted(columns))
+        is_single = not all(isinstance(row, list) for row in columns["input_ids"])
+        if is_single:
+            columns = {name: [value] for name, value in columns.items()}
+        if return_attention_mask and "attention_mask" not in columns:
+            columns["attention_mask"] = [[1] * len(row) for row in columns["input_ids"]]
+        side = padding_side or self.padding_side
+        how = Padding(padding, self._limit(max_length), pad_to_multiple_of, side, return_tensors)
+        return how.batch(columns, self._padding_id, is_single=is_single, per_row={})
+
+    def encode_rendered(self, rendered: Rendered, add_special_tokens: bool = False) -> tuple[list[int], list[Span]]:
+        """Returns the ids of a rendered conversation, and the (first, last + 1) characters of each token.
+
+        Args:
+            rendered: the conversation.
+            add_special_tokens: see `encode`.
+        """
+        (encoding,) = self.backend.encode([rendered.text], add_special_tokens=add_special_tokens, offsets=True)
+        if rendered.literal is None:
+            return encoding.ids, encoding.offsets
+        return self.special_text.spell(
+            rendered.text, encoding.ids, encoding.offsets, rendered.literal, encoding.special_tokens_mask
+        )
+
+    def _limit(self, max_length: int | None) -> int | None:
+        """Returns the length to truncate and pad to: the default is that of the model, if it is known."""
+        own = None if self.model_max_length >= _NO_MAX_LENGTH else self.model_max_length
+        return own if max_length is None else max_length
+
+    def _padding_id(self) -> int:
+        for token_id in (self.pad_token_id, self.eos_token_id):
+            if token_id is not None:
+                return token_id
+        what = "texts of different lengths need padding, but there is neither a pad_token nor an eos_token"
+        raise TokenizerError(what, where=self.backend.where, remedy="Encode the texts one by one.")
 
     # Chat templates
 
@@ -135,8 +322,7 @@ class Tokenizer(TextEncoder):
             where: its file, for error messages.
         """
         self.chat_templates = {"default": ChatTemplate(source, where)}
-        others = {name: content for name, content in self._files.items() if not name.endswith(".jinja")}
-        self._files = {**others, "chat_template.jinja": source.encode()}
+        self.files = self.files.with_chat_template(source)
 
     def apply_chat_template(
         self,
@@ -150,7 +336,7 @@ class Tokenizer(TextEncoder):
         special_tokens: SpecialTokens = "control",
         tokenize: bool = True,
         padding: bool | Literal["longest", "max_length", "do_not_pad"] | None = None,
-        truncation: Truncation = False,
+        truncation: TruncationStrategy = False,
         max_length: int | None = None,
         padding_side: PaddingSide | None = None,
         return_tensors: Literal["pt"] | None = None,
@@ -207,8 +393,7 @@ class Tokenizer(TextEncoder):
         if return_assistant_tokens_mask and not (tokenize and return_dict is not False and not continue_final_message):
             what = "does not go with tokenize=False, return_dict=False or continue_final_message"
             raise TokenizerError(what, where="return_assistant_tokens_mask")
-        render = partial(
-            self.render_chat,
+        options = RenderOptions(
             tools=tools,
             documents=documents,
             chat_template=chat_template,
@@ -218,7 +403,7 @@ class Tokenizer(TextEncoder):
             finds_spans=return_assistant_tokens_mask,
             variables=variables,
         )
-        rendered = [render(one) for one in conversations]
+        rendered = [self._rendered(one, options) for one in conversations]
         if not tokenize:
             texts = [one.text for one in rendered]
             return texts if is_batch else texts[0]
@@ -227,15 +412,8 @@ class Tokenizer(TextEncoder):
         further: dict[str, Any] = {} if padding_side is None else {"padding_side": padding_side}
         further |= tokenizer_kwargs or {}
         refuse_unknown(further, _FURTHER_OPTIONS, "tokenizer_kwargs")
-        strategy = truncation_strategy(truncation)
         limit = self._limit(max_length)
-        inputs: dict[str, list[Any]] = {"input_ids": [], "offset_mapping": [], "assistant_masks": []}
-        for one in rendered:
-            ids, offsets = self.encode_rendered(one)
-            kept = truncate_single(len(ids), strategy, limit, self.truncation_side)
-            inputs["input_ids"].append(ids[kept])
-            inputs["offset_mapping"].append(offsets[kept])
-            inputs["assistant_masks"].append(token_mask(offsets[kept], one.spans or []))
+        inputs = self._encode_chats(rendered, truncation_of(truncation, limit, self.truncation_side))
         if not further.pop("return_offsets_mapping", False):
             del inputs["offset_mapping"]
         if not return_assistant_tokens_mask:
@@ -248,25 +426,22 @@ class Tokenizer(TextEncoder):
             return_dict = is_batch or return_tensors is not None or return_assistant_tokens_mask
         return padded if return_dict else padded["input_ids"]
 
-    def render_chat(
-        self,
-        conversation: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        documents: Sequence[Mapping[str, object]] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        special_tokens: SpecialTokens = "control",
-        finds_spans: bool = False,
-        variables: Mapping[str, object] | None = None,
-    ) -> Rendered:
+    def _encode_chats(self, rendered: list[Rendered], truncation: Truncation | None) -> Columns:
+        columns: Columns = {"input_ids": [], "offset_mapping": [], "assistant_masks": []}
+        for one in rendered:
+            ids, offsets = self.encode_rendered(one)
+            kept = slice(None) if truncation is None else truncation.slice(len(ids))
+            columns["input_ids"].append(ids[kept])
+            columns["offset_mapping"].append(offsets[kept])
+            columns["assistant_masks"].append(token_mask(offsets[kept], one.spans or []))
+        return columns
+
+    def render_chat(self, conversation: Sequence[Mapping[str, object]], **options: Any) -> Rendered:
         """Renders a conversation, and finds the special tokens in it that are text.
 
         Args:
-            conversation: see `apply_chat_template`, as are the others.
-            finds_spans: whether to find the `{% generation %}` blocks.
-            variables: further variables of the template.
+            conversation: see `apply_chat_template`.
+            options: those of `RenderOptions`.
 
         Returns:
             The text with the characters of blocks and of special tokens that are text; `encode_rendered` encodes it.
@@ -274,62 +449,12 @@ class Tokenizer(TextEncoder):
         Raises:
             TokenizerError: as `apply_chat_template`, or the template changes the text of a block.
         """
-        template = self._chosen_template(chat_template, tools)
-        messages, variables = normalized_messages(conversation), dict(variables or {})
-        self._refuse_unknown_variables(template, variables)
-        if continue_final_message and add_generation_prompt:
-            what, remedy = "given together with add_generation_prompt", "Continue the last message, or begin a new one."
-            raise TokenizerError(what, where="continue_final_message", remedy=remedy)
-        values: dict[str, Any] = {
-            "messages": messages,
-            "tools": None if tools is None else checked_objects(tools, "tools"),
-            "documents": None if documents is None else checked_objects(documents, "documents"),
-        }
-        if special_tokens not in get_args(SpecialTokens):
-            got, expected = repr(special_tokens), '"text" or "control"'
-            raise TokenizerError("unsupported value", where="special_tokens", got=got, expected=expected)
-        if special_tokens == "text":
-            values, variables = self.special_text.mark(values), self.special_text.mark(variables)
-        open_message = None
-        if continue_final_message:
-            open_message = OpenMessage(values["messages"], continue_final_message, template.source)
-            values["messages"] = open_message.messages
-        variables = {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt, **values}
-        spans = None
-        if finds_spans and template.has_generation_blocks:
-            text, spans = template.render_spans(variables)
-        else:
-            text = template.render(variables)
-        text = text if open_message is None else open_message.cut(text)
-        return self.special_text.unmark(text, spans) if special_tokens == "text" else Rendered(text, spans, None)
+        return self._rendered(conversation, RenderOptions(**options))
 
-    def _refuse_unknown_variables(self, template: ChatTemplate, variables: Mapping[str, object]) -> None:
-        """Raises TokenizerError if the template does not read a variable: it would have no effect."""
-        if not variables:
-            return
-        options = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
-        accepted = template.variables - {"messages", "tools", "documents", "add_generation_prompt"}
-        for name in variables:
-            if name not in accepted:
-                own = sorted(accepted - options - self.special_tokens.keys())
-                what = "neither an option nor a variable that the chat template reads"
-                expected = f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}"
-                remedy = did_you_mean(name, [*options, *own])
-                raise TokenizerError(what, where=name, expected=expected, remedy=remedy)
-
-    def _chosen_template(self, chat_template: str | None, tools: object) -> ChatTemplate:
-        name = chat_template
-        if name is None:
-            name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
-        if name in self.chat_templates:
-            return self.chat_templates[name]
-        if "{" in name:
-            return ChatTemplate(name, "the chat_template argument")
-        if not self.chat_templates and chat_template is None:
-            raise TokenizerError("the tokenizer has no chat template", where=self._where, remedy=_NO_TEMPLATE)
-        expected = f"one of {sorted(self.chat_templates)}" if self.chat_templates else None
-        what, remedy = f"there is no chat template named {name!r}", "Pass the source of a template as chat_template."
-        raise TokenizerError(what, where=self._where, expected=expected, remedy=remedy)
+    def _rendered(self, conversation: Sequence[Mapping[str, object]], options: RenderOptions) -> Rendered:
+        template = options.choose(self.chat_templates, self.backend.where)
+        check_variables(options.variables, template, self.special_tokens, CHAT_OPTIONS)
+        return render(conversation, options, template, self)
 
     # Decoding
 
@@ -343,16 +468,7 @@ class Tokenizer(TextEncoder):
         Raises:
             TokenizerError: `ids` is not a sequence of non-negative integers, or the text is too long.
         """
-        row = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-        if isinstance(row, Iterable) and not isinstance(row, str):
-            row = list(row)
-        if not (isinstance(row, list) and all(map(_is_integer, row[:1]))):
-            got, expected = reprlib.repr(ids), "a list or a 1-D tensor of integers"
-            what, remedy = "cannot decode these ids", "decode takes one row of ids, batch_decode takes several."
-            raise TokenizerError(what, where=self._where, got=got, expected=expected, remedy=remedy)
-        with reporting("cannot decode these ids", self._where, ids):
-            self._limits.check_tokens(map(self._backend.id_to_token, row), len(row))
-            return self._backend.decode(row, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(ids, skip_special_tokens)
 
     def batch_decode(
         self, sequences: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor, skip_special_tokens: bool = False
@@ -370,7 +486,7 @@ class Tokenizer(TextEncoder):
 
         They may be a part of a character. Those of a special token are its name. An id without a token has none.
         """
-        bytes_of, special = token_bytes(self._backend.decoder), frozenset(self.all_special_ids)
+        bytes_of, special = token_bytes(self.backend.library.decoder), frozenset(self.all_special_ids)
 
         def of(token_id: int) -> bytes:
             token = self.id_to_token(token_id)
@@ -392,11 +508,12 @@ class Tokenizer(TextEncoder):
     def stream(self, skip_special_tokens: bool = False, *, continues_text: bool = False) -> IncrementalDecoder:
         """Returns a decoder for ids that arrive one at a time; see `IncrementalDecoder`."""
         skipped_ids = self.all_special_ids if skip_special_tokens else ()
-        return IncrementalDecoder(self.id_to_token, self._backend.decoder, skipped_ids, continues_text=continues_text)
+        decoder = self.backend.library.decoder
+        return IncrementalDecoder(self.id_to_token, decoder, skipped_ids, continues_text=continues_text)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, SupportsIndex) and not getattr(value, "ndim", 0)
+CHAT_OPTIONS = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
+"""Names of the options of `apply_chat_template`, which variables of templates cannot have."""
 
 
 def _attribute(name: str, value: object) -> object:
@@ -406,3 +523,16 @@ def _attribute(name: str, value: object) -> object:
         where, got = f"Tokenizer.from_pretrained, argument {name}", repr(value)[:200]
         raise ConfigError("invalid value", where=where, got=got, expected=values.expected)
     return value
+
+
+def refuse_unknown(options: Mapping[str, object], accepted: Sequence[str], what: str) -> None:
+    """Raises TokenizerError for the first option that is not accepted."""
+    for name in options:
+        if name not in accepted:
+            remedy = did_you_mean(name, accepted)
+            expected = None if remedy else ", ".join(accepted)
+            raise TokenizerError(f"not an option of {what}", where=name, expected=expected, remedy=remedy)
+
+
+def _as_lists(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, Sequence) else value

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tokenizers
 from tokenizers import AddedToken
@@ -175,9 +175,7 @@ class TokenizerFiles:
         """Returns a side of tokenizer_config.json."""
         return checked_side(self.config.get(name, default), f"{self.where}/tokenizer_config.json: {name}")
 
-    def with_tokens(
-        self, added: Mapping[int, AddedToken], named: Mapping[str, str], extra: list[str]
-    ) -> dict[str, bytes]:
+    def with_tokens(self, added: Mapping[int, AddedToken], named: Mapping[str, str], extra: list[str]) -> Self:
         """Returns the files with other added and special tokens.
 
         Args:
@@ -197,7 +195,16 @@ class TokenizerFiles:
             if name != "tokenizer.json":
                 _set_special_tokens(entries, named, extra)
         encoded = {name: json.dumps(one, indent=2, ensure_ascii=False).encode() for name, one in changed.items()}
-        return {**self.contents, **encoded}
+        return type(self)({**self.contents, **encoded}, self.where)
+
+    def with_chat_template(self, source: str) -> Self:
+        """Returns the files with one chat template instead of all others."""
+        others = {name: content for name, content in self.contents.items() if not name.endswith(".jinja")}
+        return type(self)({**others, "chat_template.jinja": source.encode()}, self.where)
+
+    def without(self, name: str) -> Self:
+        """Returns the files but one."""
+        return type(self)({other: content for other, content in self.contents.items() if other != name}, self.where)
 
 
 def read_files(directory: Path) -> dict[str, bytes]:

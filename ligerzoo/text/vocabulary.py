@@ -8,9 +8,9 @@ import torch
 from tokenizers import AddedToken
 
 from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.text.backend import Backend
 from ligerzoo.text.special_text import SpecialText
-from ligerzoo.text.token_bound import TokenBound
-from ligerzoo.text.tokenizer_files import NAMED_TOKENS, TokenizerFiles, reporting
+from ligerzoo.text.tokenizer_files import NAMED_TOKENS, TokenizerFiles
 
 T = TypeVar("T")
 
@@ -60,6 +60,8 @@ class Vocabulary:
         files: see `Tokenizer`.
 
     Attributes:
+        backend: the rules of tokenizer.json, and its tokens.
+        files: the files with the changes so far, as `Tokenizer.save_pretrained` writes them.
         special_tokens, additional_special_tokens: see `Tokenizer`.
 
     Raises:
@@ -67,10 +69,7 @@ class Vocabulary:
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
-        self._files = {name: content for name, content in files.contents.items() if name != "config.json"}
-        self._where = files.where
-        self._backend, self._limits = files.backend()
-        self._bound: TokenBound | None = None
+        self.backend, self.files = Backend(files), files.without("config.json")
         self._special_text: SpecialText | None = None
         listed, named, extra = files.tokens()
         self._append_tokens(listed, [*named.values(), *extra])
@@ -96,43 +95,42 @@ class Vocabulary:
     @property
     def all_special_ids(self) -> list[int]:
         """The ids that `decode(..., skip_special_tokens=True)` leaves out, in ascending order."""
-        return [token_id for token_id, token in self._added_tokens().items() if token.special]
+        return [token_id for token_id, token in self.backend.added_tokens().items() if token.special]
 
     @property
     def all_special_tokens(self) -> list[str]:
         """The tokens of `all_special_ids`, in the same order."""
-        return [token.content for token in self._added_tokens().values() if token.special]
+        return [token.content for token in self.backend.added_tokens().values() if token.special]
 
     @property
     def special_text(self) -> SpecialText:
         """Encodes special tokens as text. The unknown token is left out: the model produces it for any text."""
         if self._special_text is None:
-            contents = {token_id: token.content for token_id, token in self._added_tokens().items() if token.special}
-            unknown = self.special_tokens.get("unk_token")
-            contents = {token_id: content for token_id, content in contents.items() if content != unknown}
-            self._special_text = SpecialText(self._backend, contents)
+            added, unknown = self.backend.added_tokens(), self.special_tokens.get("unk_token")
+            special = {token_id: token.content for token_id, token in added.items() if token.special}
+            contents = {token_id: content for token_id, content in special.items() if content != unknown}
+            self._special_text = SpecialText(self.backend.library, contents)
         return self._special_text
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens in the base vocabulary of tokenizer.json. `len` counts the added tokens too."""
-        return self._backend.get_vocab_size(with_added_tokens=False)
+        return self.backend.library.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self.backend.library.get_vocab_size(with_added_tokens=True)
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token, or None if the vocabulary does not contain it."""
-        return self._backend.token_to_id(token)
+        return self.backend.library.token_to_id(token)
 
     def id_to_token(self, token_id: SupportsIndex) -> str | None:
         """Returns the vocabulary's spelling of an id, or None if there is no such token."""
-        with reporting("cannot look up this id", self._where, token_id):
-            return self._backend.id_to_token(token_id.__index__())
+        return self.backend.id_to_token(token_id)
 
     def get_vocab(self) -> dict[str, int]:
         """Returns the ids of all tokens, added ones included."""
-        return self._backend.get_vocab(with_added_tokens=True)
+        return self.backend.library.get_vocab(with_added_tokens=True)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
         """Returns the id of a token, or the ids of several. Unknown tokens have `unk_token_id`, or else None."""
@@ -205,7 +203,7 @@ class Vocabulary:
             name: [token for token in value if str(token) not in kept] if name in lists else [value]
             for name, value in special_tokens_dict.items()
         }
-        added = self._add([token for listed in tokens.values() for token in listed], special=True)
+        added = self.backend.add([token for listed in tokens.values() for token in listed], special=True)
         named = {name: str(token) for name, token in special_tokens_dict.items() if name not in lists}
         self.special_tokens = {**self.special_tokens, **named}
         if extra := [token for name in lists for token in tokens.get(name, [])]:
@@ -229,28 +227,14 @@ class Vocabulary:
             TokenizerError: a token is not a string or an `AddedToken`, or is too long.
         """
         tokens = [new_tokens] if isinstance(new_tokens, str | AddedToken) else list(new_tokens)
-        added = self._add(tokens, special=special_tokens)
+        added = self.backend.add(tokens, special=special_tokens)
         self._update_files()
         return added
 
-    def _add(self, tokens: list[str | AddedToken], *, special: bool) -> int:
-        for token in tokens:
-            if not (isinstance(token, str | AddedToken) and str(token)):
-                got, expected = reprlib.repr(token), "a non-empty string or AddedToken"
-                raise TokenizerError("not a token", where=self._where, got=got, expected=expected)
-        present = [token.content for token in self._added_tokens().values()]
-        self._limits.check_added({*present, *map(str, tokens)})
-        with reporting("cannot add these tokens", self._where, tokens):
-            if not special:
-                return self._backend.add_tokens(tokens)
-            flags = {"normalized": False, "special": True}
-            marked = [token if isinstance(token, AddedToken) else AddedToken(token, **flags) for token in tokens]
-            return self._backend.add_special_tokens(marked)
-
     def _update_files(self) -> None:
-        self._bound = self._special_text = None
-        files, extra = TokenizerFiles(self._files, self._where), self.additional_special_tokens
-        self._files = files.with_tokens(self._added_tokens(), self.special_tokens, extra)
+        self._special_text = None
+        added, extra = self.backend.added_tokens(), self.additional_special_tokens
+        self.files = self.files.with_tokens(added, self.special_tokens, extra)
 
     def check_ids(self, ids: torch.Tensor | Sequence[int], vocab_size: int) -> None:
         """Raises TokenizerError if a token id has no row in the model's embedding.
@@ -270,14 +254,11 @@ class Vocabulary:
             what = "no such token" if token is None else f"the token {token!r} is not in the model's vocabulary"
             got, expected = f"id {largest}", f"an id below {vocab_size}, the rows of the model's embedding"
             remedy = "Use the tokenizer that the model was trained with, or remove this token from the text."
-            raise TokenizerError(what, where=self._where, got=got, expected=expected, remedy=remedy)
-
-    def _added_tokens(self) -> dict[int, AddedToken]:
-        return dict(sorted(self._backend.get_added_tokens_decoder().items()))
+            raise TokenizerError(what, where=self.backend.where, got=got, expected=expected, remedy=remedy)
 
     def _append_tokens(self, listed: list[AddedToken], special: list[AddedToken]) -> None:
         """Adds the tokens that tokenizer.json lacks, or has with other flags, at the next free ids."""
-        present = self._added_tokens().values()
+        present = self.backend.added_tokens().values()
         descriptions = {repr(token) for token in present}
         new = [token for token in listed if repr(token) not in descriptions]
         contents = {token.content for token in [*present, *new]}
@@ -285,6 +266,4 @@ class Vocabulary:
             if token.content not in contents:
                 new.append(token)
                 contents.add(token.content)
-        self._limits.check_added(contents)
-        with reporting("cannot add the tokens of this file", f"{self._where}/tokenizer_config.json"):
-            self._backend.add_tokens(new)
+        self.backend.add(new, where=f"{self.backend.where}/tokenizer_config.json")

@@ -9,6 +9,7 @@ import pytest
 from ligerzoo.errors import LigerzooError
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Chat
+from ligerzoo.text.backend import Backend
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data import open_data
 from tests.text.test_chat_template import write
@@ -152,7 +153,7 @@ def test_special_tokens_mean_the_same_in_the_server_and_in_training(encoder: Pro
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "_encode_all", None)
+    monkeypatch.setattr(Backend, "encode", None)
     monkeypatch.setattr(Tokenizer, "encode", None)
     text = "x" * 20_000
     chat = [{"role": "user", "content": text}]
