@@ -53,8 +53,10 @@ test-newest:
 	@PYTHON='$(PYTHON)' tools/install.sh '$(NEWEST)' test,integrations,serve newest
 	$(NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(CLIENTS)
 
+# An older Triton refuses code that a newer one compiles.
 test-oldest: $(OLDEST)/installed-oldest
 	$(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(CLIENTS)
+	$(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) --run-slow tests/kernels/test_compiling.py
 
 test-real: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -rs --run-real tests/real

@@ -143,8 +143,8 @@ class _OrderedProduct(FusedFunction):
 
 def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` that splits sums only where it is allowed."""
-    if not would_split(x, weight):
-        return F.linear(x, weight, bias)
+    if not would_split(x, weight) or not (bias is None or bias.shape == weight.shape[:1]):
+        return F.linear(x, weight, bias)  # which refuses a bias of another length: the kernel would read beyond it
     rows, shape = as_rows(x), (*x.shape[:-1], len(weight))
     if len(weight) <= _FEW_OUTPUTS or len(rows) == 1 or not _HAS_CUBLASLT:
         return _OrderedProduct.apply(rows, weight, bias).view(shape)

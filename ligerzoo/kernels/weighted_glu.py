@@ -65,7 +65,17 @@ def _expert_of(slots, slot):
 
 
 @kernel
-def _forward_kernel(hidden_ptr, slots, bias_ptr, active_ptr, n_cols, BLOCK: tl.constexpr, GATING: tl.constexpr):
+def _forward_kernel(
+    hidden_ptr,
+    slots,
+    bias_ptr,
+    active_ptr,
+    n_cols,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
     slot, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     row = tl.load(slots.rows + slot).to(tl.int64)
@@ -76,7 +86,7 @@ def _forward_kernel(hidden_ptr, slots, bias_ptr, active_ptr, n_cols, BLOCK: tl.c
         expert, exists = _expert_of(slots, slot)
         gate += tl.load(bias_ptr + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
         up += tl.load(bias_ptr + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-    active, _, _ = gate_and_up(gate, up, GATING[0], GATING[1], GATING[2], hidden_ptr.dtype.element_ty == tl.float32)
+    active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
     tl.store(active_ptr + row * n_cols + cols, (weight * active).to(active_ptr.dtype.element_ty), mask=mask)
 
 
@@ -91,7 +101,9 @@ def _backward_kernel(
     n_cols,
     n_outputs,
     BLOCK: tl.constexpr,
-    GATING: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(slots.rows + slot).to(tl.int64)
@@ -110,9 +122,7 @@ def _backward_kernel(
             up += tl.load(biases.gate_up + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(
                 tl.float32
             )
-        active, dgate, dup = gate_and_up(
-            gate, up, GATING[0], GATING[1], GATING[2], hidden_ptr.dtype.element_ty == tl.float32
-        )
+        active, dgate, dup = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
         dweight += dactive * active
         dactive *= weight
         tl.store(results.hidden + gate_cols, (dactive * dgate).to(results.hidden.dtype.element_ty), mask=mask)
@@ -157,7 +167,7 @@ def weighted_glu(
     active, block = hidden.new_empty((hidden.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
     slots = _Slots(expert_weights.contiguous(), rows, expert_ids.contiguous(), 0 if bias is None else len(bias))
     programs = hidden.shape[0] * cdiv(n_cols, block)
-    _forward_kernel[programs](hidden, slots, bias, active, n_cols, block, tuple(gating), num_warps=4)
+    _forward_kernel[programs](hidden, slots, bias, active, n_cols, block, *gating, num_warps=4)
     return active
 
 
@@ -188,6 +198,6 @@ def weighted_glu_backward(
     results = _Gradients(dhidden, dweights, active if needs_active else None)
     block = min(_MAX_BACKWARD_BLOCK, next_power_of_2(n_cols))
     _backward_kernel[n_rows](
-        dactive, dy_rows, hidden, slots, biases, results, n_cols, dy_rows.shape[1], block, tuple(gating), num_warps=1
+        dactive, dy_rows, hidden, slots, biases, results, n_cols, dy_rows.shape[1], block, *gating, num_warps=1
     )
     return dhidden, dweights, active

@@ -189,12 +189,6 @@ class _Numbers(NamedTuple):
     beta: float
 
 
-@jit
-def _row_of(side, row):
-    """The row's pointer, scale and softcap."""
-    return side.ptr + row * side.row_stride, side.scale, side.softcap
-
-
 @kernel
 def _forward_kernel(
     student, teacher, target_ptr, loss_ptr, statistics_ptr, numbers, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
@@ -204,7 +198,9 @@ def _forward_kernel(
         tl.store(loss_ptr + row, 0.0)
         tl.store(statistics_ptr + row * 6 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 6)
     else:
-        loss, normalizers, sums = _statistics(_row_of(student, row), _row_of(teacher, row), numbers, DIVERGENCE, BLOCK)
+        z = (student.ptr + row * student.row_stride, student.scale, student.softcap)
+        y = (teacher.ptr + row * teacher.row_stride, teacher.scale, teacher.softcap)
+        loss, normalizers, sums = _statistics(z, y, numbers, DIVERGENCE, BLOCK)
         tl.store(loss_ptr + row, loss)
         for i in tl.static_range(4):
             tl.store(statistics_ptr + row * 6 + i, normalizers[i])
@@ -220,7 +216,8 @@ def _backward_kernel(
     if tl.load(target_ptr + row) == numbers.ignore_index:
         _store_zeros(out_ptr + row * numbers.n_cols, numbers.n_cols, BLOCK)
     else:
-        z, y = _row_of(student, row), _row_of(teacher, row)
+        z = (student.ptr + row * student.row_stride, student.scale, student.softcap)
+        y = (teacher.ptr + row * teacher.row_stride, teacher.scale, teacher.softcap)
         dstudent_ptr = out_ptr + row * numbers.n_cols
         saved = saved_ptr + row * 6
         normalizers = (tl.load(saved), tl.load(saved + 1), tl.load(saved + 2), tl.load(saved + 3))
@@ -243,7 +240,8 @@ def _loss_and_gradient_kernel(
         tl.store(loss_ptr + row, 0.0)
         _store_zeros(out_ptr, numbers.n_cols, BLOCK)
     else:
-        z, y = _row_of(student, row), _row_of(teacher, row)
+        z = (student.ptr + row * student.row_stride, student.scale, student.softcap)
+        y = (teacher.ptr + row * teacher.row_stride, teacher.scale, teacher.softcap)
         loss, normalizers, sums = _statistics(z, y, numbers, DIVERGENCE, BLOCK)
         tl.store(loss_ptr + row, loss)
         tl.debug_barrier()  # all warps must have read the row before one overwrites a part of it
