@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.train.data_options import EncodingOptions, Packing, TrainAnswers
 from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, changeable, option
 from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
@@ -26,12 +27,13 @@ class SFTRunOptions(BatchOptions):
     method: Literal["sft", "pretrain"] = option(
         "sft trains completions and assistant turns, pretrain all tokens of texts", "sft"
     )
-    packing: Literal["auto", "separate", "whole", "none"] = option(
-        "auto: samples share rows without attending to each other, texts are concatenated; separate: texts attend to "
-        "themselves only; whole: texts are packed like samples; none: one sample in a row",
+    packing: Packing = option(
+        "auto: samples share rows without attending to each other, texts as with concatenate; concatenate: texts "
+        "attend to those before them in the row; separate: texts attend to themselves only; whole: texts are packed "
+        "like samples; none: one sample in a row",
         "auto",
     )
-    train_answers: Literal["all", "last"] = option("answers of a conversation that are trained", "all")
+    train_answers: TrainAnswers = option("answers of a conversation that are trained", "all")
     train_on_prompt: bool = option("also train the prompts of completions", False)
     capture: Literal["auto", "on", "off"] = changeable(
         "run steps of small models as CUDA graphs; on: of large ones too, or stop; off: run eagerly", "auto"
@@ -40,6 +42,10 @@ class SFTRunOptions(BatchOptions):
     def check_device(self, device_type: str) -> None:
         wrong = self.capture == "on" and device_type != "cuda"
         refuse_options((wrong, "option capture", "needs a GPU", f"device {device_type}"))
+
+    def encoding(self, embedding_rows: int) -> EncodingOptions:
+        encoding = super().encoding(embedding_rows)
+        return replace(encoding, train_answers=self.train_answers, train_on_prompt=self.train_on_prompt)
 
 
 def _given(options: RunOptions, names: Sequence[str]) -> dict[str, Any]:
@@ -199,6 +205,9 @@ class GRPORunOptions(RunOptions):
             expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
             raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
         self.loss()
+
+    def encoding(self, embedding_rows: int) -> EncodingOptions:
+        return replace(super().encoding(embedding_rows), seq_length=self.seq_length - self.max_new_tokens)
 
     def loss(self) -> GRPO:
         """Returns the loss. Raises ConfigError for an option that the variant does not use."""

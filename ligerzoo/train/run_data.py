@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -20,12 +21,14 @@ from ligerzoo.train.data import (
     PromptSample,
     Sample,
     SampleStream,
-    check_data,
     format_sample,
-    open_data,
 )
+from ligerzoo.train.data.batches import BatchArguments
+from ligerzoo.train.data.open import open_samples
+from ligerzoo.train.data.read_all import check_samples
 from ligerzoo.train.data.samples import AnySample
 from ligerzoo.train.data.stream import no_samples
+from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
 from ligerzoo.train.evaluation import Prompt, prompt_length, prompt_of
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.run_model import tokenizer_of
@@ -41,25 +44,26 @@ class RunSamples:
 
     Args:
         processor: the tokenizer; or the processor, for data with images.
+        model: the model, which may be on the meta device: tokens without a row in its embedding are errors.
         kind: kind of the records; "auto" for that of the first one: texts, completions or conversations.
-        encoding: further options of `open_data`.
     """
 
     def __init__(
-        self, options: RunOptions, processor: Processor | Tokenizer, kind: Kind | Literal["auto"], **encoding: Any
+        self, options: RunOptions, processor: Processor | Tokenizer, model: CausalLM, kind: Kind | Literal["auto"]
     ) -> None:
-        self._paths, self._seed, self._kind, self._processor = options.data, options.seed, kind, processor
+        self._paths, self._kind, self._processor = options.data, kind, processor
         self._tokenizer = tokenizer_of(processor)
-        self._encoding: dict[str, Any] = {"special_tokens": options.special_tokens, **encoding}
-        self._max_steps, self._epochs = options.max_steps, None if options.max_steps else options.epochs or 1
+        self._encoding, self._max_steps = options.encoding(model.input_vocab_size), options.max_steps
+        self._first_epoch = ReadOrder(seed=options.seed, epochs=1)
+        self._order = replace(self._first_epoch, epochs=None if options.max_steps else options.epochs or 1)
 
-    def samples(self, paths: tuple[str, ...], **given: Any) -> SampleStream:
-        """Returns the samples of files, in the order of the seed.
+    def samples(self, paths: tuple[str, ...], order: ReadOrder) -> SampleStream:
+        """Returns the samples of files.
 
         Raises:
             DataError: A file is missing, or its records are of a kind that the method does not train.
         """
-        stream = open_data(paths, self._kind, self._processor, seed=self._seed, **self._encoding, **given)
+        stream = open_samples(paths, self._kind, self._processor, self._encoding, order)
         if self._kind == "auto" and stream.kind in _METHODS:  # all completions would be trained, the rejected ones too
             what = f"records of kind {stream.kind!r} are for another method"
             expected, remedy = "text, prompt and completion, or messages", f"Use --method {_METHODS[stream.kind]}."
@@ -73,7 +77,7 @@ class RunSamples:
         Raises:
             DataError: The data has no samples.
         """
-        samples = list(islice(self.samples(self._paths, epochs=1), 3))
+        samples = list(islice(self.samples(self._paths, self._first_epoch), 3))
         if not samples:
             raise no_samples("option data")
         return samples
@@ -101,12 +105,12 @@ class RunSamples:
         return report
 
     def _check(self, paths: tuple[str, ...]) -> DataReport:
-        """Reads all data of files, see `check_data`.
+        """Reads all data of files, see `check_samples`.
 
         Raises:
             DataError: See `check` and `samples`.
         """
-        report = check_data(paths, self.samples(paths, epochs=1).kind, self._processor, **self._encoding)
+        report = check_samples(self.samples(paths, ONCE))
         report.raise_if_bad()
         return report
 
@@ -128,12 +132,9 @@ class RunData(RunSamples):
     """The data of a run that trains batches. All evaluation data is checked at once, not at the first evaluation.
 
     Args:
-        processor: the tokenizer; or the processor, for data with images.
-        model: the model, which may be on the meta device: tokens without a row in its embedding are errors.
-        kind: see `RunSamples`.
+        processor: see `RunSamples`, and so `model` and `kind`.
         pin_memory: whether batches are in pinned memory, to copy them to a GPU.
-        packing: "none" for a sample in each row; "separate" or "whole" see `PackedBatches`; "auto" for its default.
-        encoding: further options of `open_data`.
+        packing: how samples share rows.
 
     Attributes:
         per_step: micro-batches of a step.
@@ -152,60 +153,55 @@ class RunData(RunSamples):
         kind: Kind | Literal["auto"],
         *,
         pin_memory: bool,
-        packing: str = "auto",
-        **encoding: Any,
+        packing: Packing = "auto",
     ) -> None:
-        rows = model.input_vocab_size
-        encoding |= {"seq_length": options.seq_length, "too_long": options.too_long, "embedding_rows": rows}
-        super().__init__(options, processor, kind, **encoding)
-        self.per_step, self.accumulates = options.accumulate, options.accumulate > 1
-        self._eval_paths = options.eval_data
-        self._batch_size, self._seq_length = options.batch_size, options.seq_length
-        shared = partial(
-            PaddedBatches if packing == "none" else PackedBatches,
-            batch_size=options.batch_size,
-            pad_token_id=padding_token(self._tokenizer, rows),
-            rank=processes.rank(),
-            world_size=processes.world_size(),
-            pin_memory=pin_memory,
-        )
-        self._batches: Callable[..., PackedBatches | PaddedBatches] = shared
-        if packing != "none":
-            documents = "concatenate" if packing == "auto" else packing
-            end = self._tokenizer.eos_token_id if packing == "separate" else None
-            self._batches = partial(shared, seq_length=options.seq_length, documents=documents, eos_token_id=end)
+        super().__init__(options, processor, model, kind)
+        self.per_step, self.accumulates, self._packing = options.accumulate, options.accumulate > 1, packing
+        self._eval_paths, self._seq_length = options.eval_data, options.seq_length
+        self._shared: BatchArguments = {
+            "batch_size": options.batch_size,
+            "pad_token_id": padding_token(self._tokenizer, model.input_vocab_size),
+            "rank": processes.rank(),
+            "world_size": processes.world_size(),
+            "pin_memory": pin_memory,
+        }
         if options.eval_data:
             self._check(options.eval_data)
 
     def batches(
-        self, paths: tuple[str, ...], *, read_images: bool = True, **given: Any
+        self, paths: tuple[str, ...], order: ReadOrder, *, read_images: bool = True
     ) -> PackedBatches | PaddedBatches:
         """Returns the batches of this process."""
-        return self._batches(self.samples(paths, **given), read_images=read_images)
+        stream, shared = self.samples(paths, order), self._shared | {"read_images": read_images}
+        if self._packing == "none":
+            return PaddedBatches(stream, **shared)
+        length, end = self._seq_length, self._tokenizer.eos_token_id
+        return PackedBatches(stream, seq_length=length, documents=self._packing, eos_token_id=end, **shared)
 
     def training(self) -> PackedBatches | PaddedBatches:
         """Returns the batches that are trained."""
-        return self.batches(self._paths, epochs=self._epochs)
+        return self.batches(self._paths, self._order)
 
     def count_steps(self) -> int:
         """Returns the number of steps of the run; reads all data if it depends on that."""
-        return self._count_steps(self.batches(self._paths, epochs=self._epochs, read_images=False), self.per_step)
+        return self._count_steps(self.batches(self._paths, self._order, read_images=False), self.per_step)
 
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their positions."""
-        sizes, world = (self.per_step, self._batch_size, self._seq_length), processes.world_size()
+        sizes = self.per_step, self._shared["batch_size"], self._seq_length
+        world = processes.world_size()
         positions = world * math.prod(sizes)
         shape = " x ".join([*map(str, sizes), *([f"{world} processes"] if world > 1 else [])])
         return f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all"
 
     def once(self, paths: tuple[str, ...]) -> PackedBatches | PaddedBatches:
         """Returns all batches of files in their order, such as evaluation data."""
-        return self.batches(paths, epochs=1, shuffle=False)
+        return self.batches(paths, ONCE)
 
     def evaluation(self) -> tuple[PackedBatches | PaddedBatches, Iterator[Prompt]]:
         """Returns the batches of the evaluation data, and the prompts of its first two samples, with their images."""
         assert self._eval_paths is not None
-        stream = self.samples(self._eval_paths, epochs=1, shuffle=False)
+        stream = self.samples(self._eval_paths, ONCE)
         return self.once(self._eval_paths), (_prompt(sample, stream) for sample in islice(stream, 2))
 
     def _check(self, paths: tuple[str, ...]) -> DataReport:
@@ -228,19 +224,18 @@ class RunPrompts(RunSamples):
     """
 
     def __init__(self, options: GRPORunOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
-        length = options.seq_length - options.max_new_tokens
-        super().__init__(options, tokenizer, "prompt", seq_length=length, embedding_rows=model.input_vocab_size)
+        super().__init__(options, tokenizer, model, "prompt")
         self.per_step, self.accumulates, self._num_samples = options.prompts, True, options.num_samples
-        held_out: Any = self.samples(options.eval_data, epochs=1, shuffle=False) if options.eval_data else ()
+        held_out: Any = self.samples(options.eval_data, ONCE) if options.eval_data else ()
         self.held_out: list[PromptSample] = list(held_out)
 
     def first(self, count: int) -> list[PromptSample]:
         """Returns the first prompts of the training."""
-        return list(islice(cast("Iterator[PromptSample]", self.samples(self._paths, epochs=1)), count))
+        return list(islice(cast("Iterator[PromptSample]", self.samples(self._paths, self._first_epoch)), count))
 
     def training(self) -> SampleStream:
         """Returns the prompts that are trained."""
-        return self.samples(self._paths, epochs=self._epochs)
+        return self.samples(self._paths, self._order)
 
     def count_steps(self) -> int:
         """Returns the number of steps of the run; reads all data if it depends on that."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from ligerzoo.checks import one_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES
+from ligerzoo.train.data_options import EncodingOptions, TooLong
 from ligerzoo.train.options import (
     Budget,
     Count,
@@ -149,14 +150,18 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
     def check_device(self, device_type: str) -> None:
         """Raises ConfigError if an option needs another type of device."""
 
+    def encoding(self, embedding_rows: int) -> EncodingOptions:
+        """Returns how records become samples, for a model with this many tokens."""
+        return EncodingOptions(
+            seq_length=self.seq_length, special_tokens=self.special_tokens, embedding_rows=embedding_rows
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(RunOptions):
     """Batches."""
 
-    too_long: Literal["error", "truncate", "drop"] = option(
-        "what happens to samples of more than --seq-length tokens", "error"
-    )
+    too_long: TooLong = option("what happens to samples of more than --seq-length tokens", "error")
     accumulate: Count = option("micro-batches in a step, to train large batches in little memory", 1)
     lora_dropout: Fraction = option("dropout of the updates' inputs", 0.0)
     optimizer_in_backward: bool = option(
@@ -172,6 +177,9 @@ class BatchOptions(RunOptions):
             (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate 1",
              f"accumulate {self.accumulate}"),
         )  # fmt: skip
+
+    def encoding(self, embedding_rows: int) -> EncodingOptions:
+        return replace(super().encoding(embedding_rows), too_long=self.too_long)
 
 
 def refuse_options(*cases: tuple[Any, str, str, Any]) -> None:

@@ -27,6 +27,7 @@ from ligerzoo.train.data.batches import pack_best_fit, pack_concatenated, pack_p
 from ligerzoo.train.data.records import LineReader
 from ligerzoo.train.data.samples import Sample, Source, row_length
 from ligerzoo.train.data.stream import Order, Permutation, Position
+from ligerzoo.train.data_options import ONCE, ReadOrder
 from tests.models.tiny import Tiny
 from tests.models.zoo import TEXT_CHECKPOINTS
 from tests.train.data_helpers import chat, tokenizer, write_lines
@@ -68,7 +69,7 @@ def test_blocks_have_every_line_once(
     if not expected:
         return
     reader = LineReader(files, block_size=block, pool_size=pool)
-    order = Order(reader, kind="text", seed=1, shuffle=shuffle, epochs=1)
+    order = Order(reader, "text", ReadOrder(seed=1, shuffle=shuffle, epochs=1))
     records = list(order.records(Position()))
     assert sorted(record.data for _, record in records) == expected
     for _, record in records:
@@ -77,7 +78,7 @@ def test_blocks_have_every_line_once(
     for index, (position, _) in enumerate(records):
         assert [one for one, _ in order.records(position)] == [one for one, _ in records[index:]]
     joined = LineReader(files, block_size=block, joined=True)
-    in_order = Order(joined, kind="text", seed=0, shuffle=False, epochs=1)
+    in_order = Order(joined, "text", ONCE)
     documents = [record for _, record in in_order.records(Position())]
     assert sum(record.ends_document for record in documents) <= len(files)
     whole = b"".join(record.data + b"\n" * record.ends_document for record in documents)

@@ -11,9 +11,9 @@ import itertools
 import queue
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, Protocol, Required, Self, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, TrainedSample, as_state, from_state, row_length
 from ligerzoo.train.data.stream import Permutation, SampleStream
+from ligerzoo.train.data_options import Packing
 
 Row = list[TrainedSample]
 """Samples that share a row, one after the other."""
@@ -66,11 +67,6 @@ def pack_best_fit(samples: Sequence[TrainedSample], seq_length: int, is_last: bo
     return Packed(packed, [] if emptiest is None else [samples[index] for index in sorted(rows[emptiest])])
 
 
-def one_per_row(samples: Sequence[TrainedSample], is_last: bool) -> Packed:
-    """Returns each sample as a row."""
-    return Packed([[sample] for sample in samples], [])
-
-
 def pack_concatenated(samples: Sequence[TrainedSample], seq_length: int, is_last: bool) -> Packed:
     """Cuts the concatenation of all samples into rows that are full, except for the last row of the last window."""
     rows: list[Row] = [[]]
@@ -108,11 +104,6 @@ def pack_pieces(samples: Sequence[TrainedSample], seq_length: int, is_last: bool
 # Batches
 
 
-Documents = Literal["concatenate", "separate", "whole"]
-
-Pack = Callable[[Sequence[TrainedSample], bool], Packed]
-"""Packs the samples of a window into rows; also receives whether the window is the last one."""
-
 _PREFETCH = 4  # batches
 
 
@@ -143,32 +134,82 @@ class Batch:
     @property
     def images(self) -> int:
         """Number of images."""
-        return sum(len(segment.images) for row in self.rows for segment in _segments(row))
+        return sum(len(segment.images) for row in self.rows for segment in segments_of(row))
 
     @property
     def sources(self) -> list[str]:
         """The records of the batch, as `file:line`."""
         return [str(sample.source) for row in self.rows for sample in row]
 
+    def segments(self) -> Iterator[tuple[int, Sample]]:
+        """Yields each segment of packed rows, after the index of its first token in the flattened rows."""
+        length = self.inputs["input_ids"].shape[1]
+        for index, row in enumerate(self.rows):
+            first = index * length
+            for segment in segments_of(row):
+                yield first, segment
+                first += len(segment.input_ids)
 
-Layout = Callable[[list[Row]], tuple[list[list[Sample]], int]]
-"""Returns the segments of each row of a batch, and the tokens T of a row."""
+
+class Layout(NamedTuple):
+    """The segments of each row of a batch, and the tokens T of a row."""
+
+    rows: list[list[Sample]]
+    length: int
 
 
-@dataclass(frozen=True)
-class _Producer:
-    """Makes batches, in the thread of `_Batches`; does not refer to it. See the arguments of the classes below."""
+class RowRule(Protocol):
+    """How samples become rows, and rows tensors.
 
-    stream: SampleStream
-    batch_size: int
-    pad_token_id: int
-    pack: Pack
-    window: int  # tokens
-    layout: Layout
+    Attributes:
+        window: number of tokens that are packed together.
+    """
+
+    @property
+    def window(self) -> int: ...
+
+    def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
+        """Packs the samples of a window, which may be the last one."""
+
+    def layout(self, rows: list[Row]) -> Layout:
+        """Returns what the rows of a batch are as tensors."""
+
+
+class BatchArguments(TypedDict, total=False):
+    """The arguments that `PackedBatches` and `PaddedBatches` share."""
+
+    batch_size: Required[int]
+    pad_token_id: Required[int]
     rank: int
     world_size: int
     pin_memory: bool
-    images: SampleImages | None
+    read_images: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Producer:
+    """Makes batches, in the thread of `_Batches`; does not refer to it. See the arguments of `PackedBatches`."""
+
+    stream: SampleStream
+    rule: RowRule
+    batch_size: int
+    pad_token_id: int
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+    read_images: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stream.kind == "prompt":
+            raise DataError("prompts have no labels", where="stream", got="kind 'prompt'", expected="another kind")
+        if self.batch_size < 1 or not 0 <= self.rank < self.world_size:
+            got = f"batch_size={self.batch_size}, rank={self.rank}, world_size={self.world_size}"
+            raise DataError("invalid batches", where="batch_size, rank and world_size", got=got)
+
+    @property
+    def images(self) -> SampleImages | None:
+        """Reads the images."""
+        return self.stream.images if self.read_images else None
 
     def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yields batches, each with the position after it."""
@@ -185,14 +226,14 @@ class _Producer:
         while not is_last:
             start = {"stream": self.stream.state_dict(), "rest": [as_state(sample) for sample in rest]}
             samples, tokens = list(rest), sum(map(row_length, rest))
-            while tokens < self.window and not is_last:
+            while tokens < self.rule.window and not is_last:
                 if (sample := next(self.stream, None)) is None:
                     is_last = True
                     break
                 assert not isinstance(sample, PromptSample)
                 samples.append(sample)
                 tokens += row_length(sample)
-            packed = self.pack(samples, is_last)
+            packed = self.rule.pack(samples, is_last)
             for index in range(taken, len(packed.rows)):
                 yield packed.rows[index], {**start, "rows": index + 1}
             taken, rest = 0, packed.rest
@@ -206,7 +247,7 @@ class _Producer:
         Raises:
             DataError: nothing is trained, although there are samples.
         """
-        layout, length = self.layout(rows)
+        layout, length = self.rule.layout(rows)
         batch = collate(rows, layout, length, self.pad_token_id, self.images)
         if self.images is not None and not batch.images and (other := _first_with_image(rows_of_step)) is not None:
             layout, length = [*layout, [other]], max(length, len(other.input_ids))
@@ -261,11 +302,6 @@ class _Batches:
     """Iterates over batches, which another thread prepares, and keeps the position."""
 
     def __init__(self, producer: _Producer) -> None:
-        if producer.stream.kind == "prompt":
-            raise DataError("prompts have no labels", where="stream", got="kind 'prompt'", expected="another kind")
-        if producer.batch_size < 1 or not 0 <= producer.rank < producer.world_size:
-            got = f"batch_size={producer.batch_size}, rank={producer.rank}, world_size={producer.world_size}"
-            raise DataError("invalid batches", where="batch_size, rank and world_size", got=got)
         self._producer = producer
         self._state: dict[str, Any] = {"stream": producer.stream.state_dict(), "rest": [], "rows": 0}
         self._batches: Background[tuple[Batch, dict[str, Any]]] | None = None
@@ -303,6 +339,50 @@ class _Batches:
             self._batches = None
 
 
+@dataclass(frozen=True)
+class _PackedRows:
+    """Rows of `seq_length` tokens that samples share, see `PackedBatches`.
+
+    Attributes:
+        texts: how texts are packed; None for samples of other kinds.
+    """
+
+    seq_length: int
+    window: int
+    texts: Packing | None
+    eos_token_id: int | None
+
+    def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
+        pack_rows = {None: pack_best_fit, "whole": pack_pieces}.get(self.texts, pack_concatenated)
+        return pack_rows(samples, self.seq_length, is_last)
+
+    def layout(self, rows: list[Row]) -> Layout:
+        segments = list(map(segments_of, rows))
+        if self.texts in ("auto", "concatenate"):
+            segments = [[_joined(row)] if row else [] for row in segments]
+        elif self.texts == "separate":
+            segments = [[piece for one in row for piece in _cut_after(one, self.eos_token_id)] for row in segments]
+        return Layout(segments, self.seq_length)
+
+
+@dataclass(frozen=True)
+class _PaddedRows:
+    """A sample in each row, or each sequence of a pair, see `PaddedBatches`."""
+
+    pad_to_multiple_of: int
+    window: int = 1
+
+    def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
+        return Packed([[sample] for sample in samples], [])
+
+    def layout(self, rows: list[Row]) -> Layout:
+        columns = itertools.zip_longest(*map(segments_of, rows))
+        segments: list[list[Sample]] = [[one] if one is not None else [] for column in columns for one in column]
+        length = max((len(one.input_ids) for row in segments for one in row), default=1)
+        multiple = self.pad_to_multiple_of
+        return Layout(segments or [[] for _ in rows], -(-length // multiple) * multiple)
+
+
 class PackedBatches(_Batches):
     """Batches of rows that several samples share; a sample attends to itself only.
 
@@ -311,9 +391,9 @@ class PackedBatches(_Batches):
         batch_size: B, rows of this process.
         seq_length: T, tokens of a row.
         pad_token_id: fills the end of a row; any token.
-        documents: how kind "text" is packed. "concatenate": documents follow each other, and rows are cut from them;
-            tokens attend to earlier documents of their row. "separate": the same rows, but tokens attend to their own
-            document only. "whole": packed like other kinds; documents longer than a row are cut.
+        documents: how kind "text" is packed. "concatenate" or "auto": documents follow each other, and rows are cut
+            from them; tokens attend to earlier documents of their row. "separate": the same rows, but tokens attend to
+            their own document only. "whole": packed like other kinds; documents longer than a row are cut.
         eos_token_id: for "separate" with token files: the token after which the next document begins.
         window_rows: number of rows that are packed together. More rows need less padding, but the first batch comes
             later. None for 2**19 tokens, and 8 to 256 rows.
@@ -331,39 +411,17 @@ class PackedBatches(_Batches):
         self,
         stream: SampleStream,
         *,
-        batch_size: int,
         seq_length: int,
-        pad_token_id: int,
-        documents: Documents = "concatenate",
+        documents: Packing = "auto",
         eos_token_id: int | None = None,
         window_rows: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        pin_memory: bool = False,
-        read_images: bool = True,
+        **shared: Unpack[BatchArguments],
     ) -> None:
-        if documents not in get_args(Documents):
-            expected = ", ".join(get_args(Documents))
-            raise DataError("unsupported value", where="documents", got=repr(documents), expected=expected)
-        mode = documents if stream.kind == "text" else None
-        pack_rows = {None: pack_best_fit, "whole": pack_pieces}.get(mode, pack_concatenated)
-
-        def pack(samples: Sequence[TrainedSample], is_last: bool) -> Packed:
-            return pack_rows(samples, seq_length, is_last)
-
-        def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
-            segments = list(map(_segments, rows))
-            if mode == "concatenate":
-                segments = [[_joined(row)] if row else [] for row in segments]
-            elif mode == "separate":
-                segments = [[piece for one in row for piece in _cut_after(one, eos_token_id)] for row in segments]
-            return segments, seq_length
-
+        if documents not in (accepted := [name for name in get_args(Packing) if name != "none"]):
+            raise DataError("unsupported value", where="documents", got=repr(documents), expected=", ".join(accepted))
         window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
-        images = stream.images if read_images else None
-        super().__init__(
-            _Producer(stream, batch_size, pad_token_id, pack, window, layout, rank, world_size, pin_memory, images)
-        )
+        rule = _PackedRows(seq_length, window, documents if stream.kind == "text" else None, eos_token_id)
+        super().__init__(_Producer(stream=stream, rule=rule, **shared))
 
 
 class PaddedBatches(_Batches):
@@ -389,33 +447,20 @@ class PaddedBatches(_Batches):
         self,
         stream: SampleStream,
         *,
-        batch_size: int,
-        pad_token_id: int,
         pad_to_multiple_of: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        pin_memory: bool = False,
-        read_images: bool = True,
+        **shared: Unpack[BatchArguments],
     ) -> None:
-        def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
-            columns = itertools.zip_longest(*map(_segments, rows))
-            segments: list[list[Sample]] = [[one] if one is not None else [] for column in columns for one in column]
-            length = max((len(one.input_ids) for row in segments for one in row), default=1)
-            return segments or [[] for _ in rows], -(-length // pad_to_multiple_of) * pad_to_multiple_of
-
-        images = stream.images if read_images else None
-        super().__init__(
-            _Producer(stream, batch_size, pad_token_id, one_per_row, 1, layout, rank, world_size, pin_memory, images)
-        )
+        super().__init__(_Producer(stream=stream, rule=_PaddedRows(pad_to_multiple_of), **shared))
 
 
-def _segments(row: Row) -> list[Sample]:
+def segments_of(row: Sequence[TrainedSample]) -> list[Sample]:
+    """Returns the segments of the samples of a row."""
     return [segment for sample in row for segment in sample.segments]
 
 
 def _first_with_image(rows: Sequence[Row]) -> Sample | None:
     """Returns the beginning of the first sample with images, up to the end of one image and without labels."""
-    for segment in itertools.chain.from_iterable(map(_segments, rows)):
+    for segment in itertools.chain.from_iterable(map(segments_of, rows)):
         if segment.images:
             short = segment.cut(segment.images[0].last)
             return replace(short, labels=[UNTRAINED] * len(short.labels))

@@ -15,36 +15,18 @@ from __future__ import annotations
 import threading
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ligerzoo.errors import DataError, TokenizerError, quote
 from ligerzoo.text.messages import Messages, trying_text_arguments
 from ligerzoo.text.rendered import Edit, Rendered, Span
-from ligerzoo.text.special_text import SpecialTokens, encode_continuation, token_mask
+from ligerzoo.text.special_text import encode_continuation, token_mask
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.fields import TRAINED, TemplateFields
 from ligerzoo.train.data.images import ImageEncoder
 from ligerzoo.train.data.samples import UNTRAINED, ImageTokens, Sample, Source
-
-TooLong = Literal["error", "truncate", "drop"]
-TrainAnswers = Literal["all", "last"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodingOptions:
-    """How records become samples. See `open_data`."""
-
-    seq_length: int
-    too_long: TooLong = "error"
-    train_on_prompt: bool = False
-    train_answers: TrainAnswers = "all"
-    end_of_answer: str | None = None
-    special_tokens: SpecialTokens = "text"
-    chat_template: str | None = None
-    template_variables: Mapping[str, object] = field(default_factory=dict)
-    eos_token_id: int | None = None
+from ligerzoo.train.data_options import EncodingOptions
 
 
 @dataclass

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
-from ligerzoo.checks import AT_LEAST_1, Values, integer, one_of
-from ligerzoo.errors import DataError, did_you_mean
+from ligerzoo.checks import AT_LEAST_1, one_of
+from ligerzoo.errors import DataError
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.encoding import EncodingOptions, TooLong, TrainAnswers
 from ligerzoo.train.data.fields import KINDS, Fields, Kind, parse_json_line, parse_row, parse_text, record_kind
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
 from ligerzoo.train.data.records import (
@@ -29,6 +27,7 @@ from ligerzoo.train.data.sample_encoder import SampleEncoder, encode_tokens
 from ligerzoo.train.data.samples import Source, naming
 from ligerzoo.train.data.stream import Order, Position, SampleStream
 from ligerzoo.train.data.token_files import TokenReader
+from ligerzoo.train.data_options import ONCE, EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_option
 from ligerzoo.vision.processor import Processor
 
 TextUnit = Literal["file", "line"]
@@ -94,7 +93,7 @@ def open_data(
             value. While the stream is used: a record is malformed or too long; the error names its file and line.
         TokenizerError: the tokenizer has no end-of-sequence token.
     """
-    options = EncodingOptions(
+    encoding = EncodingOptions(
         seq_length=seq_length,
         too_long=too_long,
         train_on_prompt=train_on_prompt,
@@ -104,27 +103,34 @@ def open_data(
         chat_template=chat_template,
         template_variables=template_variables or {},
         eos_token_id=eos_token_id,
+        embedding_rows=embedding_rows,
     )
-    for name, value, choices in (
-        ("kind", kind, ("auto", *KINDS)),
-        ("too_long", too_long, get_args(TooLong)),
-        ("train_answers", train_answers, get_args(TrainAnswers)),
-        ("special_tokens", special_tokens, get_args(SpecialTokens)),
-        ("text_unit", text_unit, get_args(TextUnit)),
-    ):
-        _check_option(name, value, one_of(choices))
-    _check_option("seq_length", seq_length, integer(2))
-    _check_option("workers", workers, AT_LEAST_1)
-    _check_option("epochs", 1 if epochs is None else epochs, AT_LEAST_1)
+    order = ReadOrder(seed=seed, shuffle=shuffle, epochs=epochs)
+    return open_samples(data, kind, tokenizer, encoding, order, workers=workers, text_unit=text_unit)
+
+
+def open_samples(
+    data: object,
+    kind: Kind | Literal["auto"],
+    tokenizer: Tokenizer | Processor,
+    encoding: EncodingOptions,
+    order: ReadOrder,
+    *,
+    workers: int = 1,
+    text_unit: TextUnit = "file",
+) -> SampleStream:
+    """Opens training data as a stream of samples, see `open_data`."""
+    check_option("kind", kind, one_of(("auto", *KINDS)))
+    check_option("text_unit", text_unit, one_of(get_args(TextUnit)))
+    check_option("workers", workers, AT_LEAST_1)
     processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
-    ids = len(tokenizer) if embedding_rows is None else min(len(tokenizer), embedding_rows)
-    reader, parse = open_records(data, ReadOptions(seq_length, ids, text_unit))
-    kind = _check_kind(reader, parse, kind)
-    order = Order(reader, kind=kind, seed=seed, shuffle=shuffle, epochs=epochs)
+    ids = len(tokenizer) if encoding.embedding_rows is None else min(len(tokenizer), encoding.embedding_rows)
+    reader, parse = open_records(data, ReadOptions(encoding.seq_length, ids, text_unit))
+    records = Order(reader, _check_kind(reader, parse, kind), order)
     if parse is None:
-        return SampleStream(order, encode_tokens, identity={"seq_length": seq_length}, workers=workers)
+        return SampleStream(records, encode_tokens, identity={"seq_length": encoding.seq_length}, workers=workers)
     fields, image_encoder = parse, None if processor is None else ImageEncoder(processor)
-    encoder = SampleEncoder(kind, tokenizer, options, image_encoder, embedding_rows)
+    encoder = SampleEncoder(records.kind, tokenizer, encoding, image_encoder)
 
     def images_of_record(source: Source) -> list[object]:
         record = reader.read_again(source)
@@ -133,9 +139,9 @@ def open_data(
             return [] if found is None else encoder.images_of(found)
 
     return SampleStream(
-        order,
+        records,
         partial(encoder.encode, parse=fields),
-        identity=asdict(options),
+        identity=encoding.identity,
         workers=workers,
         images=None if processor is None else SampleImages(processor, images_of_record),
     )
@@ -222,16 +228,10 @@ def read_fields(reader: RecordReader, parse: Parse) -> Iterator[tuple[Source, Fi
     Raises:
         DataError: a record cannot be read.
     """
-    for _, record in Order(reader, kind="text", seed=0, shuffle=False, epochs=1).records(Position()):
+    for _, record in Order(reader, "text", ONCE).records(Position()):
         if isinstance(record, DataError):
             raise record
         with naming(record.source):
             fields = parse(record.data)
         if fields is not None:
             yield record.source, fields
-
-
-def _check_option(name: str, value: object, values: Values) -> None:
-    if not values.accepts(value):
-        remedy = did_you_mean(str(value), values.choices)
-        raise DataError("unsupported value", where=name, got=repr(value), expected=values.expected, remedy=remedy)

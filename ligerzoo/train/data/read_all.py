@@ -23,6 +23,7 @@ from ligerzoo.train.data.fields import (
 )
 from ligerzoo.train.data.open import ReadOptions, open_data, open_records, read_fields
 from ligerzoo.train.data.samples import AnySample, Sample, naming
+from ligerzoo.train.data.stream import SampleStream
 from ligerzoo.train.data.token_files import TokenWriter
 from ligerzoo.vision.processor import Processor
 
@@ -106,6 +107,11 @@ def check_data(
         DataError: the data cannot be opened at all; see `open_data`.
     """
     stream = open_data(data, kind, tokenizer, **{**options, "shuffle": False, "epochs": 1})
+    return check_samples(stream, progress=progress)
+
+
+def check_samples(stream: SampleStream, *, progress: bool | None = None) -> DataReport:
+    """Reads all samples of a stream that ends, see `check_data`."""
     report = DataReport(stream.kind)
     is_hidden = None if progress is None else not progress
     with tqdm(stream.results(), "checking data", unit=" records", disable=is_hidden) as results:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ligerzoo.errors import DataError, quote
 from ligerzoo.text.messages import Messages
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.encoding import ChatEncoder, EncodingOptions, RecordConversation, RecordTextEncoder
+from ligerzoo.train.data.encoding import ChatEncoder, RecordConversation, RecordTextEncoder
 from ligerzoo.train.data.fields import (
     Fields,
     Kind,
@@ -33,6 +33,7 @@ from ligerzoo.train.data.samples import (
     naming,
     row_length,
 )
+from ligerzoo.train.data_options import EncodingOptions
 
 Result = list[AnySample] | DataError
 """The samples of a record, or its error."""
@@ -44,7 +45,6 @@ class SampleEncoder:
     Args:
         kind: the kind of the records.
         images: encodes images; None for text only.
-        embedding_rows: samples with tokens from this one on are errors; None for no limit.
 
     Raises:
         TokenizerError: the samples need an end-of-sequence token, which the tokenizer lacks, or `end_of_answer` is not
@@ -57,10 +57,9 @@ class SampleEncoder:
         tokenizer: Tokenizer,
         options: EncodingOptions,
         images: ImageEncoder | None = None,
-        embedding_rows: int | None = None,
     ) -> None:
         self._kind, self._tokenizer, self._options, self._images = kind, tokenizer, options, images
-        self._encoder, self._embedding_rows = RecordTextEncoder(tokenizer, options), embedding_rows
+        self._encoder = RecordTextEncoder(tokenizer, options)
         self._chat = ChatEncoder(self._encoder, options, images)
         if kind != "prompt":
             _ = self._encoder.eos  # raises before the training begins
@@ -201,9 +200,9 @@ class SampleEncoder:
 
     def _check_tokens(self, samples: Sequence[AnySample]) -> None:
         """Raises TokenizerError for a token without a row in the model's embedding."""
-        if self._embedding_rows is not None:
+        if (rows := self._options.embedding_rows) is not None:
             for segment in (segment for sample in samples for segment in sample.segments):
-                self._tokenizer.check_ids(segment.input_ids, self._embedding_rows)
+                self._tokenizer.check_ids(segment.input_ids, rows)
 
 
 _PAIR = ("chosen", "rejected")

@@ -27,6 +27,7 @@ from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.records import Record, RecordReader
 from ligerzoo.train.data.sample_encoder import Result
 from ligerzoo.train.data.samples import AnySample
+from ligerzoo.train.data_options import ReadOrder
 
 _CHUNK = 16  # records that a thread encodes at once
 
@@ -52,9 +53,7 @@ class Order:
 
     Args:
         kind: their kind.
-        seed: selects the order.
-        shuffle: whether the order is random. Otherwise it is that of the files.
-        epochs: how often all records are read, each time in another order; None for no end.
+        options: the order, and how often all records are read.
 
     Attributes:
         kind: as given.
@@ -62,9 +61,10 @@ class Order:
         names: the names of the files, or "data".
     """
 
-    def __init__(self, reader: RecordReader, *, kind: Kind, seed: int, shuffle: bool, epochs: int | None) -> None:
-        self._reader, self._seed, self._shuffle, self._epochs = reader, seed, shuffle, epochs
-        self.kind, self.identity = kind, {**reader.identity, "kind": kind, "seed": seed, "shuffle": shuffle}
+    def __init__(self, reader: RecordReader, kind: Kind, options: ReadOrder) -> None:
+        self._reader, self._seed, self._shuffle, self._epochs = reader, options.seed, options.shuffle, options.epochs
+        self.kind = kind
+        self.identity = {**reader.identity, "kind": kind, "seed": options.seed, "shuffle": options.shuffle}
         self.names = ", ".join(name for name, *_ in reader.identity.get("files", ())) or "data"
         self._pools = -(-reader.num_blocks // reader.blocks_per_pool)
 

@@ -31,8 +31,6 @@ def main(options: SFTRunOptions) -> int:
             "text" if is_new else "auto",
             pin_memory=run.device.type == "cuda",
             packing=options.packing,
-            train_answers=options.train_answers,
-            train_on_prompt=options.train_on_prompt,
         )
         run.prepare(data)
         if options.dry_run:
