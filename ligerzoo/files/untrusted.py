@@ -53,7 +53,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     content = read_bytes(path)
     try:
-        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique)
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_entries)
     except (ValueError, RecursionError) as error:
         raise malformed(path, "JSON", error) from error
     if not isinstance(value, dict):
@@ -162,13 +162,21 @@ def malformed(path: Path, kind: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"not a valid {kind} file", where=path, got=got, remedy=remedy)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = {}
-    for key, item in pairs:
-        if key in value:
-            raise ValueError(f"duplicate key {key!r}")
-        value[key] = item
-    return value
+class RepeatedKeyError(ValueError):
+    """An object of JSON has two entries with the same key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"duplicate key {key!r}")
+        self.key = key
+
+
+def unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the entries of an object of JSON, as `object_pairs_hook`. Raises RepeatedKeyError."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        last = {key: index for index, (key, _) in enumerate(pairs)}
+        raise RepeatedKeyError(next(key for index, (key, _) in enumerate(pairs) if last[key] != index))
+    return entries
 
 
 def remedy_for(names: Sequence[str], *, is_given: bool = False) -> str | None:

@@ -117,10 +117,9 @@ def evaluate_method(
 
 def prompt_of(sample: Sample) -> list[int]:
     """Returns the tokens before the first trained one; of a sample that is trained from its start, the first half."""
-    return sample.input_ids[: prompt_length(sample)][-PROMPT_TOKENS:]
+    return sample.input_ids[: continued_length(sample)][-PROMPT_TOKENS:]
 
 
-def prompt_length(sample: Sample) -> int:
-    """Returns the number of tokens of the prompt of a sample, see `prompt_of`."""
-    first = next((index for index, label in enumerate(sample.labels) if label != -100), len(sample.labels))
-    return first if first > 1 else max(1, len(sample.input_ids) // 2)
+def continued_length(sample: Sample) -> int:
+    """Returns the number of tokens of a sample that are continued, see `prompt_of`."""
+    return sample.prompt_length if sample.prompt_length > 1 else max(1, len(sample.input_ids) // 2)

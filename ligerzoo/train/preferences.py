@@ -12,7 +12,7 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.losses import model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.data.batches import Batch, collate, pack_best_fit
+from ligerzoo.train.data.batches import Batch, collate, pack_best_fit, segments_of
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample, row_length
 from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.run import Run
@@ -32,18 +32,13 @@ def sequences_of(batch: Batch) -> Tensor:
         (N, L) int64: for each sequence the indices b T + t of the tokens that predict its trained tokens, then -1. The
         chosen sequences of all pairs come first, then the rejected ones; completions without pairs are in order.
     """
-    length = batch.inputs["labels"].shape[1]
-    parts: tuple[list[Tensor], list[Tensor]] = [], []
-    for index, row in enumerate(batch.rows):
-        first = index * length
-        for sample in row:
-            for part, segment in zip(parts, sample.segments, strict=False):
-                is_trained = torch.tensor(segment.labels[1:]) != UNTRAINED
-                part.append(first + is_trained.nonzero()[:, 0])
-                first += len(segment.input_ids)
-    sequences = [sequence for part in parts for sequence in part]
-    if not sequences:
+    found = [
+        first + (torch.tensor(segment.labels[1:]) != UNTRAINED).nonzero()[:, 0] for first, segment in batch.segments()
+    ]
+    if not found:
         return torch.zeros(0, 0, dtype=torch.int64)
+    per_sample = len(found) // len(samples_of([batch]))
+    sequences = [sequence for part in range(per_sample) for sequence in found[part::per_sample]]
     return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1)
 
 
@@ -83,21 +78,14 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     rows = pack_best_fit(crossed, length, is_last=True).rows
     count = max(processes.gather(-(-len(rows) // n_rows)))
     groups = [rows[first : first + n_rows] or [[]] for first in range(0, count * n_rows, n_rows)]
-    return [
-        collate(group, [[segment for sample in row for segment in sample.segments] for row in group], length, 0)
-        for group in groups
-    ]
+    return [collate(group, list(map(segments_of, group)), length, 0) for group in groups]
 
 
 def _with_completion(prompt: Sample, other: Sample) -> Sample:
     """Returns the prompt of a sample with the completion of another one."""
-    end, start = _prompt_length(prompt), _prompt_length(other)
+    end, start = prompt.prompt_length, other.prompt_length
     ids = prompt.input_ids[:end] + other.input_ids[start:]
     return Sample(ids, [UNTRAINED] * end + other.labels[start:], prompt.source)
-
-
-def _prompt_length(sample: Sample) -> int:
-    return next(index for index, label in enumerate(sample.labels) if label != UNTRAINED)
 
 
 class Reference:

@@ -29,7 +29,7 @@ from ligerzoo.train.data.read_all import check_samples
 from ligerzoo.train.data.samples import AnySample
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
-from ligerzoo.train.evaluation import Prompt, prompt_length, prompt_of
+from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.run_model import tokenizer_of
 from ligerzoo.train.run_options import BatchOptions, RunOptions
@@ -251,7 +251,7 @@ def _prompt(sample: AnySample, stream: SampleStream) -> Prompt:
     assert not isinstance(sample, PromptSample)
     segment = sample.segments[0]
     if segment.images and stream.images is not None:
-        return stream.images.prompt(segment.cut(prompt_length(segment)))
+        return stream.images.prompt(segment.cut(continued_length(segment)))
     return prompt_of(segment)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -218,18 +218,7 @@ def _score_segments(model: CausalLM, batch: Batch, lengths: Tensor) -> NDArray[n
     out = model(**inputs, objective=scores, output_router_logits=False)
     per_token: NDArray[np.float64] = out.details.flatten(0, 1).cpu().numpy()
     # Index t scores the prediction of token t + 1, so the last index of a segment is 0; padding is 0, too.
-    return np.add.reduceat(per_token, list(_starts(batch)))
-
-
-def _starts(batch: Batch) -> Iterator[int]:
-    """Yields the first token of each segment, in the flattened batch."""
-    length = batch.inputs["input_ids"].shape[1]
-    for index, row in enumerate(batch.rows):
-        start = index * length
-        for sample in row:
-            for segment in sample.segments:
-                yield start
-                start += len(segment.input_ids)
+    return np.add.reduceat(per_token, [first for first, _ in batch.segments()])
 
 
 def _refuse_non_finite(sums: Sums, sample: TrainedSample) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
-from ligerzoo.text.messages import Messages, with_parsed_arguments
+from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
+from ligerzoo.text.messages import REASONING_FIELDS, Messages, with_parsed_arguments
 from ligerzoo.train.data.samples import naming
 from ligerzoo.vision.messages import normalize_part
 
@@ -42,8 +43,7 @@ FIELDS: dict[Kind, _Names] = {
 """The required and optional fields of each kind. A record is of the first kind whose required fields it has."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *_REASONING)
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_FIELDS)
 
 
 # Records
@@ -84,8 +84,8 @@ def parse_json_line(data: bytes) -> Fields | None:
     except json.JSONDecodeError as error:
         near = quote(text[max(0, error.pos - 20) : error.pos + 20])
         raise DataError(f"broken JSON: {error.msg}", got=f"{near} at column {error.colno}") from error
-    except _RepeatedKeyError as error:
-        raise DataError(f"the key {quote(error.args[0])} occurs twice in one object") from error
+    except RepeatedKeyError as error:
+        raise DataError(f"the key {quote(error.key)} occurs twice in one object") from error
     except (RecursionError, ValueError) as error:
         raise DataError(f"broken JSON: {error}") from error
     if "\\u" in text:  # only escapes can produce these characters
@@ -106,19 +106,7 @@ def _decoded(data: bytes) -> str:
     return text
 
 
-class _RepeatedKeyError(Exception):
-    """An object has two entries with the same key."""
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        last = {key: index for index, (key, _) in enumerate(pairs)}
-        raise _RepeatedKeyError(next(key for index, (key, _) in enumerate(pairs) if last[key] != index))
-    return entries
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_entries)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

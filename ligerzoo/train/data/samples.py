@@ -125,6 +125,11 @@ class Sample:
         """Number of tokens that the loss counts. The first token has no prediction."""
         return len(self.labels) - self.labels.count(UNTRAINED) - (self.labels[:1] not in ([], [UNTRAINED]))
 
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first one with a label."""
+        return next((index for index, label in enumerate(self.labels) if label != UNTRAINED), len(self.labels))
+
     def cut(self, length: int) -> Sample:
         """Returns the first `length` tokens, or fewer: an image is kept as a whole or removed."""
         kept = tuple(image for image in self.images if image.last <= length)
