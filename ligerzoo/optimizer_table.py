@@ -7,7 +7,7 @@ the memory plan and the checks before training read the table.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ligerzoo.errors import LigerzooError, did_you_mean
@@ -21,11 +21,12 @@ class OptimizerRow(NamedTuple):
 
     Attributes:
         maker: the function that makes it, FILE:NAME in `ligerzoo.train.optimizers`. Its arguments are `params`, `lr`,
-            `betas`, `eps`, `weight_decay`, and the options of the optimizer. None if only its memory is known.
+            `betas`, `eps`, `weight_decay`, and the options of the optimizer. None if its memory can be predicted only.
         tensors: states of the dtype of the parameter.
         quantized: bytes per number of quantized states. An optimizer that has some updates whole weights only.
         temporaries: bytes per number of the parameter that is updated; torchao has both moments in fp32.
-        groups: the function that returns the parameter groups of a model, given the weight decay.
+        groups: the function that returns the parameter groups of a model, given the weight decay. A group whose entry
+            "muon" is False has the states of AdamW.
     """
 
     maker: str | None
@@ -40,8 +41,8 @@ OPTIMIZERS = {
     "adamw-8bit": OptimizerRow("low_bit:adamw_8bit", 0, 2 * (1 + _SCALES[0]), 2 * 4),
     "adamw-4bit": OptimizerRow("low_bit:adamw_4bit", 0, 2 * (0.5 + _SCALES[1]), 2 * 4),
     "adamw-fp8": OptimizerRow("fp8_adamw:Fp8AdamW", 0, 2 * (1 + _SCALES[0])),
-    "muon": OptimizerRow("muon:Muon", 1, groups="muon:muon_groups"),  # AdamW updates vectors, embeddings and heads
-    "sgd": OptimizerRow(None),
+    "muon": OptimizerRow("muon:Muon", 1, groups="muon:muon_groups"),
+    "sgd": OptimizerRow(None),  # of torch, in a loop of your own
 }
 
 OPTIMIZER_NAMES = tuple(name for name, row in OPTIMIZERS.items() if row.maker)
@@ -58,11 +59,11 @@ def imported(function: str) -> Callable[..., Any]:
     return found
 
 
-def check_optimizer(optimizer: str, gpus: int = 1) -> None:
+def check_optimizer(optimizer: str, gpus: int = 1, names: Collection[str] = OPTIMIZERS) -> None:
     """Raises LigerzooError if an optimizer is unknown, or cannot update weights that this many GPUs share."""
-    if optimizer not in OPTIMIZERS:
-        got, expected, remedy = repr(optimizer), ", ".join(OPTIMIZERS), did_you_mean(optimizer, OPTIMIZERS)
+    if optimizer not in names:
+        got, expected, remedy = repr(optimizer), ", ".join(names), did_you_mean(optimizer, names)
         raise LigerzooError("unknown optimizer", where="optimizer", got=got, expected=expected, remedy=remedy)
     if gpus > 1 and optimizer in LOW_BIT:
-        expected = ", ".join(name for name in OPTIMIZERS if name not in LOW_BIT)
+        expected = ", ".join(name for name in names if name not in LOW_BIT)
         raise LigerzooError("cannot update sharded weights", where="optimizer", got=optimizer, expected=expected)

@@ -18,6 +18,7 @@ from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.layers import Decoder
 from ligerzoo.layers.capture import capture_obstacle, never_reads_values
 from ligerzoo.layers.plain import is_plain_tensor
+from ligerzoo.train.optimizers.clipped_step import steps_in_backward
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer
 
 _NUMBERS = (int, float, bool, str, NoneType)
@@ -52,11 +53,6 @@ def reason_against_model(model: nn.Module, *, trusts_layers: bool) -> str | None
 def _reason_against_device(parameters: Iterable[Tensor]) -> str | None:
     devices = {parameter.device for parameter in parameters}
     return None if len(devices) == 1 and devices.pop().type == "cuda" else "the model is not on one GPU"
-
-
-def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether a hook runs when the gradient is complete, as that of an optimizer in backward."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _reason_against_module(module: nn.Module, trusts_layers: bool) -> str | None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
 from typing import Literal, get_args
 
 import torch
@@ -28,15 +27,16 @@ from ligerzoo.checks import AT_LEAST_1, POSITIVE, check, check_optional, one_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
 from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segments
+from ligerzoo.models.output import CausalLMOutput
 from ligerzoo.tensor_checks import check_num_items
 from ligerzoo.train.capturable import (
     reason_against_inputs,
     reason_against_model,
     reason_against_optimizer,
     state_of,
-    steps_in_backward,
 )
-from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm
+from ligerzoo.train.optimizers import SkipNonFinite
+from ligerzoo.train.optimizers.clipped_step import ClippedStep
 
 Capture = Literal["auto", "on", "off"]
 
@@ -57,11 +57,16 @@ Larger ones gain nothing, and a graph keeps the memory of their activations."""
 
 def language_model_loss(model: nn.Module, inputs: Inputs, num_items: Tensor | None, micro_batches: int) -> Tensor:
     """Returns a micro-batch's part of the loss of a step: the cross entropy, and the mean load-balancing loss."""
-    out = model(**inputs, num_items_in_batch=num_items)
+    return part_of_loss(model, model(**inputs, num_items_in_batch=num_items), micro_batches)
+
+
+def part_of_loss(model: nn.Module, out: CausalLMOutput, micro_batches: int) -> Tensor:
+    """Returns the loss of a micro-batch with its share of the load-balancing loss, whose mean the step has."""
+    assert out.loss is not None
     if out.aux_loss is None or micro_batches == 1:
-        return out.loss  # type: ignore[no-any-return]
+        return out.loss
     # the whole one is in the loss of each micro-batch
-    return out.loss - (1 - 1 / micro_batches) * model.aux_loss_weight * out.aux_loss  # type: ignore[operator, no-any-return]
+    return out.loss - (1 - 1 / micro_batches) * model.aux_loss_weight * out.aux_loss  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,8 @@ class CapturedStep:
 
     Args:
         model: the model.
-        optimizer: of `make_optimizer`, or of torch with `fused=True`. The update of others runs eagerly.
+        optimizer: of `make_optimizer`, or of torch with `fused=True`. The update of others runs eagerly. Or what
+            follows backward as a whole, such as the `OptimizerStep` of a run; it has its own `max_norm` and `skip`.
         max_norm: norm to which the gradients are clipped; None for no clipping.
         skip: skips updates whose gradients are infinite or NaN.
         compute_loss: the loss of a micro-batch, see `ComputeLoss`. Default: `language_model_loss`.
@@ -175,7 +181,7 @@ class CapturedStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | ClippedStep,
         *,
         max_norm: float | None = None,
         skip: SkipNonFinite | None = None,
@@ -187,7 +193,13 @@ class CapturedStep:
         check("CapturedStep", one_of(get_args(Capture)), capture=capture)
         check_optional("CapturedStep", POSITIVE, max_norm=max_norm)
         check("CapturedStep", AT_LEAST_1, max_shapes=max_shapes)
-        self._model, self._optimizer, self._max_norm, self._skip = model, optimizer, max_norm, skip
+        if isinstance(optimizer, ClippedStep):
+            if max_norm is not None or skip is not None:
+                raise ValueError("CapturedStep: got max_norm or skip; expected None, since the given step has its own")
+            self._step = optimizer
+        else:
+            self._step = ClippedStep(model, optimizer, max_norm, skip)
+        self._model, self._optimizer = model, self._step.optimizer
         self._compute_loss, self._autocast, self._capture = compute_loss, autocast, capture
         self._max_shapes = max_shapes
         self._device = next(model.parameters()).device
@@ -239,7 +251,8 @@ class CapturedStep:
             else:
                 self._run_eagerly(step)
                 self._eager_steps[step.signature] += 1
-        return self._loss.clone(), self._norm.clone() if self._has_norm else None
+        self._step.finish()
+        return self._loss.clone(), self._norm.clone() if self._step.has_norm else None
 
     def release(self) -> None:
         """Frees the graphs and their memory. Later steps are captured again."""
@@ -302,7 +315,7 @@ class CapturedStep:
     def _forward_backward(self, inputs: Inputs, num_items: Tensor | None, step: _StepInputs, *, is_first: bool) -> None:
         """Adds a micro-batch's gradients and loss to those of the ones before."""
         if is_first:
-            self._drop_gradients()
+            self._step.drop_gradients()
         with assuming_inputs(step.properties), self._autocasting():
             loss = self._compute_loss(self._model, inputs, num_items, len(step.batches))
         if not loss.requires_grad:
@@ -318,27 +331,9 @@ class CapturedStep:
             self._loss.add_(loss.detach())
 
     def _update(self) -> None:
-        """Clips the gradients, updates the parameters and drops the gradients."""
-        if self._has_norm:
-            norm = clip_grad_norm(self._parameters(), self._max_norm)
+        """Updates the parameters and drops the gradients."""
+        if (norm := self._step.update()) is not None:
             self._norm.copy_(norm)
-            if self._skip is not None:
-                self._skip(norm)
-        self._optimizer.step()
-        self._drop_gradients()
-
-    @property
-    def _has_norm(self) -> bool:
-        """Whether gradients exist after backward: not with an optimizer in backward, which also skips by itself."""
-        return self._max_norm is not None or not any(map(steps_in_backward, self._parameters()))
-
-    def _parameters(self) -> list[nn.Parameter]:
-        groups = (group["params"] for group in self._optimizer.param_groups)
-        return list(dict.fromkeys(chain(self._model.parameters(), *groups)))
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
 
     def _autocasting(self) -> AbstractContextManager[object]:
         if self._autocast is None:
@@ -370,7 +365,7 @@ class CapturedStep:
                 with _capturable(self._optimizer):
                     graphs.update, _ = capture_graph(self._update, pool)
             else:
-                graphs.gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
+                graphs.gradients = {p: p.grad for p in self._step.parameters if p.grad is not None}
         except RuntimeError as error:
             self.reason = self._failures[key] = f"capturing failed: {str(error).partition(chr(10))[0]}"
             if self._capture == "on":
@@ -380,7 +375,7 @@ class CapturedStep:
             )
             return
         finally:
-            self._drop_gradients()
+            self._step.drop_gradients()
         self._graphs[key] = graphs
 
     def _replay(self, graphs: _Graphs, step: _StepInputs) -> None:

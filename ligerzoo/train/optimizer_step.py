@@ -6,19 +6,18 @@ import contextlib
 import warnings
 
 import torch
-from torch import Tensor
 
 from ligerzoo.models import CausalLM
 from ligerzoo.train.optimizers import (
     EMA,
     SkipNonFinite,
     StepInBackward,
-    clip_grad_norm,
     make_optimizer,
     schedule,
     set_lr,
     share_unchanged,
 )
+from ligerzoo.train.optimizers.clipped_step import ClippedStep
 from ligerzoo.train.run_options import RunOptions
 
 
@@ -56,8 +55,8 @@ def describe_update(options: RunOptions, model: CausalLM) -> str:
     return f"{options.optimizer} with {'stochastic rounding' if is_stochastic else 'rounding to the nearest'}"
 
 
-class OptimizerStep:
-    """Updates the weights of a model, as the options of a run describe it.
+class OptimizerStep(ClippedStep):
+    """Updates the weights of a model and their averages, as the options of a run describe it.
 
         optimizer_step = OptimizerStep(model, options, steps)
         for step in range(1, steps + 1):
@@ -75,19 +74,20 @@ class OptimizerStep:
         lr: learning rate of the step.
     """
 
+    skip: SkipNonFinite
+
     def __init__(self, model: CausalLM, options: RunOptions, steps: int) -> None:
-        self._model, self._options = model, options
+        self._options = options
         self._factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
         is_stochastic = rounds_stochastically(options, model)
         lr, decay = options.lr, options.weight_decay
-        self.optimizer = make_optimizer(
+        optimizer = make_optimizer(
             model, options.optimizer, lr=lr, weight_decay=decay, stochastic_rounding=is_stochastic
         )
-        warn_of_rounding(self.optimizer, options.lr)
-        self.skip = SkipNonFinite(self.optimizer)
-        self.is_in_backward: bool = getattr(options, "optimizer_in_backward", False)
-        if self.is_in_backward:
-            StepInBackward(self.optimizer, self.skip)
+        warn_of_rounding(optimizer, options.lr)
+        super().__init__(model, optimizer, options.max_grad_norm or None, SkipNonFinite(optimizer))
+        if options.updates_in_backward:
+            StepInBackward(optimizer, self.skip)
         self.ema = None if options.ema is None else EMA(model, options.ema)
         self.lr = options.lr
 
@@ -97,23 +97,8 @@ class OptimizerStep:
         self.lr = self._options.lr * factor
         set_lr(self.optimizer, factor)
 
-    def __call__(self) -> Tensor | None:
-        """Clips the gradients, updates the weights and their averages, and drops the gradients.
-
-        Returns:
-            The norm of the gradients before clipping, 0-d; None if backward has updated the weights.
-        """
-        norm = None
-        if not self.is_in_backward:
-            norm = clip_grad_norm(self._model.parameters(), self._options.max_grad_norm or None)
-            self.skip(norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.average()
-        return norm
-
-    def average(self) -> None:
-        """Adds the weights to their averages, if there are any. `__call__` does it, too."""
+    def finish(self) -> None:
+        """Adds the weights to their averages, if there are any."""
         if self.ema is not None:
             self.ema.update()
 

@@ -11,16 +11,15 @@ import torch
 from ligerzoo import Tokenizer
 from ligerzoo.adapters import add_lora, freeze_all_but
 from ligerzoo.device import hint_of_dtype
-from ligerzoo.errors import ConfigError, quote
+from ligerzoo.errors import ConfigError
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.models import CausalLM
-from ligerzoo.optimizer_table import check_optimizer
+from ligerzoo.optimizer_table import OPTIMIZER_NAMES, check_optimizer
 from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, shard_model
 from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
-from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
@@ -145,7 +144,7 @@ def check_model(model: CausalLM, optimizer: str) -> None:
     """
     check_dtype(model)
     check_tied_weights(model)
-    check_optimizer(optimizer, processes.world_size())
+    check_optimizer(optimizer, processes.world_size(), OPTIMIZER_NAMES)
 
 
 def check_dtype(model: CausalLM) -> None:
@@ -195,55 +194,6 @@ def open_trained_model(
     return model
 
 
-def load_teacher(options: DistillRunOptions, student: CausalLM, *, device: torch.device) -> CausalLM:
-    """Loads the teacher of a run without gradients. Several processes shard it.
-
-    Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,
-    which no token of a common tokenizer has, are removed.
-
-    Args:
-        student: the student, whose tokenizer has been compared by `check_same_tokens`.
-
-    Raises:
-        ConfigError: The student's vocabulary is larger.
-    """
-    expected = student.config.vocab_size
-
-    def shrink(model: CausalLM) -> None:
-        if model.config.vocab_size > expected:
-            model.resize_token_embeddings(expected)
-
-    teacher, param_dtype = options.teacher, compute_dtype(options)
-    model = open_model(teacher, dtype=options.dtype, device=device, adapt=shrink, param_dtype=param_dtype)
-    size = model.config.vocab_size
-    if size < expected:
-        what = "the teacher's vocabulary is smaller than the student's"
-        remedy = f"Resize the student first: model.resize_token_embeddings({size})."
-        raise ConfigError(what, where=f"teacher {teacher}", got=f"vocab_size {size}", expected=expected, remedy=remedy)
-    return model.requires_grad_(False).eval()
-
-
-def check_same_tokens(student: Tokenizer, teacher: str) -> None:
-    """Refuses a teacher with other tokens than the student's: their distributions could not be compared.
-
-    Args:
-        student: the student's tokenizer.
-        teacher: checkpoint of the teacher.
-
-    Raises:
-        ConfigError: A token id means different texts, or only one of them has it.
-    """
-    both = student, Tokenizer.from_pretrained(teacher)
-    own, other = ({index: token for token, index in one.get_vocab().items()} for one in both)
-    different = sorted(index for index in own.keys() | other.keys() if own.get(index) != other.get(index))
-    if different:
-        first = different[0]
-        got, expected = (quote(one[first]) if first in one else "no token" for one in (other, own))
-        what = f"the teacher has another vocabulary than the student: {len(different):,} token ids differ"
-        remedy = "Choose a teacher with the student's tokenizer, such as a larger model of its family."
-        raise ConfigError(what, where=f"teacher {teacher}, token {first}", got=got, expected=expected, remedy=remedy)
-
-
 def open_reference(options: RunOptions, device: torch.device) -> CausalLM:
     """Loads MODEL as it was before the run, frozen."""
     dtypes = {"dtype": options.dtype, "param_dtype": compute_dtype(options)}
@@ -259,7 +209,7 @@ def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
     """Returns what changes the model before it is sharded: adapters are added, or parts are frozen. None: nothing."""
     if options.lora_rank is not None:
         rank, alpha = options.lora_rank, options.lora_alpha or 2 * options.lora_rank
-        dropout = getattr(options, "lora_dropout", 0.0)
+        dropout = options.adapter_dropout
         return lambda model: add_lora(model, rank, alpha, options.lora_targets, dropout=dropout, dora=options.dora)
     if options.train_only is not None:
         parts = options.train_only

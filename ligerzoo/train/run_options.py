@@ -130,7 +130,7 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
     def __post_init__(self) -> None:
         check_options(self)
         recomputes = self.mixed_precision or self.activation_checkpointing
-        adapter_options = self.lora_alpha, getattr(self, "lora_dropout", None), self.lora_targets, self.dora
+        adapter_options = self.lora_alpha, self.adapter_dropout, self.lora_targets, self.dora
         refuse_options(
             (self.max_steps and self.epochs, "options max_steps and epochs", "only one of them may be given", None),
             (self.mixed_precision and self.dtype != "float32", "option mixed_precision", "needs dtype float32",
@@ -149,6 +149,16 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
 
     def check_device(self, device_type: str) -> None:
         """Raises ConfigError if an option needs another type of device."""
+
+    @property
+    def adapter_dropout(self) -> float:
+        """Dropout of the inputs of adapters."""
+        return 0.0
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether weights are updated in backward."""
+        return False
 
     def encoding(self, embedding_rows: int) -> EncodingOptions:
         """Returns how records become samples, for a model with this many tokens."""
@@ -177,6 +187,14 @@ class BatchOptions(RunOptions):
             (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate 1",
              f"accumulate {self.accumulate}"),
         )  # fmt: skip
+
+    @property
+    def adapter_dropout(self) -> float:
+        return self.lora_dropout
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.optimizer_in_backward
 
     def encoding(self, embedding_rows: int) -> EncodingOptions:
         return replace(super().encoding(embedding_rows), too_long=self.too_long)

@@ -1,6 +1,7 @@
 """Captured training steps: the bits of an eager loop, and what cannot be captured. Graphs are a stand-in on a CPU."""
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,16 @@ from ligerzoo.kernels import dispatch
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.train import captured_step
 from ligerzoo.train.captured_step import CapturedStep
-from ligerzoo.train.optimizers import SkipNonFinite, StepInBackward, clip_grad_norm, make_optimizer, schedule, set_lr
+from ligerzoo.train.optimizers import (
+    SkipNonFinite,
+    StepInBackward,
+    clip_grad_norm,
+    clipped_step,
+    make_optimizer,
+    schedule,
+    set_lr,
+)
+from ligerzoo.train.optimizers.clipped_step import ClippedStep
 from tests.covering import representatives
 from tests.train.graphs import RecordedGraph, replace_graphs
 
@@ -139,6 +149,25 @@ def test_captured_steps_have_the_bits_of_a_plain_loop(case: str, graphs: list[Re
     assert trained[0][1] == trained[1][1]
     assert_same_weights(trained[1][0], trained[0][0])
     assert all(parameter.grad is None for parameter in trained[1][0].parameters())
+
+
+def test_what_follows_an_update_runs_once_a_step(graphs: list[RecordedGraph]) -> None:
+    """Also in the step that captures the update, and in those that replay it."""
+    finished: list[Tensor] = []
+
+    class Finished(ClippedStep):
+        def finish(self) -> None:
+            finished.append(next(model.parameters()).detach().clone())
+
+    model = new_model()
+    optimizer = make_optimizer(model, lr=1e-2)
+    step = CapturedStep(model, Finished(model, optimizer, 0.5, SkipNonFinite(optimizer)))
+    train_captured(step, optimizer, in_steps(random_batches(5), 1))
+    assert len(graphs) == 2
+    assert len(finished) == 5
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(finished))
+    with pytest.raises(ValueError, match="CapturedStep: got max_norm or skip; expected None"):
+        CapturedStep(model, Finished(model, optimizer, 0.5, None), max_norm=1.0)
 
 
 def train_both(
@@ -367,7 +396,7 @@ def test_ctrl_c_in_a_capture_leaves_the_model_usable(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(captured_step, "clip_grad_norm", interrupt)
+        patch.setattr(clipped_step, "clip_grad_norm", interrupt)
         with pytest.raises(KeyboardInterrupt):
             step(batches[2])
     assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))

@@ -9,8 +9,9 @@ import torch
 
 from ligerzoo import AutoModel, adapters, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
-from ligerzoo.train import captured_step, processes
+from ligerzoo.train import processes
 from ligerzoo.train.log import read_log
+from ligerzoo.train.optimizers import clipped_step
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_model import check_model
 from ligerzoo.train.run_state import checkpoints
@@ -139,7 +140,7 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(
 def test_skipped_steps_are_logged_and_change_nothing(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    clip, calls = captured_step.clip_grad_norm, []
+    clip, calls = clipped_step.clip_grad_norm, []
 
     def clip_and_break(parameters: Any, max_norm: float) -> torch.Tensor:
         calls.append(1)
@@ -148,7 +149,7 @@ def test_skipped_steps_are_logged_and_change_nothing(
             parameters[0].grad.fill_(value)
         return clip(parameters, max_norm)
 
-    monkeypatch.setattr(captured_step, "clip_grad_norm", clip_and_break)
+    monkeypatch.setattr(clipped_step, "clip_grad_norm", clip_and_break)
     with pytest.warns(UserWarning, match=rf"step 3, {data}:\d+.*: gradients are not finite, so the update is skipped"):
         output = run(options(checkpoint, data, tmp_path / "run", save_every=1, max_steps=3))
     entries = read_log(output / "log.jsonl")
@@ -162,7 +163,7 @@ def test_skipped_steps_are_logged_and_change_nothing(
 def test_many_skipped_steps_stop_the_run(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_step, "clip_grad_norm", lambda parameters, max_norm: torch.tensor(torch.inf))
+    monkeypatch.setattr(clipped_step, "clip_grad_norm", lambda parameters, max_norm: torch.tensor(torch.inf))
     with (
         pytest.warns(UserWarning, match="the update is skipped"),
         pytest.raises(LigerzooError, match=r"step 10, .*the gradients of 10 steps in a row are not finite"),

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ligerzoo.losses import LossOutput
 from ligerzoo.train.data import Batch
+from ligerzoo.train.distillation import check_same_tokens, load_teacher
 from ligerzoo.train.evaluation import evaluate_method
 from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
 from ligerzoo.train.options import run_script
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
-from ligerzoo.train.run_model import check_same_tokens, load_teacher
 
 DEFAULTS: dict[str, Any] = {}
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ligerzoo.train.captured_step import CapturedStep
+from torch import Tensor, nn
+
+from ligerzoo.train.captured_step import CapturedStep, Inputs, part_of_loss
 from ligerzoo.train.evaluation import evaluate_loss
 from ligerzoo.train.methods import SFTRunOptions
 from ligerzoo.train.options import run_script
@@ -18,6 +20,12 @@ from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
 
 DEFAULTS: dict[str, Any] = {}
+
+
+def loss_of(model: nn.Module, inputs: Inputs, num_items: Tensor | None, micro_batches: int) -> Tensor:
+    """The forward: a micro-batch's part of the loss of a step, the sum of the cross entropy over `num_items` tokens."""
+    out = model(**inputs, num_items_in_batch=num_items)
+    return part_of_loss(model, out, micro_batches)  # of experts, also the mean load-balancing loss
 
 
 def main(options: SFTRunOptions) -> int:
@@ -37,18 +45,12 @@ def main(options: SFTRunOptions) -> int:
             return 0
         model = run.open_model()
         train_step = CapturedStep(
-            model,
-            run.optimizer_step.optimizer,
-            max_norm=options.max_grad_norm or None,
-            skip=run.optimizer_step.skip,
-            capture=options.capture,
-            autocast=run.compute_dtype,
+            model, run.optimizer_step, compute_loss=loss_of, capture=options.capture, autocast=run.compute_dtype
         )
 
         for step in run.steps(lambda: evaluate_loss(model, run.tokenizer, *data.evaluation())):
-            # forward and backward of each micro-batch, clipping, and the optimizer's update
+            # `loss_of` and backward of each micro-batch; then `run.optimizer_step` clips and updates
             loss, norm = train_step([batch.inputs for batch in step.batches], step.num_items)
-            run.optimizer_step.average()
             step.log(loss=loss, grad_norm=norm)
     return run.exit_code
 
