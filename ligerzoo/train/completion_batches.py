@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -128,11 +128,27 @@ def completion_logps(model: CausalLM, batch: CompletionBatch, *, temperature: fl
     return details
 
 
+class PolicyBatch(NamedTuple):
+    """A batch, and what updates with it do not change.
+
+    Attributes:
+        batch: the batch.
+        constants: arguments of `ligerzoo.losses.GRPO`: `advantages` (S,), and (S, L) `old_logps` and, if they are
+            needed, `correction` and `ref_logps`.
+        metrics: "sampler_difference", if it is known: the mean absolute difference of log-probabilities between the
+            model and sampling.
+    """
+
+    batch: CompletionBatch
+    constants: dict[str, Tensor]
+    metrics: dict[str, Tensor]
+
+
 @torch.no_grad()
-def policy_constants(
+def policy_batch(
     model: CausalLM, batch: CompletionBatch, *, recomputes: bool, reference: CausalLM | None, temperature: float = 1.0
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the constants of a policy gradient, before the first update with a batch.
+) -> PolicyBatch:
+    """Returns a batch with the constants of a policy gradient, before the first update.
 
     Args:
         model: the model that trains.
@@ -140,11 +156,6 @@ def policy_constants(
             their difference from those of sampling. Otherwise they are those of sampling.
         reference: the model before training, without adapters that it has; None without a KL term.
         temperature: that of sampling.
-
-    Returns:
-        Arguments of `ligerzoo.losses.GRPO`: `advantages` (S,), and (S, L) `old_logps` and, if they are needed,
-        `correction` and `ref_logps`. And metrics: "sampler_difference", if it is known, is the mean absolute difference
-        of log-probabilities between the model and sampling.
     """
     sampler_logps, mask = batch.sampler_logps.to(model.device), batch.targets.to(model.device) != UNTRAINED
     given = {"advantages": batch.advantages.to(model.device), "old_logps": sampler_logps}
@@ -157,7 +168,7 @@ def policy_constants(
     if reference is not None:
         with adapters_disabled(reference):
             given["ref_logps"] = completion_logps(reference, batch, temperature=temperature)
-    return given, metrics
+    return PolicyBatch(batch, given, metrics)
 
 
 def completion_loss(

@@ -57,8 +57,8 @@ def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) ->
     """Averages the metrics of micro-batches over a step. All processes must call it with the same metrics.
 
     Args:
-        parts: the metrics of each micro-batch, 0-d. Those of KTO are weighted by its "count/chosen" and
-            "count/rejected".
+        parts: the metrics of each micro-batch, 0-d. The mean of "NAME/GROUP" is weighted by "count/GROUP", if that is
+            a metric; counts are added up.
         sizes: number of samples or tokens of each micro-batch; the weights of other metrics.
     """
     if not parts or not parts[0]:
@@ -72,13 +72,10 @@ def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) ->
         weighted.append(values.sum() if name == count else (values * weight).sum())
         weights.append(weight.sum())
     sums = processes.mean(torch.stack([torch.stack(weighted), torch.stack(weights).double()])) * processes.world_size()
-    means = {
+    return {
         name: total if name.startswith("count/") else total / weight.clamp(min=1)
         for name, total, weight in zip(parts[0], *sums, strict=True)
     }
-    if "count/chosen" in means:
-        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
-    return means
 
 
 def mean_of(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

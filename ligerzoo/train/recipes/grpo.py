@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,15 @@ from torch import Tensor
 
 from ligerzoo.losses import LossOutput
 from ligerzoo.losses.policy import VARIANTS
+from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.completion_batches import CompletionBatch, completion_loss, pack_completions, policy_constants
+from ligerzoo.train.completion_batches import (
+    CompletionBatch,
+    PolicyBatch,
+    completion_loss,
+    pack_completions,
+    policy_batch,
+)
 from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
@@ -34,7 +40,6 @@ DEFAULTS: dict[str, Any] = {}
 
 def main(options: GRPORunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    loss_function = options.loss()
     with Run(options) as run:
         reward = RewardFunction(options.reward)
         data = RunPrompts(options, run.tokenizer, run.meta_model)
@@ -46,40 +51,6 @@ def main(options: GRPORunOptions) -> int:
             processes.say(samples.describe(roll_out(data.first(1), step=1)))
             return 0
         reference = open_reference(options, run.device) if needs_copy else model if options.beta else None
-        rows = {"batch_size": options.batch_size, "seq_length": options.seq_length}
-        rows["pad_token_id"] = padding_token(run.tokenizer, model.input_vocab_size)
-        recomputes, temperature = options.old_logps == "recomputed", options.temperature
-        constants_of = partial(
-            policy_constants, model, recomputes=recomputes, reference=reference, temperature=temperature
-        )
-
-        def train_on(completions: Sequence[SampledCompletion]) -> tuple[list[CompletionBatch], dict[str, Tensor]]:
-            """Updates the weights with the completions of a step. Returns the batches, and what the log shows."""
-            by_tokens = VARIANTS[options.loss_type].divided_by == "tokens"
-            items = sum(one.trained_tokens for one in completions) if by_tokens else len(completions)
-            # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
-            used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
-            batches = pack_completions(used, **rows)
-            sizes, share = [batch.trained_tokens for batch in batches], 1 / max(1, len(batches))
-            divisor = processes.divisor(items, run.device)
-            with run.autocast():  # the constants of the loss, before the first update with a batch
-                given = [(batch, *constants_of(batch)) for batch in batches]
-
-            def loss_of(part: tuple[CompletionBatch, dict[str, Any], dict[str, Tensor]]) -> LossOutput:
-                batch, constants, differences = part
-                with run.autocast():
-                    out = completion_loss(
-                        model, batch, loss_function, aux_loss_share=share, num_items=divisor, **constants
-                    )
-                return LossOutput(out.loss, {**out.metrics, **differences})
-
-            results: list[dict[str, Any]] = []
-            for _ in range(options.iterations if batches else 0):
-                loss, metrics = forward_backward(loss_of, given, sizes, run.device)
-                results.append({"loss": loss, "grad_norm": run.optimizer_step(), **metrics})
-            no_signal = dict.fromkeys(("loss", "grad_norm"), torch.zeros((), device=run.device))
-            return batches * options.iterations, mean_of(results or [no_signal])
-
         samples.cut(run.state.step)
         steps = run.steps(
             lambda: roll_out.evaluate(data.held_out), metrics=("reward", "completion_length"), may_be_zero=True
@@ -93,11 +64,45 @@ def main(options: GRPORunOptions) -> int:
             if options.mask_truncated:
                 completions = [without_labels(one) if one.finish_reason == "length" else one for one in completions]
             with roll_out.watch.time("update"):
-                batches, results = train_on(completions)
+                batches, results = train_on(completions, run, options, reference)
             loss, norm = results.pop("loss"), results.pop("grad_norm")
             metrics = {**on_device({**numbers, **roll_out.watch.seconds}, run.device), **results}
             step.log(loss=loss, grad_norm=norm, metrics=metrics, batches=batches)
     return run.exit_code
+
+
+def train_on(
+    completions: Sequence[SampledCompletion], run: Run, options: GRPORunOptions, reference: CausalLM | None
+) -> tuple[list[CompletionBatch], dict[str, Tensor]]:
+    """Updates the weights with the completions of a step. Returns the batches, and what the log shows."""
+    model, loss_function = run.model, options.loss()
+    by_tokens = VARIANTS[options.loss_type].divided_by == "tokens"
+    divisor = processes.divisor(
+        sum(one.trained_tokens for one in completions) if by_tokens else len(completions), run.device
+    )
+    # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
+    used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
+    padding, recomputes = padding_token(run.tokenizer, model.input_vocab_size), options.old_logps == "recomputed"
+    batches = pack_completions(used, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding)
+    sizes, share = [batch.trained_tokens for batch in batches], 1 / max(1, len(batches))
+    with run.autocast():  # the constants of the loss, before the first update with a batch
+        given = [
+            policy_batch(model, batch, recomputes=recomputes, reference=reference, temperature=options.temperature)
+            for batch in batches
+        ]
+
+    def loss_of(part: PolicyBatch) -> LossOutput:
+        inputs = {"num_items": divisor, **part.constants}
+        with run.autocast():
+            out = completion_loss(model, part.batch, loss_function, aux_loss_share=share, **inputs)
+        return LossOutput(out.loss, {**out.metrics, **part.metrics})
+
+    results: list[dict[str, Any]] = []
+    for _ in range(options.iterations if batches else 0):
+        loss, metrics = forward_backward(loss_of, given, sizes, run.device)
+        results.append({"loss": loss, "grad_norm": run.optimizer_step(), **metrics})
+    no_signal = dict.fromkeys(("loss", "grad_norm"), torch.zeros((), device=run.device))
+    return batches * options.iterations, mean_of(results or [no_signal])
 
 
 if __name__ == "__main__":
