@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -32,12 +32,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.device import DelayedReads
-from ligerzoo.errors import CheckpointError, LigerzooError
+from ligerzoo.errors import CheckpointError
 from ligerzoo.files.untrusted import is_at
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes
-from ligerzoo.train.run_state import LOG_FILE, last_finite
+from ligerzoo.train.non_finite import NonFiniteSteps
+from ligerzoo.train.run_state import LOG_FILE
 from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
 
 SECONDS_BETWEEN_LINES = 10
@@ -45,9 +46,6 @@ SECONDS_BETWEEN_LINES = 10
 
 STOPPED = 130
 """Exit code of a run that Ctrl-C or SIGTERM has stopped, as a shell reports SIGINT."""
-
-MAX_SKIPPED, MAX_SKIPPED_AT_END = 10, 2
-"""Number of skipped steps in a row after which the run stops; and with which it may end."""
 
 
 class CountedBatch(Protocol):
@@ -142,11 +140,11 @@ class RunLog:
     ) -> None:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
-        self._first_step, self._steps, self._report = first_step, steps, report
+        self._steps, self._report = steps, report
         self._reads: DelayedReads[_LaunchedStep] = DelayedReads(model.device, 1)
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
-        self._skipped, self._skipped_in_a_row = 0, 0
+        self._non_finite = NonFiniteSteps(output, first_step, steps)
         self._file = None
         with failing_together(f"opening {self.path}"):
             if processes.is_main():
@@ -199,7 +197,7 @@ class RunLog:
     def is_skipped(self) -> bool:
         """Returns whether the update of the last step was skipped, after waiting for the step."""
         self._write_steps()
-        return self._skipped_in_a_row > 0
+        return self._non_finite.in_a_row > 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -226,47 +224,18 @@ class RunLog:
         """Waits for the steps that have been pushed, at most one, and writes them."""
         for (entry, names, flops, batches, end), values in self._reads.pop(waits=True):
             entry |= dict(zip(names, values, strict=True))
-            skipped = entry.pop("skipped", 0)
             entry["seconds"] = seconds = end.seconds_since(self._last)
             self._last = end
             entry["tokens_per_second"] = entry["tokens"] / seconds
             entry["mfu"] = flops / seconds / self._peak / processes.world_size() if self._peak else None
             entry["memory_gib"] = peak_memory_gib(self._device)
-            if skipped > self._skipped:
-                self._note_skipped(entry, batches)
-            else:
-                self._skipped_in_a_row = 0
-                self._check(entry, batches)
-            self._skipped = int(skipped)
+            self._non_finite.note(entry, partial(first_sources, batches))
+            self._warn_of_zero(entry, batches)
             self._write(entry)
             self._show(entry)
 
-    def _note_skipped(self, entry: dict[str, Any], batches: Sequence[CountedBatch]) -> None:
-        """Warns of a step whose update was skipped, and raises LigerzooError if many were in a row."""
-        where = f"step {entry['step']}, {first_sources(batches)}"
-        entry["skipped"] = True
-        self._skipped_in_a_row += 1
-        is_end = entry["step"] == self._steps
-        most = min(MAX_SKIPPED_AT_END, self._steps - self._first_step - 1) if is_end else MAX_SKIPPED - 1
-        if self._skipped_in_a_row > most:
-            steps = f"the last {self._skipped_in_a_row} steps" if is_end else f"{MAX_SKIPPED} steps in a row"
-            what = f"the gradients of {steps} are not finite, so the run stops"
-            remedy = f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}"
-            raise LigerzooError(what, where=where, got=f"loss {entry['loss']}", remedy=remedy)
-        warnings.warn(f"{where}: gradients are not finite, so the update is skipped", stacklevel=5)
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(entry.get(name, 0.0)):
-                entry[name] = None
-
-    def _check(self, entry: Entry, batches: Sequence[CountedBatch]) -> None:
-        """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
-        for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry.get("grad_norm", 0.0))):
-            if not math.isfinite(value):
-                what = f"the {name} is not a finite number, so the run stops"
-                where = f"step {entry['step']}, {first_sources(batches)}"
-                remedy = f"Look at these samples, or lower the learning rate.{last_finite(self.path.parent)}"
-                raise LigerzooError(what, where=where, got=value, remedy=remedy)
-        if entry["loss"] == 0 and self._warns_of_zero:
+    def _warn_of_zero(self, entry: Entry, batches: Sequence[CountedBatch]) -> None:
+        if entry["loss"] == 0 and self._warns_of_zero and "skipped" not in entry:
             self._warns_of_zero = False
             warnings.warn(
                 f"step {entry['step']}: the loss is exactly 0, as if nothing were trained; look at the labels of "
