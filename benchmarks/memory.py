@@ -21,7 +21,15 @@ import torch
 from benchmarks.measure import save_result
 from benchmarks.training_step import LLAMA_1B
 from ligerzoo import models
-from ligerzoo.memory import ActivationPlan, Recompute, StepMemory, apply_activation_plan, on_meta, simulate_step
+from ligerzoo.memory import (
+    ActivationPlan,
+    Recompute,
+    StepMemory,
+    TrainingSetting,
+    apply_activation_plan,
+    on_meta,
+    simulate_step,
+)
 from ligerzoo.memory.plan import choose_plan
 
 GIB = 2**30
@@ -98,7 +106,8 @@ def choose(meta: models.CausalLM, case: Case) -> ActivationPlan:
         return simulate_step(meta, case.batch_size, case.seq_length, levels, accumulate=case.accumulate)
 
     if not isinstance(case.plan, Recompute):
-        return choose_plan(simulate, blocks, case.batch_size, case.seq_length, int(case.plan * GIB))
+        setting = TrainingSetting(batch_size=case.batch_size, seq_length=case.seq_length, accumulate=case.accumulate)
+        return choose_plan(meta, setting, int(case.plan * GIB))
     levels = (case.plan,) * blocks
     return ActivationPlan(
         levels=levels, batch_size=case.batch_size, seq_length=case.seq_length, step=simulate(levels), extra_flops=0.0,

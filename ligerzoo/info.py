@@ -23,10 +23,13 @@ from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.files.untrusted import read_json, reading_directory
 from ligerzoo.layers.kv_cache import CacheSize, cache_size
+from ligerzoo.memory import TrainingSetting, predict_training
+from ligerzoo.memory.simulation import COUNTS, with_unit
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import RoutedConfig
+from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
@@ -54,10 +57,9 @@ PARTS = {
 }
 """Parts of a model by a substring of the tensor's name. The first match counts."""
 
-ADAMW_BYTES = 16
-"""Bytes per parameter in fp32 training: the weight, its gradient and the two moments of AdamW."""
+ADAMW_BYTES = 4 * (2 + OPTIMIZERS["adamw"].tensors)
+"""Bytes per parameter in fp32 training: the weight, its gradient and the moments of AdamW."""
 
-COUNTS = ("", " k", " M", " B", " T")
 BYTES = (" B", " kB", " MB", " GB", " TB")
 
 Lines = list[tuple[str, str]]
@@ -175,8 +177,6 @@ def describe_training(
         CheckpointError: config.json is missing.
         LigerzooError: a setting is invalid.
     """
-    from ligerzoo.memory import TrainingSetting, predict_training
-
     directory = locate_files(name_or_path, CONFIG_FILES, revision=revision)
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)
@@ -333,10 +333,10 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
             part = next((part for substring, part in PARTS.items() if substring in tensor.name), "other")
             counts[part] += math.prod(tensor.shape)
     total = counts.total()
-    lines = [("parameters", f"{total:,} ({_round(total, COUNTS)})")]
+    lines = [("parameters", f"{total:,} ({with_unit(total, COUNTS)})")]
     if counts["experts"] and isinstance(config, RoutedConfig):
         inactive = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
-        lines.append(("", f"{total - inactive:,} ({_round(total - inactive, COUNTS)}) active per token"))
+        lines.append(("", f"{total - inactive:,} ({with_unit(total - inactive, COUNTS)}) active per token"))
     lines += [("", f"{part:<13}{count:>18,} {count / total:>6.1%}") for part, count in counts.most_common() if count]
     if config and config.tie_word_embeddings and "head" not in counts:
         lines.append(("", "head         tied to the embedding"))
@@ -397,13 +397,5 @@ def _describe_tokenizer(directory: Path) -> str:
     return f"{len(tokenizer):,} tokens; {special or 'no special tokens'}; {templates}"
 
 
-def _round(number: float, units: tuple[str, ...]) -> str:
-    """Formats a number with three digits and a unit: 1_234_567 with COUNTS is "1.23 M"."""
-    power = 0
-    while number >= 999.5 and power < len(units) - 1:
-        number, power = number / 1000, power + 1
-    return f"{number:.3g}{units[power]}"
-
-
 def _bytes(number: int) -> str:
-    return _round(number, BYTES)
+    return with_unit(number, BYTES)

@@ -40,7 +40,7 @@ class TrainingSetting:
         seq_length: tokens of a row.
         gpus: GPUs that share weights, gradients and optimizer states (FSDP2).
         lora_rank: rank of the updates.
-        optimizer: a name in `ligerzoo.memory.OPTIMIZERS`.
+        optimizer: a name in `ligerzoo.optimizer_table.OPTIMIZERS`.
         accumulate: whether gradients accumulate over several microbatches.
     """
 

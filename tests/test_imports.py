@@ -49,7 +49,7 @@ ARROWS = {
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device errors kernels layers models sampling_options tensor_checks", ""),
     "memory": ("adapters checks errors kernels models optimizer_table training_setting", ""),
-    "info": ("convert errors files layers models text", "memory"),
+    "info": ("convert errors files layers memory models optimizer_table text", ""),
     "integrations": ("checks convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models terminal text vision", "layers"),
     "serve": ("checks errors generate sampling_options text", ""),

@@ -6,7 +6,7 @@ the first to the last: the last block's backward runs while most activations exi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -18,8 +18,9 @@ from torch import nn
 from ligerzoo.checks import AT_LEAST_1, POSITIVE, check
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.recompute import Recompute
-from ligerzoo.memory.simulation import StepMemory, gib, on_meta, simulate_step
+from ligerzoo.memory.simulation import StepMemory, gib, on_meta, simulate
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.training_setting import TrainingSetting
 
 RESERVE = 2**30
 """Bytes of a GPU that `budget="auto"` leaves free, for fragmentation and libraries."""
@@ -103,7 +104,7 @@ def plan_activations(
         seq_length: tokens of a row.
         budget: GiB of the GPU's memory for the whole step: weights, optimizer states, gradients and activations.
             "auto": what is free on the model's GPU, minus a reserve; on other devices, no limit. None: no limit.
-        optimizer: a name in `ligerzoo.memory.OPTIMIZERS`.
+        optimizer: a name in `ligerzoo.optimizer_table.OPTIMIZERS`.
         accumulate: whether gradients accumulate over several microbatches.
         gpus: number of GPUs that share weights, gradients and optimizer states (FSDP2).
         device: where the step will run, if the model is on the meta device; only for "auto". Default: the model's.
@@ -115,44 +116,32 @@ def plan_activations(
     check(None, AT_LEAST_1, batch_size=batch_size, seq_length=seq_length, gpus=gpus)
     limit = budget_bytes(model, budget, device)
     limit = None if limit is None else limit - reserved
-    simulated = on_meta(model)
-
-    simulate = partial(
-        simulate_step, simulated, batch_size, seq_length, optimizer=optimizer, accumulate=accumulate, gpus=gpus
+    setting = TrainingSetting(
+        batch_size=batch_size, seq_length=seq_length, optimizer=optimizer, accumulate=accumulate, gpus=gpus
     )
-    return choose_plan(simulate, len(model.model.layers), batch_size, seq_length, limit, is_sharded=gpus > 1)
+    return choose_plan(on_meta(model), setting, limit)
 
 
-def choose_plan(
-    simulate: Callable[..., StepMemory],
-    blocks: int,
-    batch_size: int,
-    seq_length: int,
-    limit: int | None,
-    *,
-    is_sharded: bool = False,
-) -> ActivationPlan:
+def choose_plan(model: CausalLM, setting: TrainingSetting, limit: int | None) -> ActivationPlan:
     """Returns the first of `_candidates` that fits, with gathered weights if they fit too.
 
     Args:
-        simulate: `levels` and `keeps_gathered` -> the step's memory, as `simulate_step`.
-        blocks: number of blocks.
-        batch_size: rows of a microbatch on one GPU.
-        seq_length: tokens of a row.
+        model: on meta, as it is trained.
+        setting: how.
         limit: bytes; None for no limit.
-        is_sharded: whether several GPUs share the weights.
 
     Raises:
         LigerzooError: none fits.
     """
+    blocks, step_of = len(model.model.layers), partial(simulate, model, setting)
     nothing = [Recompute.NOTHING] * blocks
-    whole = simulate(nothing)
+    whole = step_of(nothing)
 
     def plan(levels: Sequence[Recompute], step: StepMemory, keeps_gathered: bool = False) -> ActivationPlan:
         return ActivationPlan(
             levels=tuple(levels),
-            batch_size=batch_size,
-            seq_length=seq_length,
+            batch_size=setting.batch_size,
+            seq_length=setting.seq_length,
             step=step,
             extra_flops=1 - whole.flops / step.flops,
             budget=limit,
@@ -160,15 +149,15 @@ def choose_plan(
         )
 
     if limit is None or whole.peak <= limit:
-        if limit is not None and is_sharded:
-            gathered = simulate(nothing, keeps_gathered=True)
+        if limit is not None and setting.gpus > 1:
+            gathered = step_of(nothing, keeps_gathered=True)
             if gathered.peak <= limit:
                 return plan(nothing, gathered, keeps_gathered=True)
         return plan(nothing, whole)
-    uniform = {level: simulate([level] * blocks) for level in Recompute}
+    uniform = {level: step_of([level] * blocks) for level in Recompute}
     least = min(uniform.values(), key=lambda step: step.peak)
     if least.peak > limit:
-        what = f"a training step of {batch_size} x {seq_length:,} tokens does not fit"
+        what = f"a training step of {setting.batch_size} x {setting.seq_length:,} tokens does not fit"
         got, expected = f"{least} with everything recomputed", f"at most {gib(limit)} GiB"
         remedy = "Use a smaller batch or shorter rows, adapters (LoRA), an 8-bit optimizer, or more GPUs."
         raise LigerzooError(what, where="activation budget", got=got, expected=expected, remedy=remedy)
@@ -176,11 +165,11 @@ def choose_plan(
     low, high = 0, len(candidates) - 1  # the first candidate that fits is in low..high
     while low < high:
         middle = (low + high) // 2
-        if simulate(candidates[middle]).peak <= limit:
+        if step_of(candidates[middle]).peak <= limit:
             high = middle
         else:
             low = middle + 1
-    return plan(candidates[low], simulate(candidates[low]))
+    return plan(candidates[low], step_of(candidates[low]))
 
 
 def _candidates(blocks: int, uniform: dict[Recompute, StepMemory]) -> list[list[Recompute]]:

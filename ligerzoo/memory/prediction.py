@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import WORDS, ActivationPlan, choose_plan, efficient_levels
-from ligerzoo.memory.simulation import StepMemory, gib, on_meta, simulate_step
+from ligerzoo.memory.simulation import COUNTS, StepMemory, gib, on_meta, simulate, with_unit
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.training_setting import TrainingSetting
 
-COUNTS = ("", " k", " M", " B")
 FLOPS = (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP")
 
 
@@ -35,15 +33,11 @@ def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: floa
         add_lora(simulated, setting.lora_rank)
     blocks = len(simulated.model.layers)
 
-    def simulate(batch_size: int) -> Callable[..., StepMemory]:
-        step = partial(simulate_step, simulated, batch_size, setting.seq_length)
-        return partial(step, optimizer=setting.optimizer, accumulate=setting.accumulate, gpus=setting.gpus)
-
-    uniform = {level: simulate(setting.batch_size)([level] * blocks) for level in Recompute}
+    uniform = {level: simulate(simulated, setting, [level] * blocks) for level in Recompute}
     lines = _describe_model(simulated, setting, uniform[Recompute.NOTHING])
     lines += _describe_memory(uniform)
     if gpu_memory is not None:
-        plan = _largest_fit(simulate, setting, blocks, int(gpu_memory * 2**30))
+        plan = _largest_fit(simulated, setting, int(gpu_memory * 2**30))
         lines += ["", *_describe_fit(plan, setting, uniform, gpu_memory)]
     return "\n".join(lines)
 
@@ -57,10 +51,10 @@ def _describe_model(model: CausalLM, setting: TrainingSetting, step: StepMemory)
     return [
         f"training with {setting.batch_size} x {setting.seq_length:,} tokens per GPU, {gpus}, {setting.method}, "
         f"{setting.optimizer}, {' and '.join(dtypes)}",
-        f"  {'parameters':<16}{parameters:,} ({_round(parameters, COUNTS)})",
+        f"  {'parameters':<16}{parameters:,} ({with_unit(parameters, COUNTS)})",
         f"  {'trained':<16}{trained:,} ({trained / parameters:.3%})",
-        f"  {'per token':<16}{_round(step.flops / tokens, FLOPS)}",
-        f"  {'per step':<16}{_round(step.flops, FLOPS)} per GPU, for {tokens:,} tokens",
+        f"  {'per token':<16}{with_unit(step.flops / tokens, FLOPS)}",
+        f"  {'per step':<16}{with_unit(step.flops, FLOPS)} per GPU, for {tokens:,} tokens",
     ]
 
 
@@ -77,15 +71,13 @@ def _describe_memory(uniform: dict[Recompute, StepMemory]) -> list[str]:
     return [*lines, "  (each at its own peak; recomputed: share of the matrix products)"]
 
 
-def _largest_fit(
-    simulate: Callable[[int], Callable[..., StepMemory]], setting: TrainingSetting, blocks: int, limit: int
-) -> ActivationPlan | None:
+def _largest_fit(model: CausalLM, setting: TrainingSetting, limit: int) -> ActivationPlan | None:
     """Returns a plan for the batch of the setting, or else for the largest smaller one that fits; None if none does."""
-    sizes = range(1, setting.batch_size + 1)
+    sizes, blocks = range(1, setting.batch_size + 1), len(model.model.layers)
 
     def fits(batch_size: int) -> bool:
-        steps = (simulate(batch_size)([level] * blocks) for level in reversed(Recompute))
-        return any(step.peak <= limit for step in steps)
+        tried = replace(setting, batch_size=batch_size)
+        return any(simulate(model, tried, [level] * blocks).peak <= limit for level in reversed(Recompute))
 
     low, high = 0, len(sizes)  # the first `low` sizes fit
     if fits(setting.batch_size):
@@ -93,8 +85,7 @@ def _largest_fit(
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    is_sharded = setting.gpus > 1
-    return choose_plan(simulate(low), blocks, low, setting.seq_length, limit, is_sharded=is_sharded) if low else None
+    return choose_plan(model, replace(setting, batch_size=low), limit) if low else None
 
 
 def _describe_fit(
@@ -111,11 +102,3 @@ def _describe_fit(
         least = min(step.peak for step in uniform.values())
         fitting = f"batch size {setting.batch_size} needs at least {gib(least)} GiB; {fitting}"
     return [f"{fitting} with activation budget {gpu_memory:g}:", *str(plan).splitlines()]
-
-
-def _round(number: float, units: tuple[str, ...]) -> str:
-    """Formats a number with three digits and a unit: 1_234_567 with COUNTS is "1.23 M"."""
-    power = 0
-    while number >= 999.5 and power < len(units) - 1:
-        number, power = number / 1000, power + 1
-    return f"{number:.3g}{units[power]}"

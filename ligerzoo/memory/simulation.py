@@ -22,7 +22,8 @@ from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.tracker import Tracker, allocated_bytes
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.optimizer_table import OPTIMIZERS, check_optimizer
+from ligerzoo.optimizer_table import OPTIMIZERS, check_optimizer, imported
+from ligerzoo.training_setting import TrainingSetting
 
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 """Bytes; PyTorch gives cuBLAS 32 MiB on Hopper GPUs for each thread: that of the forward and that of autograd."""
@@ -33,13 +34,13 @@ FSDP_BLOCKS = 3
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     """Returns the bytes of an optimizer's states for all parameters that require gradients."""
-    memory, adamw = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return 0
+    row, adamw = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
     total = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = parameter.ndim > 1 and "embed_tokens" not in name and "lm_head" not in name
-            used = adamw if optimizer == "muon" and not is_matrix else memory
-            total += parameter.numel() * (used.tensors * parameter.element_size() + used.quantized)
+    for group in imported(row.groups)(model, 0.0):
+        used = row if group.get("muon", True) else adamw
+        total += sum(p.numel() * (used.tensors * p.element_size() + used.quantized) for _, p in group["params"])
     return round(total)
 
 
@@ -79,6 +80,17 @@ class StepMemory:
 def gib(nbytes: float) -> str:
     """Formats bytes in GiB."""
     return f"{nbytes / 2**30:,.2f}"
+
+
+COUNTS = ("", " k", " M", " B", " T")
+
+
+def with_unit(number: float, units: tuple[str, ...]) -> str:
+    """Formats a number with three digits and a unit: 1_234_567 with COUNTS is "1.23 M"."""
+    power = 0
+    while number >= 999.5 and power < len(units) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{units[power]}"
 
 
 def on_meta(model: CausalLM) -> CausalLM:
@@ -125,7 +137,7 @@ def simulate_step(
         batch_size: rows of a microbatch on one GPU, B.
         seq_length: tokens of a row, T, all of them trained.
         levels: what backward recomputes of each block; empty for nothing.
-        optimizer: a name in `OPTIMIZERS`.
+        optimizer: a name in `ligerzoo.optimizer_table.OPTIMIZERS`.
         accumulate: whether gradients of earlier microbatches exist.
         gpus: shards of the weights, gradients and optimizer states (FSDP2 within one host).
         keeps_gathered: whether the weights of all blocks stay gathered from forward to backward.
@@ -133,7 +145,18 @@ def simulate_step(
     Raises:
         LigerzooError: the optimizer is unknown, or cannot update weights that several GPUs share.
     """
-    check_optimizer(optimizer, gpus)
+    setting = TrainingSetting(
+        batch_size=batch_size, seq_length=seq_length, optimizer=optimizer, accumulate=accumulate, gpus=gpus
+    )
+    return simulate(model, setting, levels, keeps_gathered=keeps_gathered)
+
+
+def simulate(
+    model: CausalLM, setting: TrainingSetting, levels: Sequence[Recompute], *, keeps_gathered: bool = False
+) -> StepMemory:
+    """Counts the memory of a training step of a model as it is trained, see `simulate_step`."""
+    gpus, accumulate = setting.gpus, setting.accumulate
+    check_optimizer(setting.optimizer, gpus)
     model.model.activation_plan = tuple(levels)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -155,7 +178,7 @@ def simulate_step(
             embedding = model.get_input_embeddings()
             handles.append(embedding.register_forward_hook(lambda *call: call[-1].requires_grad_()))
         try:
-            ids = torch.zeros(batch_size, seq_length, dtype=torch.int64, device="meta")
+            ids = torch.zeros(setting.batch_size, setting.seq_length, dtype=torch.int64, device="meta")
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         finally:
@@ -168,7 +191,7 @@ def simulate_step(
     workspace = dynamic - gradients - activations
     all_gradients = _nbytes(trained) // gpus
     largest = max((parameter.numel() for parameter in trained), default=0)
-    temporaries = OPTIMIZERS[optimizer].temporaries * largest // gpus
+    temporaries = OPTIMIZERS[setting.optimizer].temporaries * largest // gpus
     if gpus > 1:  # the last reduction, of the embedding, has whole gradients and a copy of them
         trained_embedding = [p for p in model.get_input_embeddings().parameters() if p.requires_grad]
         temporaries = max(temporaries, 2 * _nbytes(trained_embedding))
@@ -178,7 +201,7 @@ def simulate_step(
     live = count.live[: len(model.model.layers) + 1]  # checkpointed blocks run again
     return StepMemory(
         weights=_weight_bytes(model, gpus) + gathered,
-        optimizer_states=optimizer_bytes(model, optimizer) // gpus,
+        optimizer_states=optimizer_bytes(model, setting.optimizer) // gpus,
         gradients=gradients,
         activations=activations,
         workspace=workspace + CUBLAS_WORKSPACE,

@@ -10,10 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.memory import LOW_BIT, ActivationPlan, Recompute, apply_activation_plan, plan_activations
+from ligerzoo.memory import ActivationPlan, Recompute, apply_activation_plan, plan_activations
 from ligerzoo.memory.plan import efficient_levels
 from ligerzoo.memory.simulation import StepMemory
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
+from ligerzoo.optimizer_table import LOW_BIT
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=224, num_hidden_layers=6, num_attention_heads=4,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ligerzoo import cli, info
+from ligerzoo import cli, info, memory
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub.saving import save
@@ -177,6 +177,18 @@ def test_muon_has_one_state_for_the_matrices_of_blocks() -> None:
     model = llama(**TINY)
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
     assert optimizer_bytes(model, "muon") == optimizer_bytes(model, "adamw") - 2 * matrices
+
+
+def test_muon_has_both_moments_of_patch_projections() -> None:
+    model = llama(**TINY)
+    before = optimizer_bytes(model, "muon")
+    model.patches = torch.nn.Conv2d(3, 8, 4, bias=False, device="meta", dtype=torch.float32)
+    assert optimizer_bytes(model, "muon") == before + 2 * 4 * 3 * 8 * 4 * 4
+
+
+def test_names_of_the_optimizer_table_have_moved() -> None:
+    with pytest.raises(AttributeError, match=r"'LOW_BIT'. It is ligerzoo.optimizer_table.LOW_BIT now"):
+        _ = memory.LOW_BIT
 
 
 def test_an_unknown_optimizer() -> None:

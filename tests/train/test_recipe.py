@@ -16,8 +16,8 @@ from torch import nn
 
 from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
-from ligerzoo.memory import OPTIMIZERS
 from ligerzoo.models import Mixtral, MixtralConfig
+from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.train import tracking
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
