@@ -20,7 +20,7 @@ Packing = Literal["auto", "concatenate", "separate", "whole", "none"]
 each sample in a row, see `PaddedBatches`."""
 
 
-def check_option(name: str, value: object, values: Values) -> None:
+def check_data_option(name: str, value: object, values: Values) -> None:
     """Raises DataError unless the option is one of the values."""
     if not values.accepts(value):
         remedy = did_you_mean(str(value), values.choices)
@@ -49,10 +49,10 @@ class EncodingOptions:
     def __post_init__(self) -> None:
         from ligerzoo.text.special_text import SpecialTokens
 
-        check_option("seq_length", self.seq_length, integer(2))
-        check_option("too_long", self.too_long, one_of(get_args(TooLong)))
-        check_option("train_answers", self.train_answers, one_of(get_args(TrainAnswers)))
-        check_option("special_tokens", self.special_tokens, one_of(get_args(SpecialTokens)))
+        check_data_option("seq_length", self.seq_length, integer(2))
+        choices = {"too_long": TooLong, "train_answers": TrainAnswers, "special_tokens": SpecialTokens}
+        for name, accepted in choices.items():
+            check_data_option(name, getattr(self, name), one_of(get_args(accepted)))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ReadOrder:
     epochs: int | None = None
 
     def __post_init__(self) -> None:
-        check_option("epochs", 1 if self.epochs is None else self.epochs, AT_LEAST_1)
+        check_data_option("epochs", 1 if self.epochs is None else self.epochs, AT_LEAST_1)
 
 
 ONCE = ReadOrder(shuffle=False, epochs=1)

@@ -19,7 +19,6 @@ from ligerzoo.train.data import (
     PackedBatches,
     PaddedBatches,
     PromptSample,
-    Sample,
     SampleStream,
     format_sample,
 )
@@ -85,7 +84,7 @@ class RunSamples:
     @property
     def has_images(self) -> bool:
         """Whether there are images in the first three samples."""
-        return any(isinstance(sample, Sample) and sample.images for sample in self.shown)
+        return any(segment.images for sample in self.shown for segment in sample.segments)
 
     def show(self) -> None:
         """Prints the first three samples, with the trained tokens in colour."""

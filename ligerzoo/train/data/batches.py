@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, Required, Self, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Generic, NamedTuple, Required, Self, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -151,28 +151,53 @@ class Batch:
                 first += len(segment.input_ids)
 
 
-class Layout(NamedTuple):
-    """The segments of each row of a batch, and the tokens T of a row."""
-
-    rows: list[list[Sample]]
-    length: int
+Segments = tuple[list[list[Sample]], int]
+"""The segments of each row of a batch, and the tokens T of a row."""
 
 
-class RowRule(Protocol):
-    """How samples become rows, and rows tensors.
+@dataclass(frozen=True)
+class _PackedRows:
+    """Rows of `seq_length` tokens that samples share, see `PackedBatches`.
 
     Attributes:
         window: number of tokens that are packed together.
+        texts: how texts are packed; None for samples of other kinds.
     """
 
-    @property
-    def window(self) -> int: ...
+    seq_length: int
+    window: int
+    texts: Packing | None
+    eos_token_id: int | None
 
     def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
-        """Packs the samples of a window, which may be the last one."""
+        pack_rows = {None: pack_best_fit, "whole": pack_pieces}.get(self.texts, pack_concatenated)
+        return pack_rows(samples, self.seq_length, is_last)
 
-    def layout(self, rows: list[Row]) -> Layout:
-        """Returns what the rows of a batch are as tensors."""
+    def layout(self, rows: list[Row]) -> Segments:
+        segments = list(map(segments_of, rows))
+        if self.texts in ("auto", "concatenate"):
+            segments = [[_joined(row)] if row else [] for row in segments]
+        elif self.texts == "separate":
+            segments = [[piece for one in row for piece in _cut_after(one, self.eos_token_id)] for row in segments]
+        return segments, self.seq_length
+
+
+@dataclass(frozen=True)
+class _PaddedRows:
+    """A sample in each row, or each sequence of a pair, see `PaddedBatches`."""
+
+    pad_to_multiple_of: int
+    window: int = 1
+
+    def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
+        return Packed([[sample] for sample in samples], [])
+
+    def layout(self, rows: list[Row]) -> Segments:
+        columns = itertools.zip_longest(*map(segments_of, rows))
+        segments: list[list[Sample]] = [[one] if one is not None else [] for column in columns for one in column]
+        length = max((len(one.input_ids) for row in segments for one in row), default=1)
+        multiple = self.pad_to_multiple_of
+        return segments or [[] for _ in rows], -(-length // multiple) * multiple
 
 
 class BatchArguments(TypedDict, total=False):
@@ -191,7 +216,7 @@ class _Producer:
     """Makes batches, in the thread of `_Batches`; does not refer to it. See the arguments of `PackedBatches`."""
 
     stream: SampleStream
-    rule: RowRule
+    rule: _PackedRows | _PaddedRows
     batch_size: int
     pad_token_id: int
     rank: int = 0
@@ -337,50 +362,6 @@ class _Batches:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
-
-
-@dataclass(frozen=True)
-class _PackedRows:
-    """Rows of `seq_length` tokens that samples share, see `PackedBatches`.
-
-    Attributes:
-        texts: how texts are packed; None for samples of other kinds.
-    """
-
-    seq_length: int
-    window: int
-    texts: Packing | None
-    eos_token_id: int | None
-
-    def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
-        pack_rows = {None: pack_best_fit, "whole": pack_pieces}.get(self.texts, pack_concatenated)
-        return pack_rows(samples, self.seq_length, is_last)
-
-    def layout(self, rows: list[Row]) -> Layout:
-        segments = list(map(segments_of, rows))
-        if self.texts in ("auto", "concatenate"):
-            segments = [[_joined(row)] if row else [] for row in segments]
-        elif self.texts == "separate":
-            segments = [[piece for one in row for piece in _cut_after(one, self.eos_token_id)] for row in segments]
-        return Layout(segments, self.seq_length)
-
-
-@dataclass(frozen=True)
-class _PaddedRows:
-    """A sample in each row, or each sequence of a pair, see `PaddedBatches`."""
-
-    pad_to_multiple_of: int
-    window: int = 1
-
-    def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
-        return Packed([[sample] for sample in samples], [])
-
-    def layout(self, rows: list[Row]) -> Layout:
-        columns = itertools.zip_longest(*map(segments_of, rows))
-        segments: list[list[Sample]] = [[one] if one is not None else [] for column in columns for one in column]
-        length = max((len(one.input_ids) for row in segments for one in row), default=1)
-        multiple = self.pad_to_multiple_of
-        return Layout(segments or [[] for _ in rows], -(-length // multiple) * multiple)
 
 
 class PackedBatches(_Batches):

@@ -27,7 +27,7 @@ from ligerzoo.train.data.sample_encoder import SampleEncoder, encode_tokens
 from ligerzoo.train.data.samples import Source, naming
 from ligerzoo.train.data.stream import Order, Position, SampleStream
 from ligerzoo.train.data.token_files import TokenReader
-from ligerzoo.train.data_options import ONCE, EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_option
+from ligerzoo.train.data_options import ONCE, EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_data_option
 from ligerzoo.vision.processor import Processor
 
 TextUnit = Literal["file", "line"]
@@ -120,9 +120,9 @@ def open_samples(
     text_unit: TextUnit = "file",
 ) -> SampleStream:
     """Opens training data as a stream of samples, see `open_data`."""
-    check_option("kind", kind, one_of(("auto", *KINDS)))
-    check_option("text_unit", text_unit, one_of(get_args(TextUnit)))
-    check_option("workers", workers, AT_LEAST_1)
+    check_data_option("kind", kind, one_of(("auto", *KINDS)))
+    check_data_option("text_unit", text_unit, one_of(get_args(TextUnit)))
+    check_data_option("workers", workers, AT_LEAST_1)
     processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
     ids = len(tokenizer) if encoding.embedding_rows is None else min(len(tokenizer), encoding.embedding_rows)
     reader, parse = open_records(data, ReadOptions(encoding.seq_length, ids, text_unit))
