@@ -424,13 +424,7 @@ class PaddedBatches(_Batches):
         DataError: as `PackedBatches`.
     """
 
-    def __init__(
-        self,
-        stream: SampleStream,
-        *,
-        pad_to_multiple_of: int = 1,
-        **shared: Unpack[BatchArguments],
-    ) -> None:
+    def __init__(self, stream: SampleStream, *, pad_to_multiple_of: int = 1, **shared: Unpack[BatchArguments]) -> None:
         super().__init__(_Producer(stream=stream, rule=_PaddedRows(pad_to_multiple_of), **shared))
 
 
