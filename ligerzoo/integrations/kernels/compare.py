@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ligerzoo.integrations.kernels.replace import Replacement
+
+T = TypeVar("T")
 
 ULPS = 16
 """Largest difference of a replacement from the module's own result, in ulps of the largest element."""
@@ -83,6 +85,15 @@ def difference_of(actual: object, expected: object, ulps: float = ULPS) -> str |
                 return None
             return f"its results on random input differ from the kernel's by {error / scale if scale else error:.1e}"
     return None if actual is expected or actual == expected else f"{actual!r} instead of {expected!r}"
+
+
+def first_match(candidates: Iterable[T], agrees: Callable[[T], bool]) -> T | None:
+    """Returns the first candidate that agrees; a candidate that does not support the input does not."""
+    for candidate in candidates:
+        with suppress(RuntimeError, ValueError, TypeError, IndexError):
+            if agrees(candidate):
+                return candidate
+    return None
 
 
 @contextmanager

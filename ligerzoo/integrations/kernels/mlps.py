@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.integrations.kernels.compare import random_like
+from ligerzoo.integrations.kernels.compare import first_match, random_like
 from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
@@ -107,9 +107,7 @@ def activation_of(module: nn.Module) -> Activation | None:
         return None
     if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
         return None
-    return next(
-        (name for name, reference in ACTIVATIONS.items() if torch.allclose(reference(x), y, rtol=0, atol=1e-6)), None
-    )
+    return first_match(ACTIVATIONS, lambda name: torch.allclose(ACTIVATIONS[name](x), y, rtol=0, atol=1e-6))
 
 
 def _activation_function(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import TypedDict, TypeGuard
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ligerzoo.integrations.kernels.compare import class_of, difference_of
+from ligerzoo.integrations.kernels.compare import class_of, difference_of, first_match
 from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement
 from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.layers.plain import is_plain
@@ -107,8 +108,8 @@ def recognize_norm(module: nn.Module) -> Recognized:
     eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
     if eps is None:
         return "it has no epsilon under a known name"
-    matches = (candidate for candidate in _candidates(parameters, float(eps)) if _computes(module, candidate))
-    return next(matches, "its results on random input are not those of an RMS or layer norm")
+    found = first_match(_candidates(parameters, float(eps)), partial(_computes, module))
+    return found or "its results on random input are not those of an RMS or layer norm"
 
 
 def _candidates(parameters: dict[str, nn.Parameter], eps: float) -> Iterator[Replacement]:
@@ -130,13 +131,10 @@ def _computes(module: nn.Module, candidate: Replacement) -> bool:
     """
     for dtype, ulps, mismatches in ((torch.float32, 16.0, 1.0), (torch.bfloat16, 1.0, 0.02)):
         weights, x = _random_weights_and_input(module, dtype)
-        try:
-            with torch.no_grad():
-                expected = functional_call(module, weights, (x,))
-                with class_of(module, candidate.class_for(module)):
-                    actual = functional_call(module, weights, (x,))
-        except (RuntimeError, ValueError, TypeError):  # a candidate may not support the module's parameters
-            return False
+        with torch.no_grad():
+            expected = functional_call(module, weights, (x,))
+            with class_of(module, candidate.class_for(module)):
+                actual = functional_call(module, weights, (x,))
         if difference_of(actual, expected, ulps) or (actual != expected).float().mean().item() > mismatches:
             return False
     return True

@@ -12,12 +12,15 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.integrations.kernels.compare import difference_of
+from ligerzoo.integrations.kernels.compare import difference_of, first_match
 from ligerzoo.kernels import rope
 
 Angles = Literal["complex", "once", "halves", "pairs"]
 RotaryFunction: TypeAlias = Callable[..., Tensor | tuple[Tensor, ...]]
 Layout = Literal["unsqueeze_dim", "heads first", "tokens first"]
+
+HEAD_DIM = 8
+"""Features of the random heads with which functions are compared."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def _rotate_heads(
 def recognize_rotation(function: RotaryFunction) -> Rotation | None:
     """Returns what a function of transformers computes; None if the kernel does not compute it."""
     parameters = list(inspect.signature(function).parameters)
-    return next((candidate for candidate in _candidates(parameters) if _computes(function, candidate)), None)
+    return first_match(_candidates(parameters), partial(_computes, function))
 
 
 def _candidates(parameters: list[str]) -> Iterator[Rotation]:
@@ -143,38 +146,34 @@ def _candidates(parameters: list[str]) -> Iterator[Rotation]:
 def _computes(function: RotaryFunction, rotation: Rotation) -> bool:
     """Whether `function` computes `rotation`, for whole heads and, if it can, for parts of heads."""
     unsqueeze_dims = (1, 2) if rotation.layout == "unsqueeze_dim" else (None,)
-    results = [_agrees(function, rotation, dim, features) for dim in unsqueeze_dims for features in (8, 4)]
-    whole, part = all(results[::2]), all(result is not False for result in results[1::2])
-    return whole and part
+    for unsqueeze_dim, features in product(unsqueeze_dims, (HEAD_DIM, HEAD_DIM // 2)):
+        arguments = _random_arguments(rotation, features, rotation.layout == "tokens first" or unsqueeze_dim == 2)
+        options = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
+        try:
+            expected = function(*arguments, **options)
+        except (RuntimeError, ValueError, IndexError):
+            if features == HEAD_DIM:
+                return False
+        else:
+            if difference_of(rotation.function()(*arguments, **options), expected) is not None:
+                return False
+    return True
 
 
-def _agrees(function: RotaryFunction, rotation: Rotation, unsqueeze_dim: int | None, features: int) -> bool | None:
-    """Whether both give the same results; None if `function` does not rotate `features` of 8."""
+def _random_arguments(rotation: Rotation, features: int, tokens_first: bool) -> tuple[Tensor, ...]:
+    """Queries, keys and angles of a function that rotates `features` of each head."""
     generator = torch.Generator().manual_seed(0)
-    batch, tokens, head_dim = 2, 5, 8
-    tokens_first = rotation.layout == "tokens first" or unsqueeze_dim == 2
-
-    def heads(number: int) -> Tensor:
-        x = torch.randn(batch, tokens, number, head_dim, generator=generator)
-        return x if tokens_first else x.transpose(1, 2)
-
-    angles = torch.randn(batch, tokens, features // 2, generator=generator)
+    angles = torch.randn(2, 5, features // 2, generator=generator)
     match rotation.angles:
         case "halves":
             angles = torch.cat([angles, angles], -1)
         case "pairs":
             angles = angles.repeat_interleave(2, -1)
+    heads = [
+        torch.randn(2, 5, number, HEAD_DIM, generator=generator) for number in ((3,) if rotation.single else (3, 2))
+    ]
     passed = (torch.polar(torch.ones(()), angles),) if rotation.angles == "complex" else (angles.cos(), angles.sin())
-    options = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
-    arguments = (heads(3), *passed) if rotation.single else (heads(3), heads(2), *passed)
-    try:
-        expected = function(*arguments, **options)
-    except (RuntimeError, ValueError, IndexError):
-        return None
-    try:
-        return difference_of(rotation.function()(*arguments, **options), expected) is None
-    except (RuntimeError, ValueError):
-        return False
+    return (*(x if tokens_first else x.transpose(1, 2) for x in heads), *passed)
 
 
 def cosines_of(model: nn.Module, attention: str) -> list[Tensor]:
