@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import transformers
 from torch import nn
@@ -23,6 +23,8 @@ from ligerzoo.integrations.kernels.norms import recognize_norm
 from ligerzoo.integrations.kernels.promised import MissingKernelWarning, missing_kernels
 from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement, reason_to_keep
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
+
+Recognizer: TypeAlias = Callable[[nn.Module], Recognized]
 
 NO_KERNEL = "no kernel replaces this class"
 
@@ -71,21 +73,33 @@ def apply(
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
     _check_model(hf_model)
-    enabled = {"norm": norm, "rope": rope, "mlp": mlp, "experts": experts, "loss": loss}
-    checks.check("apply", checks.FLAG, **enabled, attention=attention, check=check)
-    before = run_model(hf_model) if check else ModelResults((), "Not compared with the model before: check=False.")
+    switches = {"norm": norm, "rope": rope, "mlp": mlp, "experts": experts, "loss": loss}
+    checks.check("apply", checks.FLAG, **switches, attention=attention, check=check)
     application = _Application(hf_model, check)
+    names, models = {module: name for name, module in hf_model.named_modules()}, hf_models(hf_model)
+
+    def recognize_head(module: nn.Module) -> Recognized:
+        replaced = (model for model in models if model in application.kernels)
+        return HEAD if any(module is model.get_output_embeddings() for model in replaced) else None
+
+    kinds: tuple[tuple[str, bool, Recognizer], ...] = (  # a layer needs its norms, a head its model
+        ("norm", norm, _once_per_signature(recognize_norm)),
+        ("mlp", mlp, recognize_mlp),
+        ("experts", experts, recognize_experts),
+        ("rope", rope or attention, lambda part: recognize_attention(part, hf_model, names[part], rope, attention)),
+        ("norm", norm, recognize_layer),
+        ("loss", loss, recognize_causal_lm),
+        ("loss", loss, recognize_head),
+    )
+    before = run_model(hf_model) if check else ModelResults((), "Not compared with the model before: check=False.")
     try:
-        application.replace_each(recognize_norm, "norm", norm)
-        application.replace_each(recognize_mlp, "mlp", mlp)
-        application.replace_each(recognize_experts, "experts", experts)
-        application.replace_attention(rope, attention)
-        application.replace_each(recognize_layer, "norm", norm)
-        application.replace_losses(loss)
+        for option, is_enabled, recognize in kinds:
+            for module in names:
+                application.replace(module, recognize(module), None if is_enabled else f"{option}=False")
     except BaseException:
         application.report("", ()).undo()
         raise
-    expected = [kind for kind, is_enabled in {**enabled, "add + norm": norm}.items() if is_enabled]
+    expected = [kind for kind, is_enabled in {**switches, "add + norm": norm}.items() if is_enabled]
     report = application.report(before.problem or "The results of the model are the same.", expected)
     if before.problem is None and (change := before.change(run_model(hf_model))):
         report.undo()
@@ -120,6 +134,19 @@ def _check_model(model: nn.Module) -> None:
         raise LigerzooError(what, where="apply", expected="weights", remedy="Call apply after loading them.")
 
 
+def _once_per_signature(recognize: Recognizer) -> Recognizer:
+    """Returns a function that recognizes equal modules without submodules once."""
+    outcomes: dict[object, Recognized] = {}
+
+    def recognize_once(module: nn.Module) -> Recognized:
+        key = signature(module) if next(module.children(), None) is None else module
+        if key not in outcomes:
+            outcomes[key] = recognize(module)
+        return outcomes[key]
+
+    return recognize_once
+
+
 class _Application:
     """Replaces modules of one model, and records what happened to each."""
 
@@ -132,39 +159,16 @@ class _Application:
         self.reasons: dict[nn.Module, str] = {}
         self.differences: dict[object, str | None] = {}
 
-    def replace_each(self, recognize: Callable[[nn.Module], Recognized], option: str, enabled: bool) -> None:
-        """Replaces the modules that a function recognizes; `option` is the argument of `apply` that enables it."""
-        outcomes: dict[object, Recognized] = {}
-        for _name, module in self.modules:
-            key = signature(module) if next(module.children(), None) is None else module
-            if key not in outcomes:
-                outcomes[key] = recognize(module)
-            self.replace(module, outcomes[key], option, enabled)
-
-    def replace_attention(self, rope: bool, attention: bool) -> None:
-        """Replaces parts of the attention modules."""
-        for name, module in self.modules:
-            found = recognize_attention(module, self.model, name, rope, attention)
-            self.replace(module, found, "rope", rope or attention)
-
-    def replace_losses(self, enabled: bool) -> None:
-        """Replaces the causal language models, and their heads."""
-        for model in hf_models(self.model):
-            self.replace(model, recognize_causal_lm(model), "loss", enabled)
-            if model in self.kernels:
-                self.replace(model.get_output_embeddings(), HEAD, "loss", enabled)
-
-    def replace(self, module: nn.Module, found: Recognized, option: str, enabled: bool) -> None:
-        """Replaces a module, or records the reason to keep it."""
+    def replace(self, module: nn.Module, found: Recognized, refusal: str | None) -> None:
+        """Replaces a module, or records the reason to keep it, such as the caller's refusal."""
         if found is None or module in self.kernels:
             return
-        reason = reason_to_keep(module) if enabled else f"{option}=False"
-        match reason or found:
+        match refusal or reason_to_keep(module) or found:
             case str(reason):
                 self.reasons[module] = reason
             case Replacement() as replacement:
-                if reason := self.difference(module, replacement):
-                    self.reasons[module] = reason
+                if (differs := self.difference(module, replacement)) is not None:
+                    self.reasons[module] = differs
                     return
                 self.instances.append(replacement.replace(module))
                 self.kernels[module] = replacement.kernel

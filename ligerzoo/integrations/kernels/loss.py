@@ -279,7 +279,7 @@ def _cross_entropy(
 
 
 def recognize_causal_lm(module: nn.Module) -> Recognized:
-    """Recognizes a causal language model. The caller replaces its head by `HEAD`."""
+    """Recognizes a causal language model. Its head is replaced after it, by `HEAD`."""
     if not isinstance(module, PreTrainedModel):
         return None
     forward = type(module).forward
