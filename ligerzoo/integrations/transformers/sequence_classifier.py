@@ -72,14 +72,9 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
         if it is None.
 
         Args:
-            input_ids: see `ligerzoo.models.SequenceClassifier.forward`, as for the other inputs.
-            attention_mask: padding mask or attention mask.
-            position_ids: position of each token.
-            past_key_values: cache that this model returned.
-            inputs_embeds: embeddings instead of `input_ids`.
+            input_ids: see `WrappedCausalLM.forward`, as for the arguments that are not listed here.
             labels: indices or numbers, by `problem_type`.
             use_cache: create a cache if none was passed.
-            return_dict: False returns a tuple.
             inputs: `output_hidden_states` and `output_attentions`; and `cu_seqlens` or `cu_seq_lens_q`, the boundaries
                 of packed sequences.
 
