@@ -6,7 +6,7 @@ Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ class Attention(nn.Module):
             not positive, or `backend` is unknown.
     """
 
+    query_parts: ClassVar[int] = 1
+    """Outputs of `q_proj` of each head, as multiples of D."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -88,13 +91,11 @@ class Attention(nn.Module):
                 f"Attention: window={window}, softcap={softcap}; expected window >= 1 and softcap > 0, or None"
             )
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = Linear(hidden_size, q_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.q_proj = Linear(hidden_size, self.query_parts * q_size, bias=qkv_bias, device=device, dtype=dtype)
         self.k_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
         self.v_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
         self.o_proj = Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
-        self.sinks: nn.Parameter | None
-        self.register_parameter("sinks", None)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).
@@ -148,12 +149,16 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
-        call = AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal, self.sinks)
-        if (record := context.outputs.attentions) is not None:
+        call = self.attention_call(q, k, v, mask)
+        if (record := context.attentions) is not None:
             return attend_and_record(call, record)
         if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
             return self._attend_exactly(q, k, v, context)
         return attend(*call)
+
+    def attention_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None) -> AttentionCall:
+        """Returns the arguments of `attend`, with the options of this layer."""
+        return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal)
 
     def _attend_exactly(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Attends to cached keys with the bits of causal attention without a cache."""
@@ -168,8 +173,6 @@ class Attention(nn.Module):
         """Yields what prevents exact results of this layer, see `layers.exactness`."""
         if self.head_dim not in HEAD_SIZES:
             yield "head_dim", " or ".join(map(str, HEAD_SIZES)), f"is {self.head_dim}"
-        if self.sinks is not None:
-            yield "", "attention without sinks", "has sinks"
         if self.softcap is not None or not self.is_causal:
             what = "has a soft cap" if self.is_causal else "is not causal"
             yield "", "causal attention without a soft cap", what
@@ -227,8 +230,16 @@ class SinkAttention(Attention):
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the sinks from N(0, std^2)."""
-        if self.sinks is not None:
-            nn.init.normal_(self.sinks, std=std)
+        nn.init.normal_(self.sinks, std=std)
+
+    def attention_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None) -> AttentionCall:
+        """See `Attention.attention_call`."""
+        return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal, self.sinks)
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield from super().exact_obstacles()
+        yield "", "attention without sinks", "has sinks"
 
 
 class GatedAttention(Attention):
@@ -240,12 +251,7 @@ class GatedAttention(Attention):
         q_proj: (2 * N * D, H), for each head the D rows of its queries, then those of its gate.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, *arguments: Any, **options: Any) -> None:
-        super().__init__(hidden_size, num_heads, *arguments, **options)
-        q = self.q_proj
-        self.q_proj = Linear(
-            hidden_size, 2 * q.out_features, bias=q.bias is not None, device=q.weight.device, dtype=q.weight.dtype
-        )
+    query_parts = 2
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H); see `Attention.forward`."""

@@ -108,7 +108,7 @@ def attend(
     """
     call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
     if k.dtype == FP8 and not _decodes(call):  # the other paths cannot read it
-        call = AttentionCall(q, k.to(q.dtype), v.to(q.dtype), *call[3:])
+        call = call._replace(k=k.to(q.dtype), v=v.to(q.dtype))
     for path in PATHS:
         if path.can(call):
             return path.run(call)
@@ -204,7 +204,7 @@ def _in_fp32(call: AttentionCall) -> Tensor:
     Scores in half precision would move probabilities where keys have large biases, as in Qwen2. The keys of each row
     come first and padding last, so that a row has the same sums as alone, whatever the padding on its left.
     """
-    q, k, v, mask, scale, softcap, is_causal, sinks = call
+    q, k, v, mask = call[:4]
     wide = accumulation_dtype(q.dtype)
     added = call.additive(wide)
     if isinstance(mask, Mask) and mask.padding_mask is not None and added is not None:
@@ -212,8 +212,7 @@ def _in_fp32(call: AttentionCall) -> Tensor:
         # Not take_along_dim, for which torch.compile compiles each size.
         k, v = (x.gather(1, order[:, :, None, None].expand_as(x)) for x in (k, v))
         added = added.gather(3, order[:, None, None].expand_as(added))
-    out = reference(q.to(wide), k.to(wide), v.to(wide), added, scale, softcap, is_causal, sinks)
-    return out.to(q.dtype)
+    return reference(call._replace(q=q.to(wide), k=k.to(wide), v=v.to(wide), mask=added)).to(q.dtype)
 
 
 def _needs_scores(call: AttentionCall) -> bool:
@@ -226,8 +225,7 @@ def _needs_scores(call: AttentionCall) -> bool:
 
 
 def _reference(call: AttentionCall) -> Tensor:
-    q, k, v, mask, scale, softcap, is_causal, sinks = call
-    return reference(q, k, v, as_additive(mask, q.dtype), scale, softcap, is_causal, sinks)
+    return reference(call._replace(mask=call.additive(call.q.dtype)))
 
 
 def _on_meta(call: AttentionCall) -> Tensor:
@@ -298,28 +296,52 @@ PATHS = (
 )
 
 
+def attend_unequal(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """`attend` for values with fewer features than keys, such as 128 and 192.
+
+    Of the fused causal kernels only cuDNN's accepts this, on some GPUs and in some versions. Where it does not, values
+    are padded with zeros: torch would choose a slower kernel that accepts unequal numbers.
+
+    Args:
+        q: (B, T, N, D).
+        k: (B, S, N, D).
+        v: (B, S, N, V), V <= D.
+        mask: see `attend`.
+        scale: factor of the scores; None for D^-0.5.
+
+    Returns:
+        (B, T, N, V).
+    """
+    missing, tokens = q.shape[-1] - v.shape[-1], q.shape[1]
+    is_supported = missing <= 0 or (tokens > 1 and (mask is not None or _cudnn_accepts(q, k, v)))
+    if is_supported or not q.is_cuda or under_transform():
+        return attend(q, k, v, mask, scale)
+    return attend(q, k, F.pad(v, (0, missing)), mask, scale)[..., : v.shape[-1]]
+
+
+def _cudnn_accepts(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not q.is_cuda or torch.compiler.is_compiling():  # which cannot ask; cuDNN 9 accepts 192 and 128 on Hopper
+        return True
+    from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, False))
+
+
 def attend_and_record(call: AttentionCall, record: list[Tensor]) -> Tensor:
     """`attend` in plain torch, which appends the probabilities (B, N, T, S) to `record`."""
-    q = call.q
-    k, v = from_storage(call.k, q.dtype), from_storage(call.v, q.dtype)
-    probabilities = attention_probabilities(AttentionCall(q, k, v, call.additive(q.dtype), *call[4:]))
+    dtype = call.q.dtype
+    k, v = from_storage(call.k, dtype), from_storage(call.v, dtype)
+    probabilities = attention_probabilities(call._replace(k=k, v=v, mask=call.additive(dtype)))
     record.append(probabilities)
     return apply_probabilities(probabilities, v)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    is_causal: bool = True,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`attend` in plain torch, with an additive mask; see `attention_probabilities`."""
-    call = AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks)
-    return apply_probabilities(attention_probabilities(call), v)
+def reference(call: AttentionCall) -> Tensor:
+    """`attend` in plain torch, with an additive mask or none; see `attention_probabilities`."""
+    return apply_probabilities(attention_probabilities(call), call.v)
 
 
 def attention_probabilities(call: AttentionCall) -> Tensor:

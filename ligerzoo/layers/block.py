@@ -56,9 +56,17 @@ class PreNormBlock(ResidualBlock):
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         normalized, x = normalize(x, self.input_layernorm)
-        mixed = self.mixer(normalized, context, cache)
+        mixed = self.scale_mixed(self.mixer(normalized, context, cache))
         normalized, x = add_and_normalize(x, mixed, self.post_attention_layernorm)
-        return x + self.mlp(normalized, context)  # type: ignore[no-any-return]
+        return x + self.scale_mlp(self.mlp(normalized, context))
+
+    def scale_mixed(self, x: Tensor) -> Tensor:
+        """Returns what is added to the hidden states for the output of the mixer."""
+        return x
+
+    def scale_mlp(self, x: Tensor) -> Tensor:
+        """Returns what is added to the hidden states for the output of the MLP."""
+        return x
 
 
 class LinearAttentionBlock(PreNormBlock):
@@ -98,11 +106,11 @@ class ScaledPreNormBlock(PreNormBlock):
         super().__init__(*parts)
         self.multiplier = multiplier
 
-    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        normalized, x = normalize(x, self.input_layernorm)
-        attended = self.self_attn(normalized, context, cache)
-        normalized, x = add_and_normalize(x, self.multiplier * attended, self.post_attention_layernorm)
-        return x + self.multiplier * self.mlp(normalized, context)  # type: ignore[no-any-return]
+    def scale_mixed(self, x: Tensor) -> Tensor:
+        return self.multiplier * x
+
+    def scale_mlp(self, x: Tensor) -> Tensor:
+        return self.multiplier * x
 
 
 class GatedPreNormBlock(PreNormBlock):
@@ -125,11 +133,11 @@ class GatedPreNormBlock(PreNormBlock):
         nn.init.normal_(self.attn_gate, std=std)
         nn.init.normal_(self.mlp_gate, std=std)
 
-    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        normalized, x = normalize(x, self.input_layernorm)
-        attended = self.attn_gate.tanh() * self.self_attn(normalized, context, cache)
-        normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
-        return x + self.mlp_gate.tanh() * self.mlp(normalized, context)  # type: ignore[no-any-return]
+    def scale_mixed(self, x: Tensor) -> Tensor:
+        return self.attn_gate.tanh() * x
+
+    def scale_mlp(self, x: Tensor) -> Tensor:
+        return self.mlp_gate.tanh() * x
 
 
 class PostNormBlock(ResidualBlock):

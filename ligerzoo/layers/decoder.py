@@ -82,7 +82,7 @@ class Decoder(nn.Module):
         with nullcontext() if keeps_sums else split_row_sums():
             x = run_blocks(self.layers, x, context, checkpoints=self.gradient_checkpointing, plan=self.activation_plan)
             x = self.norm(x)
-        if (states := context.outputs.hidden_states) is not None:
+        if (states := context.hidden_states) is not None:
             states[-1] = x
         return x
 
@@ -102,9 +102,9 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another dtype, or the decoder does not support exact caches, see `check_exact`.
         """
-        # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
         if exact:
             check_exact(self, capacity, dtype)
+        # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
         cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers], dtype, exact=exact)
         cache.max_valid_length = self.max_valid_cache_length
         return cache

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, writable
-from ligerzoo.layers.static_cache import StaticLayerCache
+from ligerzoo.layers.static_cache import StaticLayerCache, StaticPosition
 
 _TOKEN_CACHES = {LayerCache, RollingLayerCache, StaticLayerCache}
 """Kinds of caches that a cache of all tokens can replace."""
@@ -142,7 +142,12 @@ class KVCache:
         for layer in self.layers:
             layer.dtype = self.dtype
         for layer in self._static:
-            layer.position = self._static[0].position
+            layer.position = self._position
+
+    @property
+    def _position(self) -> StaticPosition:
+        """The lengths of the rows, which all static caches share."""
+        return self._static[0].position
 
     @property
     def is_static(self) -> bool:
@@ -182,14 +187,14 @@ class KVCache:
         for layer in self._static:
             layer.length += tokens
         if self._static:
-            self._static[0].position.length += tokens
+            self._position.length += tokens
 
     def reset(self) -> None:
         """Empties all caches; the memory of static ones stays allocated."""
         for layer in self.layers:
             layer.reset()
         if self._static:
-            self._static[0].position.set(0, 0)
+            self._position.set(0, 0)
         self.position_offset = self.last_image_mask = None
 
     def set_lengths(self, lengths: Tensor, longest: int) -> None:
@@ -201,7 +206,7 @@ class KVCache:
         """
         for layer in self._static:
             layer.length = longest
-        self._static[0].position.set(lengths, longest)
+        self._position.set(lengths, longest)
 
     def prefill_rows(self, index: Tensor, rows: int, prompt_lengths: Tensor | None = None) -> KVCache:
         """Returns a cache that writes prompts to some rows of these static caches; see `PrefillLayerCache`.
@@ -231,9 +236,9 @@ class KVCache:
             layer.copy_rows_from(source, index, rows)
             if frees:
                 source.free()
-        lengths = other._static[0].position.lengths
+        lengths = other._position.lengths
         if lengths is not None:
-            self._static[0].position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)
+            self._position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)
 
     def copy_tokens_from(self, other: KVCache, source: int, columns: Tensor, target: int, rows: int) -> None:
         """Copies tokens of a row of another cache, of any kind, to the first positions of a row of static caches.
@@ -309,8 +314,8 @@ class KVCache:
         rows = self.rows
         for layer in self.layers:
             layer.select_rows(index)
-        if self._static and (lengths := self._static[0].position.lengths) is not None:
-            self._static[0].position.lengths = lengths.index_select(0, index.to(lengths.device))
+        if self._static and (lengths := self._position.lengths) is not None:
+            self._position.lengths = lengths.index_select(0, index.to(lengths.device))
         for name in ("position_offset", "last_image_mask", "prompt_lengths"):
             value = getattr(self, name)
             if value is not None and len(value) == rows:  # else 1 row, the same for all
@@ -330,7 +335,7 @@ class KVCache:
         """
         if isinstance(tokens, Tensor):
             self.require_tokens("remove_last")
-            lengths = self._static[0].position.lengths if self.is_static else None
+            lengths = self._position.lengths if self.is_static else None
             if lengths is None:
                 raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
             lengths -= tokens
@@ -371,7 +376,7 @@ class KVCache:
         clone = copy.copy(self)
         clone._set_layers(layer.clone() for layer in self.layers)
         if clone._static:
-            position = clone._static[0].position.clone()
+            position = clone._position.clone()
             for layer in clone._static:
                 layer.position = position
         return clone
@@ -381,7 +386,7 @@ class KVCache:
         for layer in self.layers:
             layer.make_writable()
         if self._static:
-            position = self._static[0].position
+            position = self._position
             position.lengths = writable(position.lengths)
 
     def keep_all_tokens(self) -> None:

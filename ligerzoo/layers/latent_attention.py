@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import latent_decode_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.fp8 import from_storage
-from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record
+from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record, attend_unequal
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, not_dense
@@ -163,7 +162,7 @@ class LatentAttention(nn.Module):
         is_decoding = tokens < keys and (tokens == 1 or (tokens <= DECODE_TOKENS and tokens * keys <= _MAX_SCORES))
         return (
             is_decoding
-            and context.outputs.attentions is None
+            and context.attentions is None
             and is_plain(self.kv_b_proj, Linear, nn.Linear)
             and not (torch.is_grad_enabled() and q.requires_grad)
             and not under_transform()
@@ -187,7 +186,7 @@ class LatentAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Returns (B, T, N, V); stores the probabilities if the context asks for them."""
-        if (record := context.outputs.attentions) is None:
+        if (record := context.attentions) is None:
             return attend_unequal(q, k, v, mask, self.scale)
         return attend_and_record(AttentionCall(q, k, v, mask, self.scale), record)
 
@@ -209,37 +208,3 @@ class LatentAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, scale={self.scale:.6g}"
-
-
-def attend_unequal(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """`attend` for values with fewer features than keys, such as 128 and 192.
-
-    Of the fused causal kernels only cuDNN's accepts this, on some GPUs and in some versions. Where it does not, values
-    are padded with zeros: torch would choose a slower kernel that accepts unequal numbers.
-
-    Args:
-        q: (B, T, N, D).
-        k: (B, S, N, D).
-        v: (B, S, N, V), V <= D.
-        mask: see `attend`.
-        scale: factor of the scores; None for D^-0.5.
-
-    Returns:
-        (B, T, N, V).
-    """
-    missing, tokens = q.shape[-1] - v.shape[-1], q.shape[1]
-    is_supported = missing <= 0 or (tokens > 1 and (mask is not None or _cudnn_accepts(q, k, v)))
-    if is_supported or not q.is_cuda or under_transform():
-        return attend(q, k, v, mask, scale)
-    return attend(q, k, F.pad(v, (0, missing)), mask, scale)[..., : v.shape[-1]]
-
-
-def _cudnn_accepts(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not q.is_cuda or torch.compiler.is_compiling():  # which cannot ask; cuDNN 9 accepts 192 and 128 on Hopper
-        return True
-    from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, False))

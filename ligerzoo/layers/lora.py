@@ -27,7 +27,7 @@ from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
 from ligerzoo.kernels.lora_experts import lora_experts_mlp
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
-from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.plain import dequantized, is_unmodified
 from ligerzoo.layers.projection import LinearTerms, linear, project_alone
@@ -87,7 +87,7 @@ class LoRALayer(nn.Module):
         """Initializes A and B, of which one is 0, and the magnitudes of DoRA."""
         raise NotImplementedError
 
-    def init_weights(self, std: float = 0.02) -> None:
+    def init_weights(self, std: float = INIT_STD) -> None:
         """Initializes the weights and the updates."""
         super().init_weights(std)  # type: ignore[misc]
         for parameter in self.lora:

@@ -21,9 +21,10 @@ from ligerzoo.layers import (
     shifted_labels,
 )
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
-from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
 from ligerzoo.models.pretrained import Generative
 
@@ -168,9 +169,9 @@ class CausalLM(Generative, LanguageModel):
         None unless the router logits were asked for, by `config.output_router_logits` or the argument of `forward`, and
         a layer has some.
         """
-        if not context.router_logits:
+        if not (logits := context.router_logits):
             return None
-        return load_balancing_loss(context.router_logits, self._experts_per_token(), context.call_padding_mask())
+        return load_balancing_loss(logits, self._experts_per_token(), context.call_padding_mask())
 
     def _experts_per_token(self) -> int:
         """Returns the number of experts that the routers select for each token."""

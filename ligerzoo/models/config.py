@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, TypeGuard, get_args, get_type_hints
+from typing import Any, Protocol, TypeGuard, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, Scaling, is_positive, is_rotary_dim, is_theta, scaling_error
@@ -50,8 +50,19 @@ def check_fields(config: Any) -> None:
         refuse_unless(is_valid, name, value, expected)
 
 
+class LanguageModelConfig(Protocol):
+    """Config fields that every language model reads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def initializer_range(self) -> float: ...
+
+
 REQUIRED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
-"""Fields of every config, see `ligerzoo.models.causal_lm.CausalLMConfig`."""
+"""Fields of every config, see `LanguageModelConfig`."""
 
 
 def require_config(model_class: type, config: object) -> None:
@@ -136,22 +147,27 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Makes the checks of the base class run even if a subclass's `__post_init__` does not call them."""
+        """Makes `validate` run before the `__post_init__` of a subclass, whether or not that calls the base's."""
         super().__init_subclass__(**options)
-        own: Callable[[DecoderConfig], None] | None = vars(cls).get("__post_init__")
-        if own is None or "__post_init__" in getattr(getattr(own, "__code__", None), "co_names", ()):
-            return
-        base = next(vars(base)["__post_init__"] for base in cls.__mro__[1:] if "__post_init__" in vars(base))
+        if (own := vars(cls).get("__post_init__")) is not None:
 
-        @wraps(own)
-        def __post_init__(self: DecoderConfig) -> None:
-            base(self)
-            own(self)
+            @wraps(own)
+            def __post_init__(self: DecoderConfig) -> None:
+                DecoderConfig.__post_init__(self)
+                own(self)
 
-        cls.__post_init__ = __post_init__  # type: ignore[method-assign]
+            cls.__post_init__ = __post_init__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks values beyond their types. Subclasses call that of the base class, and check their own fields.
+
+        Raises:
+            ConfigError: a field has an invalid value.
+        """
         where, what = "num_key_value_heads", "invalid number of key-value heads"
         expected = f"a divisor of num_attention_heads, {self.num_attention_heads}"
         refuse_unless(self.num_attention_heads % self.kv_heads == 0, where, self.kv_heads, expected, what)
@@ -212,11 +228,10 @@ class PartialRotaryConfig(DecoderConfig):
 
     partial_rotary_factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def validate(self) -> None:
         factor = self.partial_rotary_factor
         refuse_unless(factor <= 1, "partial_rotary_factor", factor, "at most 1")
-        super().__post_init__()
+        super().validate()
 
     @property
     def rotary_size(self) -> int:
@@ -224,7 +239,7 @@ class PartialRotaryConfig(DecoderConfig):
         return int(self.head_size * self.partial_rotary_factor)
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+_WINDOW_TYPES = ("full_attention", "sliding_attention")
 
 
 def check_layer_types(config: Any, kinds: Sequence[str], name: str = "layer_types") -> None:
@@ -251,9 +266,9 @@ class WindowedConfig(DecoderConfig):
     sliding_window: int | None = None
     layer_types: Sequence[str] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(self, LAYER_TYPES)
+    def validate(self) -> None:
+        super().validate()
+        check_layer_types(self, _WINDOW_TYPES)
 
     def slides(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses the sliding window if `layer_types` is None."""

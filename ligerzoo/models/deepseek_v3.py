@@ -54,8 +54,8 @@ class DeepseekV3Config(DeepSeekMoEConfig):
     rope_interleave: bool = True
     attention_bias: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         for name, only in (("num_key_value_heads", self.num_attention_heads), ("head_dim", self.qk_rope_head_dim)):
             if getattr(self, name) not in (None, only):
                 raise ConfigError("not a size of latent attention", where=name, got=getattr(self, name), expected=only)

@@ -35,8 +35,8 @@ class Exaone4Config(WindowedConfig):
     sliding_window: int | None = 4096
     sliding_window_pattern: int | str | None = 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         pattern = self.sliding_window_pattern
         is_pattern = not isinstance(pattern, str) or re.fullmatch("[LG]+", pattern) is not None
         expected = "a positive integer, or a string of L (sliding window) and G (full attention)"

@@ -56,8 +56,8 @@ class Gemma2Config(WindowedConfig):
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_positive(self, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
     def slides(self, layer: int) -> bool:

@@ -105,8 +105,8 @@ class Gemma3Config(Gemma3DecoderConfig):
     boi_token_id: int = 255999
     eoi_token_id: int = 256000
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         tokens, patches = math.isqrt(self.mm_tokens_per_image), self.vision_config.patches_per_side
         if tokens**2 != self.mm_tokens_per_image or patches % tokens or patches == 0:
             what = "invalid number of tokens"

@@ -60,8 +60,8 @@ class Gemma3DecoderConfig(WindowedConfig):
     attention_bias: bool = False
     query_pre_attn_scalar: float = 256
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_positive(self, "query_pre_attn_scalar")
         check_theta(self, "rope_local_base_freq")
 
@@ -83,8 +83,8 @@ class Gemma3TextConfig(Gemma3DecoderConfig):
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_positive(self, "final_logit_softcapping")
 
     def window(self, layer: int) -> int | None:

@@ -43,8 +43,8 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
     v_head_dim: int = 256
     mlp_layer_types: Sequence[str] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_layer_types(self, MLP_TYPES, "mlp_layer_types")
 
     def has_mixture(self, layer: int) -> bool:

@@ -57,8 +57,8 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_positive(self, "swiglu_limit", "swiglu_alpha")
 
     def slides(self, layer: int) -> bool:

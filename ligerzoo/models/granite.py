@@ -43,8 +43,8 @@ class GraniteConfig(LlamaConfig):
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_positive(self, "logits_scaling")
 
 

@@ -34,8 +34,8 @@ class HunYuanDenseV1Config(DecoderConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         alpha = (self.rope_scaling or {}).get("alpha")
         if alpha is None:
             return

@@ -19,7 +19,7 @@ from ligerzoo.layers import (
 )
 from ligerzoo.models.config import PartialRotaryConfig, check_layer_types, heads, refuse_unless, rotary_arguments
 
-LAYER_TYPES = ("linear_attention", "full_attention")
+_MIXER_TYPES = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class GatedDeltaConfig(PartialRotaryConfig):
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(self, LAYER_TYPES)
+    def validate(self) -> None:
+        super().validate()
+        check_layer_types(self, _MIXER_TYPES)
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         what = "invalid number of value heads of linear attention"
         expected = f"a multiple of linear_num_key_heads, {keys}"

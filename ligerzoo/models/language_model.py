@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
-from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
+from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs
 from ligerzoo.models.building import ModelMeta
+from ligerzoo.models.config import LanguageModelConfig
+from ligerzoo.models.hf_interface import HFInterface
 from ligerzoo.models.pretrained import Pretrained
 
 
-class LanguageModelConfig(Protocol):
-    """Config fields that every language model reads."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def initializer_range(self) -> float: ...
-
-
-class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
+class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
     """A decoder, to which subclasses add a head.
 
     Args:
         config: config of the architecture.
         model: token ids to final hidden states.
-
-    Attributes:
-        replaced_weights: embedding and head whose weights are not those of the base model, by module name: all rows
-            (None), or some. Adapters are saved with them.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ()
@@ -59,7 +45,7 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
         self.model = model
         self.generation_config = {}
         self.origin = None
-        self.replaced_weights: dict[str, tuple[int, ...] | None] = {}
+        self.replaced_weights = {}
 
     def init_weights(self, std: float | None = None) -> None:
         """Initializes all weights again, such as those of a model built on meta after `to_empty` and `tie_weights`.
@@ -183,16 +169,6 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
         """
         return x
 
-    @property
-    def input_vocab_size(self) -> int:
-        """Number of token ids that have an embedding."""
-        return self.config.vocab_size
-
-    @property
-    def placeholders(self) -> Mapping[int, str]:
-        """Placeholder token ids, such as that of images, and the input that each of them needs."""
-        return {}
-
     def check_inputs(
         self,
         input_ids: Tensor,
@@ -235,136 +211,8 @@ class LanguageModel(Pretrained, nn.Module, metaclass=ModelMeta):
     inputs_per_token: ClassVar[tuple[str, ...]] = ()
     """Per-token model inputs, (B, T, ...); `generate` pads and slices them like `input_ids`."""
 
-    @property
-    def accepts_loss_kwargs(self) -> bool:
-        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrongly.
-
-        The Trainer recognizes its own models only, by their class.
-        """
-        what = "a model without transformers' interface cannot be trained by its Trainer"
-        remedy = "Give the Trainer ligerzoo.integrations.transformers.wrap(model)."
-        raise LigerzooError(what, where=type(self).__name__, remedy=remedy)
-
-    @property
-    def base_model(self) -> Decoder:
-        """The decoder; the name that transformers uses."""
-        return self.model
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Returns the embedding of the token ids."""
-        return self.model.embed_tokens  # type: ignore[return-value]
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces the embedding. Ties the head to it, if the config ties them."""
-        self.model.embed_tokens = value
-        self.tie_weights()
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Returns the language-model head; None if the model has none."""
-        return None
-
-    def tie_weights(self) -> None:
-        """Shares the weights that the config ties: none without a language-model head."""
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
-    ) -> nn.Embedding:
-        """Changes the number of rows of the embedding and of the language-model head, and `config.vocab_size`.
-
-        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since moments of old
-        shapes no longer fit.
-
-        Args:
-            new_num_tokens: number of tokens. New rows, at the end, are the mean of the old ones, so that a new token is
-                neither likely nor unlikely (Hewitt 2021; transformers adds noise of a billionth of the covariance). A
-                smaller number removes rows at the end. None for the current number.
-            pad_to_multiple_of: round the number up to a multiple of this; None for no rounding.
-
-        Returns:
-            The embedding.
-
-        Raises:
-            LigerzooError: a number is not a positive integer; a placeholder token of images or videos would lose its
-                row; rows of image tokens follow those of the vocabulary (Llama 3.2 Vision); or the weights are sharded.
-        """
-        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise LigerzooError(
-                    "not a number of tokens", where=name, got=repr(number), expected="an integer, 1 or more"
-                )
-        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
-        modules = [module for module in (embedding, head) if module is not None]
-        parameters = (getattr(module, name, None) for name in ("weight", "bias") for module in modules)
-        weights = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
-            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        if size == self.config.vocab_size:
-            return embedding
-        if self.input_vocab_size != self.config.vocab_size:
-            what = f"rows of image tokens follow the vocabulary of {type(self).__name__}"
-            expected = f"{self.config.vocab_size}, the current vocabulary"
-            raise LigerzooError(what, where="new_num_tokens", got=size, expected=expected)
-        if size <= (last := max(self.placeholders, default=-1)):
-            what = "fewer rows than the placeholder token ids of images and videos need"
-            raise LigerzooError(what, where="new_num_tokens", got=size, expected=f"at least {last + 1}")
-        if any(hasattr(weight, "device_mesh") for weight in weights):
-            raise LigerzooError(
-                "the weights are sharded", where="resize_token_embeddings", remedy="Resize before sharding."
-            )
-        for weight in dict.fromkeys(weights):  # a tied weight once
-            _resize_rows(weight, size)
-        embedding.num_embeddings = size
-        names = (name for name, module in self.named_modules() if module in modules)
-        self.replaced_weights |= dict.fromkeys(names)
-        self.config = dataclasses.replace(self.config, vocab_size=size)  # type: ignore[type-var]
-        return embedding
-
     def new_cache(
         self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
     ) -> KVCache:
         """Returns an empty KV cache for `past_key_values`; see `ligerzoo.layers.Decoder.new_cache`."""
         return self.model.new_cache(capacity, dtype, exact=exact)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return next(self.parameters()).dtype
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Enables activation checkpointing: saves only the inputs of blocks and recomputes the blocks in backward.
-
-        Args:
-            gradient_checkpointing_kwargs: {"use_reentrant": False}, as Hugging Face's Trainer passes it, or None.
-
-        Raises:
-            ValueError: `gradient_checkpointing_kwargs` has another value.
-        """
-        if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
-            raise ValueError(
-                f"gradient_checkpointing_kwargs: got {gradient_checkpointing_kwargs}; "
-                "expected {'use_reentrant': False} or None"
-            )
-        self._set_gradient_checkpointing(True)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Disables activation checkpointing."""
-        self._set_gradient_checkpointing(False)
-
-    def _set_gradient_checkpointing(self, enabled: bool) -> None:
-        for module in self.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = enabled  # type: ignore[assignment]
-
-
-def _resize_rows(weight: nn.Parameter, rows: int) -> None:
-    """Removes rows at the end of `weight`, (V, ...), or adds rows that are the mean of the old ones."""
-    old = weight.detach()
-    mean = old.mean(0, keepdim=True, dtype=accumulation_dtype(old.dtype)).to(old.dtype)
-    weight.data = torch.cat([old[:rows], mean.expand(max(rows - len(old), 0), *old.shape[1:])])
-    weight.grad = None

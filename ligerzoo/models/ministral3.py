@@ -51,8 +51,8 @@ class Ministral3Config(DecoderConfig):
     rope_scaling: Scaling | None = field(default_factory=_yarn)
     sliding_window: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         growth = (self.rope_scaling or {}).get("llama_4_scaling_beta")
         is_zero = isinstance(growth, int | float) and not isinstance(growth, bool) and growth == 0
         expected = "a positive number, or 0 or null for no query scaling"

@@ -34,8 +34,8 @@ class MixtralConfig(MoEConfig):
     rope_theta: float = 1e6
     router_jitter_noise: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         noise = self.router_jitter_noise
         refuse_unless(noise < 1, "router_jitter_noise", noise, "a number in [0, 1)")
 

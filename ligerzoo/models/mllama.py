@@ -45,7 +45,7 @@ from ligerzoo.layers import (
     tile_cross_attention_inputs,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import DecoderConfig, are_indices, check_fields, refuse_unless, rotary_arguments
+from ligerzoo.models.config import DecoderConfig, are_indices, check_fields, heads, refuse_unless, rotary_arguments
 
 _IMAGE_TOKENS = 8  # token ids with an embedding but no logit: the image token, and seven unused ones
 
@@ -132,8 +132,8 @@ class MllamaConfig(DecoderConfig):
     cross_attention_layers: Sequence[int] = field(default_factory=lambda: [3, 8, 13, 18, 23, 28, 33, 38])
     image_token_index: int = field(default=128256, metadata={"least": 0})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         layers = self.cross_attention_layers
         refuse_unless(are_indices(layers), "cross_attention_layers", layers, "a list of layer indices")
         attending = sum(layer < self.num_hidden_layers for layer in set(layers))
@@ -158,17 +158,16 @@ class Mllama(CausalLM):
     def __init__(self, config: MllamaConfig) -> None:
         c = config
         rotary = RotaryEmbedding(*rotary_arguments(c))
-        heads = c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
             return RMSNorm(size, c.rms_norm_eps)
 
         def block() -> PreNormBlock:
             mlp = GatedMLP(c.hidden_size, c.intermediate_size)
-            return PreNormBlock(norm(), Attention(*heads, rotary), norm(), mlp)
+            return PreNormBlock(norm(), Attention(*heads(c), rotary), norm(), mlp)
 
         def cross_block() -> CrossAttentionBlock:
-            attention = CrossAttention(*heads, q_norm=norm(c.head_size), k_norm=norm(c.head_size))
+            attention = CrossAttention(*heads(c), q_norm=norm(c.head_size), k_norm=norm(c.head_size))
             mlp = GatedMLP(c.hidden_size, c.intermediate_size)
             return CrossAttentionBlock(norm(), attention, norm(), mlp)
 

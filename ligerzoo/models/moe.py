@@ -26,8 +26,8 @@ class RoutedConfig(DecoderConfig):
     num_experts_per_tok: int = 2
     output_router_logits: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         chosen, experts = self.num_experts_per_tok, self.num_experts
         expected, what = f"at most num_experts, {experts}", "more experts per token than experts"
         refuse_unless(chosen <= experts, "num_experts_per_tok", chosen, expected, what)
@@ -75,8 +75,8 @@ class DeepSeekMoEConfig(RoutedConfig):
     norm_topk_prob: bool = True
     first_k_dense_replace: int = field(default=1, metadata={"least": 0})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         experts, chosen, groups, selected = self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group
         what = "the experts do not form groups of equal size"
         expected = f"1, or a divisor of the number of experts, {experts}, with two per group or more"
@@ -133,8 +133,8 @@ class SparseStepMoEConfig(MoEConfig):
     decoder_sparse_step: int = 1
     mlp_only_layers: Sequence[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         layers = self.mlp_only_layers
         are_integers = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
         refuse_unless(are_integers, "mlp_only_layers", layers, "a list of integers", "invalid layer indices")

@@ -44,8 +44,8 @@ class NanoChatConfig(DecoderConfig):
     attention_bias: bool = False
     final_logit_softcapping: float | None = 15.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_positive(self, "final_logit_softcapping")
 
 

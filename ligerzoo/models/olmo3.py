@@ -32,8 +32,8 @@ class Olmo3Config(Olmo2Config, WindowedConfig):
     rope_theta: float = 500000.0
     rope_local_base_freq: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         if self.rope_local_base_freq is not None:
             check_theta(self, "rope_local_base_freq")
 

@@ -77,6 +77,7 @@ class Qwen2_5VL(Qwen2VisionLM):
     """Qwen2.5-VL with a language-model head."""
 
     config: Qwen2_5VLConfig
+    inputs_per_video = ("frame_interval", "second_per_grid_ts")
 
     def __init__(self, config: Qwen2_5VLConfig) -> None:
         super().__init__(config, windowed_tower(config.vision_config))

@@ -35,8 +35,8 @@ class Qwen3_5MoeTextConfig(GatedDeltaConfig, MoEConfig):
     num_experts: int = 256
     num_experts_per_tok: int = 8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         window = self.sliding_window
         refuse_unless(window is None, "sliding_window", window, "None", "not supported")
 

@@ -37,8 +37,8 @@ class Qwen3NextConfig(GatedDeltaConfig, SparseStepMoEConfig):
     num_experts_per_tok: int = 10
     norm_topk_prob: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         window = self.sliding_window
         refuse_unless(window is None, "sliding_window", window, "None", "not supported")
 

@@ -85,8 +85,8 @@ class Qwen3VisionLMConfig(VisionLMConfig):
     attention_bias: bool = False
     mrope_section: Sequence[int] = field(default_factory=lambda: [24, 20, 20])
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         sections, pairs = self.mrope_section, self.rotary_size // 2
         expected = f"a second and third number of at most a third of {pairs}, the number of feature pairs"
         is_valid = are_interleaved_sections(sections, pairs)

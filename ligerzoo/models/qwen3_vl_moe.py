@@ -41,8 +41,8 @@ class Qwen3VLMoeConfig(SparseStepMoEConfig, Qwen3VisionLMConfig):
     norm_topk_prob: bool = True
     vision_config: Qwen3VLVisionConfig = field(default_factory=lambda: Qwen3VLVisionConfig(out_hidden_size=2048))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         for name, only in (("norm_topk_prob", True), ("sliding_window", None)):
             value = getattr(self, name)
             refuse_unless(value == only, name, value, repr(only), "not supported by Qwen3-VL-MoE")

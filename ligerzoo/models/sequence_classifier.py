@@ -14,8 +14,9 @@ from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.layers import Decoder, KVCache, Linear
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.inputs import tokens_or_embeddings
-from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.output import SequenceClassifierOutput, layer_outputs
 from ligerzoo.tensor_checks import require_tensor
 

@@ -46,8 +46,8 @@ class SmolLM3Config(WindowedConfig):
     no_rope_layer_interval: int = 4
     use_sliding_window: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         flags, layers = self.no_rope_layers, self.num_hidden_layers
         is_valid = flags is None or (are_indices(flags) and len(flags) >= layers and max(flags) <= 1)
         expected = f"a list of at least {layers} flags, each 0 or 1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +96,8 @@ class VisionLMConfig(DecoderConfig):
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         sections, pairs = self.mrope_section, self.rotary_size // 2
         is_valid = are_indices(sections) and len(sections) == 3 and sum(sections) == pairs
         expected = f"three integers, 0 or more, that add up to {pairs}, half of the rotated features"
@@ -109,6 +109,10 @@ class VisionLMConfig(DecoderConfig):
     @property
     def all_layers(self) -> int:
         return self.num_hidden_layers + self.vision_config.depth
+
+
+_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+"""The input with the grids of patches, by that with the patches."""
 
 
 class VisionLM(CausalLM):
@@ -129,6 +133,8 @@ class VisionLM(CausalLM):
     visual: VisionTower
     separates_frames = False
     frames_advance = False
+    inputs_per_video: ClassVar[tuple[str, ...]] = ("frame_interval",)
+    """Model inputs with an entry for each video."""
 
     def __init__(self, config: VisionLMConfig, model: Decoder, visual: VisionTower) -> None:
         super().__init__(config, model, visual=visual)
@@ -204,12 +210,9 @@ class VisionLM(CausalLM):
         self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> dict[str, Any]:
         """See `CausalLM.repeat_rows`. Images and videos are listed in order, without a row dimension."""
-        repeated, c = dict(modalities), self.config
-        kinds = (
-            (c.image_token_id, "pixel_values", "image_grid_thw", ()),
-            (c.video_token_id, "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts", "frame_interval")),
-        )
-        for token_id, patches, grid_name, intervals in kinds:
+        repeated = dict(modalities)
+        for token_id, patches in self.placeholders.items():
+            grid_name, others = _GRIDS[patches], self.inputs_per_video if patches == "pixel_values_videos" else ()
             grid = repeated.get(grid_name)
             if grid is None or repeated.get(patches) is None:
                 continue
@@ -218,7 +221,7 @@ class VisionLM(CausalLM):
             items = repeated_items(mask, sizes // self.visual.merge_size**2, repeats)
             pieces = repeated[patches].split(sizes.tolist())
             repeated[patches], repeated[grid_name] = torch.cat([pieces[item] for item in items]), grid[items]
-            for name in intervals:
+            for name in others:
                 if repeated.get(name) is not None:
                     repeated[name] = torch.as_tensor(repeated[name])[items]
         types = repeated.get("mm_token_type_ids")

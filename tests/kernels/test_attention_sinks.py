@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import apply_sinks, sink_attention
 from ligerzoo.kernels.attention_sinks import attention_kernel, reference
+from ligerzoo.layers.attention_paths import AttentionCall
 from ligerzoo.layers.attention_paths import reference as attention_reference
 from tests.kernels.accuracy import differentiate, judge
 from tests.kernels.compiling import compiling_for_hopper
@@ -78,7 +79,7 @@ def attention_inputs(
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float | None = None, is_causal: bool = True) -> Tensor:
-    return attention_reference(q, k, v, None, scale, None, is_causal, sinks)
+    return attention_reference(AttentionCall(q, k, v, None, scale, None, is_causal, sinks))
 
 
 @pytest.mark.parametrize(

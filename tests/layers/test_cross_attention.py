@@ -23,7 +23,7 @@ from ligerzoo.layers import (
     TileMask,
     tile_cross_attention_inputs,
 )
-from ligerzoo.layers.attention_paths import reference
+from ligerzoo.layers.attention_paths import AttentionCall, reference
 
 H = 32
 
@@ -55,7 +55,9 @@ def test_tile_mask_as_matrix_and_block_mask(length: int, tiles: int, queries: in
     q = torch.randn(2, queries, 2, 16, device=device)
     k, v = (torch.randn(2, length * tiles, 2, 16, device=device) for _ in "kv")
     out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
-    torch.testing.assert_close(out.transpose(1, 2), reference(q, k, v, mask.additive(q.dtype)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        out.transpose(1, 2), reference(AttentionCall(q, k, v, mask.additive(q.dtype))), atol=1e-5, rtol=0
+    )
 
 
 # Inputs

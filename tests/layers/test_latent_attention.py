@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import Context, Decoder, Embedding, GatedMLP, KVCache, LatentAttention, PreNormBlock, RMSNorm
-from ligerzoo.layers.latent_attention import attend_unequal
+from ligerzoo.layers.attention_paths import attend_unequal
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 HIDDEN, HEADS, RANK, NOPE, ROPE, VALUE = 24, 3, 10, 6, 4, 5

@@ -236,7 +236,7 @@ def test_block_mask_agrees_with_the_matrix(kind: str, window: int | None, is_cau
 
     q, k, v = (torch.randn(2, tokens, 2, 16, device=device) for _ in "qkv")
     out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
-    expected = reference(q, k, v, mask.additive(q.dtype))
+    expected = reference(AttentionCall(q, k, v, mask.additive(q.dtype)))
     if mask.fallback is not None:  # on a CPU, the matrix lets a query without visible keys attend to all equally
         expected = torch.where(mask.fallback[..., None, None] >= 0, v, expected)
     assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
@@ -279,7 +279,7 @@ def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
             mask = Context(torch.zeros(1, 40), **inputs).mask(40, window=window)
             assert isinstance(mask, Mask)
             out = attention_paths._flex_attention(AttentionCall(x, x, x, mask, None, None, True, None))
-            torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(dtype))[:, 3:])
+            torch.testing.assert_close(out[:, 3:], reference(AttentionCall(x, x, x, mask.additive(dtype)))[:, 3:])
     assert counter.frame_count == 12
     torch._dynamo.reset()
 

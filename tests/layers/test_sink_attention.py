@@ -48,7 +48,7 @@ def test_attend(name: str, softcap: float | None, dtype: torch.dtype, tolerance:
     got = [out, *torch.autograd.grad(out, inputs, upstream)]
     exact = [t.detach().double().requires_grad_() for t in inputs]
     additive = mask.additive(torch.float64) if isinstance(mask, Mask) else None
-    out = reference(*exact[:3], additive, None, softcap, is_causal, exact[3])
+    out = reference(AttentionCall(*exact[:3], additive, None, softcap, is_causal, exact[3]))
     expected = [out, *torch.autograd.grad(out, exact, upstream.double())]
     for actual, truth in zip(got, expected, strict=True):
         assert actual.dtype == dtype
@@ -80,7 +80,7 @@ def test_flex_attention_with_sinks(name: str, softcap: float | None, monkeypatch
     upstream = torch.randn(2, 12, 4, 16)
     q, k, v, sinks = (t.detach() for t in inputs)
     forward = attention_file._flex_attention(AttentionCall(q, k, v, mask, 0.3, softcap, True, sinks))
-    expected = reference(*inputs[:3], mask.additive(torch.float32), 0.3, softcap, True, inputs[3])
+    expected = reference(AttentionCall(*inputs[:3], mask.additive(torch.float32), 0.3, softcap, True, inputs[3]))
     torch.testing.assert_close(forward, expected, rtol=0, atol=1e-5)
     # Torch's FlexAttention has no backward on a CPU: what reaches it are the gradients of its output and logsumexp.
     q, k, v = (t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in inputs[:3])
