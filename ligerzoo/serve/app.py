@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from http import HTTPStatus
 from itertools import repeat
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,10 +21,11 @@ from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.generate import Request as GenerationRequest
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
 from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError
-from ligerzoo.serve.fields import OBJECT, STRING, Json, checked, encode_json, parse_strict_json
+from ligerzoo.serve.fields import STRING, Fields, Json, checked, parse_object
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Endpoint, TextCompletion, detokenize_request, tokenize_request
+from ligerzoo.serve.strict_json import encode_json
 
 MAX_BODY = 10 * 2**20
 _MAX_BODIES = 4  # of the largest size, that may be in memory
@@ -91,7 +92,7 @@ class Service:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model)
 
-    async def _convert(self, function: Callable[[Json, PromptEncoder], Json], request: Request) -> Response:
+    async def _convert(self, function: Callable[[Fields, PromptEncoder], Json], request: Request) -> Response:
         """Responds to a request that needs the tokenizer only, whose `model` may be absent."""
 
         def respond(body: bytes) -> Response:
@@ -101,35 +102,31 @@ class Service:
         async with self.bodies.receive(request) as body:
             return await self._tokenizing.run(respond, body)
 
-    async def _respond(self, endpoint: type[Endpoint], request: Request) -> Response | EventStream:
+    async def _respond(self, kind: type[Endpoint], request: Request) -> Response | EventStream:
         async with self.bodies.receive(request) as body:
-            call, requests, outputs = await self._preparing.run(self._prepare, body, endpoint)
+            call, requests, outputs = await self._preparing.run(self._prepare, body, kind)
         job = await self._engine.submit(requests)
-        writer = endpoint(call, self._texts)
-        if call.is_streamed:
-            return EventStream(job, outputs, writer)
+        endpoint = kind(call, self._texts)
+        if call.delivery.is_streamed:
+            return EventStream(job, outputs, endpoint)
         try:
             choices = await until_disconnected(request.receive, outputs.collect(job))
         finally:
             job.close()
-        return await self._writing.run(lambda: _json_response(writer.response(choices, outputs.num_tokens)))
+        return await self._writing.run(lambda: _json_response(endpoint.response(choices, outputs.num_tokens)))
 
-    def _prepare(self, body: bytes, endpoint: type[Endpoint]) -> tuple[Call, list[GenerationRequest], Outputs]:
+    def _prepare(self, body: bytes, kind: type[Endpoint]) -> tuple[Call, list[GenerationRequest], Outputs]:
         """Returns what a body asks for; in a thread, since it may take seconds."""
-        call = endpoint.read(self._read(body), self._encoder, self._engine.max_requests)
+        call = kind.read(self._read(body), self._encoder, self._engine.max_requests)
         return call, call.requests(self._encoder, self._engine), Outputs(call, self._encoder)
 
-    def _read(self, body: bytes, *, is_model_required: bool = True) -> Json:
+    def _read(self, body: bytes, *, is_model_required: bool = True) -> Fields:
         """Returns the fields of a body for this model."""
         check_values(body)
-        try:
-            fields = parse_strict_json(body)
-        except (ValueError, RecursionError) as error:
-            raise LigerzooError("not valid JSON", where="body", got=error) from error
-        checked(fields, "body", OBJECT._replace(expected="a JSON object"))
+        fields = parse_object(body, "body")
         if fields.get("model") is not None or is_model_required:
             self._check_model(checked(fields.get("model"), "model", STRING._replace(expected=repr(self._model["id"]))))
-        return cast(Json, fields)
+        return fields
 
     def _check_model(self, name: str) -> None:
         if name != self._model["id"]:
@@ -143,7 +140,7 @@ class Outputs:
         self._continuations = [
             Continuation(encoder.tokenizer, call.options.stop, echoed=echoed, continues_text=call.continues_text)
             for echoed in call.echoed or repeat(None, len(call.prompts))
-            for _ in range(call.n)
+            for _ in range(call.delivery.n)
         ]
 
     @property

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TextIO
 
-from ligerzoo.errors import LigerzooError, did_you_mean, quote
+from ligerzoo.errors import LigerzooError, quote
 from ligerzoo.generate import BrokenLogitsError, Request, Scheduler
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.fields import OBJECT, STRING, Fields, parse_strict_json
+from ligerzoo.serve.fields import OBJECT, STRING, Fields, check_names
 from ligerzoo.serve.options import VALUES, ClientOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
+from ligerzoo.serve.strict_json import parse_strict_json
 from ligerzoo.text.tokenizer import Tokenizer
 
 FIELDS = ("id", "prompt", "messages", *VALUES)
@@ -67,9 +68,7 @@ class Entry:
             )
         if not STRING.accepts(fields.get("prompt", "")):
             raise LigerzooError("not a text", where="prompt", got=quote(fields["prompt"]))
-        for name in fields:
-            if name not in FIELDS:
-                raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, FIELDS))
+        check_names(fields, FIELDS, {})
         merged = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
         options = ClientOptions.from_json(merged, {name: name for name in VALUES})
         if "seed" not in fields and options.seed is not None:

@@ -114,16 +114,17 @@ class PromptEncoder:
         return [*texts[:-1], texts[-1] + decoder.flush()]
 
     def encode_chat(self, messages: object, variables: Fields | None = None, **options: Any) -> list[int]:
-        """Returns the ids of a conversation; see `render`.
+        """Returns the ids of a conversation: `encode_prompt` of a `ChatPrompt` with these fields."""
+        return self.encode_prompt(ChatPrompt(messages, variables or {}, **options))
 
-        Args:
-            messages, variables, options: the fields of a `ChatPrompt`.
+    def encode_prompt(self, chat: ChatPrompt) -> list[int]:
+        """Returns the ids of a conversation; see `render`.
 
         Raises:
             LigerzooError: also if an id is outside the model's vocabulary.
             ContextLengthError: the conversation is certainly longer than the context.
         """
-        rendered = self.render(ChatPrompt(messages, variables or {}, **options))
+        rendered = self.render(chat)
         self._check_length(rendered.text)
         return self.check(self.tokenizer.encode_rendered(rendered)[0])
 

@@ -12,8 +12,8 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from ligerzoo.checks import instances, integer, is_integer
 from ligerzoo.errors import LigerzooError
@@ -80,6 +80,30 @@ _NEUTRAL_COMPLETION: Neutral = {
 """Unsupported fields: the values without an effect, and what to do instead."""
 
 
+class Delivery(NamedTuple):
+    """How many continuations a client wants, and how.
+
+    Attributes:
+        n: number of continuations of each prompt.
+        is_streamed: whether the response is a stream of events.
+        includes_usage: whether the stream ends with the numbers of tokens.
+    """
+
+    n: int
+    is_streamed: bool
+    includes_usage: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> Delivery:
+        """Reads `n`, `stream` and `stream_options`; raises LigerzooError if one is invalid."""
+        n, is_streamed = read(fields, "n", _CHOICES, 1), read(fields, "stream", FLAG, False)
+        given = fields.get("stream_options")
+        check_field(given is None or is_streamed, "stream_options", given, "no such field without stream")
+        stream_options: Fields = read(fields, "stream_options", OBJECT, {})
+        check_names(stream_options, ["include_usage"], {"include_obfuscation": ((False,), None)})
+        return cls(n, is_streamed, read(stream_options, "include_usage", FLAG, False))
+
+
 @dataclass(frozen=True)
 class Call:
     """A request of a client.
@@ -88,9 +112,7 @@ class Call:
         model: the model's name.
         prompts: the token ids of each prompt.
         options: sampling options. Their `max_new_tokens` is what the client asked for, or None.
-        n: number of continuations of each prompt.
-        is_streamed: whether the response is a stream of events.
-        includes_usage: whether the stream ends with the numbers of tokens.
+        delivery: how many continuations, and how.
         top_logprobs: number of the most likely tokens whose log-probabilities the response has with each token; None
             for a response without log-probabilities.
         echoed: the texts of the tokens of each prompt, which precede the continuations; None if they do not.
@@ -100,9 +122,7 @@ class Call:
     model: str
     prompts: list[list[int]]
     options: ClientOptions
-    n: int
-    is_streamed: bool
-    includes_usage: bool
+    delivery: Delivery
     top_logprobs: int | None
     echoed: list[list[str]] | None = None
     continues_text: bool = False
@@ -117,7 +137,7 @@ class Call:
         requests = []
         for prompt in self.prompts:
             options = self.options.updated(max_new_tokens=encoder.room(prompt, self.options.max_new_tokens))
-            for choice in range(self.n):
+            for choice in range(self.delivery.n):
                 given = options.for_scheduler(engine.device, choice)
                 top, scored = self.top_logprobs or 0, self.echoed is not None
                 requests.append(engine.request(prompt, **given, top_logps=top, prompt_logps=scored))
@@ -183,11 +203,11 @@ class Endpoint(ABC):
 
     def closing(self, completion_tokens: int) -> list[Json]:
         """Returns the chunks that follow the text of a stream."""
-        return [self._chunk([], self._call.usage(completion_tokens))] if self._call.includes_usage else []
+        return [self._chunk([], self._call.usage(completion_tokens))] if self._call.delivery.includes_usage else []
 
     def _chunk(self, choices: list[Json], usage: dict[str, int] | None) -> Json:
         chunk = {**self._head, "object": self.chunk_type, "choices": choices}
-        return {**chunk, "usage": usage} if self._call.includes_usage else chunk
+        return {**chunk, "usage": usage} if self._call.delivery.includes_usage else chunk
 
     def _choice(self, index: int, piece: Piece, text: Json) -> Json:
         logprobs = None if self._call.top_logprobs is None else self._logprobs(piece.tokens)
@@ -216,13 +236,20 @@ class Chat(Endpoint):
         if len(limits) > 1:
             raise LigerzooError("given together with max_completion_tokens", where="max_tokens", expected="one of them")
         chat = ChatPrompt.read(fields)
-        call = _call(fields, top if has_logprobs else None, dict.fromkeys(limits, "max_new_tokens"))
-        _check_count(call.n, max_requests)
-        return replace(call, prompts=[encoder.encode_chat(**vars(chat))], continues_text=chat.continue_final_message)
+        delivery, options = Delivery.read(fields), _options(fields, dict.fromkeys(limits, "max_new_tokens"))
+        _check_count(delivery.n, max_requests)
+        return Call(
+            model=str(fields["model"]),
+            prompts=[encoder.encode_prompt(chat)],
+            options=options,
+            delivery=delivery,
+            top_logprobs=top if has_logprobs else None,
+            continues_text=chat.continue_final_message,
+        )
 
     def opening(self) -> list[Json]:
         beginning: Json = {"delta": {"role": "assistant", "content": ""}}
-        choices = (self._choice(i, Piece("", [], None), beginning) for i in range(self._call.n))
+        choices = (self._choice(i, Piece("", [], None), beginning) for i in range(self._call.delivery.n))
         return [self._chunk([choice], None) for choice in choices]
 
     def _whole(self, text: str) -> Json:
@@ -264,15 +291,22 @@ class TextCompletion(Endpoint):
         echoes, limit = read(fields, "echo", FLAG, False), fields.get("max_tokens")
         limit = cls.default_max_tokens if limit is None else limit
         is_echo_alone = echoes and is_integer(limit) and limit == 0
-        call = _call({**fields, "max_tokens": None if is_echo_alone else limit}, top, {"max_tokens": "max_new_tokens"})
-        if is_echo_alone:
-            call = replace(call, options=call.options.updated(max_new_tokens=0))
+        limited = {**fields, "max_tokens": None if is_echo_alone else limit}
+        delivery, options = Delivery.read(fields), _options(limited, {"max_tokens": "max_new_tokens"})
         given = checked(fields.get("prompt"), "prompt", _PROMPTS)
         prompts: list[str | list[int]] = [given] if _is_prompt(given) else given
-        _check_count(len(prompts) * call.n, max_requests)
+        _check_count(len(prompts) * delivery.n, max_requests)
         encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
         echoed = [encoder.texts(*pair) for pair in zip(prompts, encoded, strict=True)] if echoes else None
-        return replace(call, prompts=encoded, echoed=echoed, continues_text=True)
+        return Call(
+            model=str(fields["model"]),
+            prompts=encoded,
+            options=options.updated(max_new_tokens=0) if is_echo_alone else options,
+            delivery=delivery,
+            top_logprobs=top,
+            echoed=echoed,
+            continues_text=True,
+        )
 
     def _whole(self, text: str) -> Json:
         return {"text": text}
@@ -297,23 +331,10 @@ class TextCompletion(Endpoint):
         return likely
 
 
-def _call(fields: Fields, top_logprobs: int | None, limits: Mapping[str, str]) -> Call:
-    """Reads what both endpoints have, all but the prompts."""
+def _options(fields: Fields, limits: Mapping[str, str]) -> ClientOptions:
+    """Reads the options of sampling; `limits` are the names of further fields, and what these are called here."""
     names = {**{name: name for name in _SAMPLING}, **limits}
-    n, is_streamed = read(fields, "n", _CHOICES, 1), read(fields, "stream", FLAG, False)
-    given = fields.get("stream_options")
-    check_field(given is None or is_streamed, "stream_options", given, "no such field without stream")
-    stream_options: Fields = read(fields, "stream_options", OBJECT, {})
-    check_names(stream_options, ["include_usage"], {"include_obfuscation": ((False,), None)})
-    return Call(
-        model=str(fields["model"]),
-        prompts=[],
-        options=ClientOptions.from_json(fields, names).updated(do_sample=True),  # the API samples by default
-        n=n,
-        is_streamed=is_streamed,
-        includes_usage=read(stream_options, "include_usage", FLAG, False),
-        top_logprobs=top_logprobs,
-    )
+    return ClientOptions.from_json(fields, names).updated(do_sample=True)  # the API samples by default
 
 
 def _check_count(count: int, max_requests: int) -> None:

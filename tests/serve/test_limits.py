@@ -14,10 +14,9 @@ import pytest
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import Llama
-from ligerzoo.serve import fields as json_fields
-from ligerzoo.serve import limits, server
+from ligerzoo.serve import limits, server, strict_json
 from ligerzoo.serve.access import Access, names_of
-from ligerzoo.serve.fields import encode_json
+from ligerzoo.serve.strict_json import encode_json
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.serve.serving import Served, post, serving
 
@@ -93,7 +92,7 @@ def test_responses_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         sizes.append(len(value) if isinstance(value, list | dict) else 1)
         return dumps(value, **options)
 
-    monkeypatch.setattr(json_fields.json, "dumps", spy)
+    monkeypatch.setattr(strict_json.json, "dumps", spy)
     assert encode_json(response) == dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
     assert max(sizes) <= 256
     with pytest.raises(ValueError, match="Out of range float"):
