@@ -153,7 +153,7 @@ def test_a_whole_surrogate_pair_is_a_character(served: Served) -> None:
 
 
 def test_messages_name_no_files(served: Served, demo: tuple[Llama, Tokenizer]) -> None:
-    where = demo[1]._where
+    where = demo[1].backend.where
     for body in (
         {"prompt": [999_999]},
         {"prompt": "x", "stop": 3},
