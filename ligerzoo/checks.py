@@ -20,8 +20,12 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 
 
+def _anything(value: Any) -> bool:
+    return True
+
+
 class Values(NamedTuple):
-    """The values that an argument accepts.
+    """The values that an argument, an option or an entry of a file accepts.
 
     Attributes:
         expected: them in words, for messages.
@@ -29,13 +33,15 @@ class Values(NamedTuple):
         contains: whether a value of an accepted type is one of them.
         parse: converts a text of the command line. Raises ValueError.
         choices: all accepted values, if they are few.
+        problem: what is wrong with others, for messages that say so.
     """
 
     expected: str
     has_type: Callable[[Any], bool]
-    contains: Callable[[Any], bool]
+    contains: Callable[[Any], bool] = _anything
     parse: Callable[[str], Any] = str
     choices: Collection[str] = ()
+    problem: str = "invalid value"
 
     def accepts(self, value: object) -> bool:
         """Returns whether a value is one of them."""
@@ -54,13 +60,6 @@ def check(name: str | None, values: Values, remedy: str | None = None, /, **argu
     for argument, value in arguments.items():
         if not (values.has_type(value) and values.contains(value)):
             raise refused(name, values, argument, value, remedy)
-
-
-def check_optional(name: str | None, values: Values, /, **arguments: object) -> None:
-    """Raises as `check`, but accepts None."""
-    for argument, value in arguments.items():
-        if value is not None:
-            check(name, values._replace(expected=f"{values.expected}, or None"), **{argument: value})
 
 
 def refused(name: str | None, values: Values, argument: str, value: object, remedy: str | None = None) -> LigerzooError:
@@ -94,7 +93,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def number(expected: str, contains: Callable[[Any], bool] = lambda x: True) -> Values:
+def number(expected: str, contains: Callable[[Any], bool] = _anything) -> Values:
     """Finite numbers in a range."""
     # dynamo does not trace math.isfinite
     return Values(expected, is_number, lambda x: -math.inf < x < math.inf and contains(x), float)
@@ -132,7 +131,7 @@ def or_none(values: Values, expected: str | None = None) -> Values:
 
 def instances(expected: str, accepts: Callable[[Any], bool]) -> Values:
     """Values that a function accepts, whatever their type."""
-    return Values(expected, accepts, lambda value: True)
+    return Values(expected, accepts)
 
 
 def one_of(choices: Collection[str]) -> Values:
@@ -143,6 +142,7 @@ def one_of(choices: Collection[str]) -> Values:
 
 FINITE = number("a finite number")
 POSITIVE = number("a positive number", lambda x: x > 0)
+POSITIVE_OR_NONE = or_none(POSITIVE)
 NOT_NEGATIVE = number("0 or a positive number", lambda x: x >= 0)
 FRACTION = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 PROBABILITY = number("a number from 0 to 1, not 1", lambda x: 0 <= x < 1)

@@ -9,10 +9,9 @@ Every other value is an error of one form, with the entry, the value and what is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from ligerzoo.checks import is_integer, is_number
+from ligerzoo.checks import Values, is_integer, is_number
 from ligerzoo.errors import ConfigError, LigerzooError, quote
 
 T = TypeVar("T")
@@ -26,19 +25,8 @@ def shown(value: object) -> str:
     return quote(value) if isinstance(value, str) else repr(value)[:200]
 
 
-@dataclass(frozen=True)
-class JsonType(Generic[T]):
-    """Values that an entry may have.
-
-    Attributes:
-        expected: them in words, for messages.
-        accepts: returns whether a value is one of them.
-        problem: what is wrong with others, for messages.
-    """
-
-    expected: str
-    accepts: Callable[[object], bool]
-    problem: str = "invalid value"
+class JsonType(Values, Generic[T]):
+    """Values that an entry may have, which are read from it: an error names the file."""
 
     def read(
         self,
@@ -58,16 +46,20 @@ class JsonType(Generic[T]):
         return None if value is None else self.read(value, name)
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
 def list_of(items: JsonType[T], expected: str, problem: str = "invalid value") -> JsonType[list[T]]:
     """Lists of values."""
-    return JsonType(expected, lambda value: isinstance(value, list) and all(map(items.accepts, value)), problem)
+    return JsonType(expected, _is_list, lambda value: all(map(items.accepts, value)), problem=problem)
 
 
 FLAG = JsonType[bool]("true or false", lambda value: isinstance(value, bool))
 NUMBER = JsonType[float]("a number", is_number)
 INTEGER = JsonType[int]("an integer", is_integer)
-NAME = JsonType[str]("a name", lambda value: isinstance(value, str) and value != "")
-OBJECT = JsonType[Entries]("an object", lambda value: isinstance(value, Mapping), "not an object")
+NAME = JsonType[str]("a name", lambda value: isinstance(value, str), bool)
+OBJECT = JsonType[Entries]("an object", lambda value: isinstance(value, Mapping), problem="not an object")
 
 
 def is_one_of(value: object, accepted: Iterable[object]) -> bool:

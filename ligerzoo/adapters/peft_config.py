@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Entries of which we read some values only. Of an unknown entry we read None, False and empty values."""
 
-_NUMBERS = replace(OBJECT, expected="an object of names and numbers")
+_NUMBERS = OBJECT._replace(expected="an object of names and numbers")
 _PATTERN = re.compile(r"\^?(?:\.\*\\\.)?(?:[\w.-]|\\\.|\\-)+")
 """Keys of patterns: a name, or the regular expression that PEFT writes for one, such as `.*\\.gate_up_proj`."""
 
@@ -178,7 +178,7 @@ def read_adapter_config(directory: Path) -> PeftConfig:
 
 
 def _read(kind: JsonType[T], value: object, where: str) -> T:
-    return replace(kind, problem="invalid value").read(value, where, CheckpointError, quote)
+    return kind._replace(problem="invalid value").read(value, where, CheckpointError, quote)
 
 
 def _listed(kind: JsonType[list[T]], value: object, where: str) -> tuple[T, ...]:

@@ -18,11 +18,11 @@ LABEL_OPTIONS = ("num_labels", "id2label", "label2id", "problem_type")
 """Entries of config.json about the labels, and arguments of `from_pretrained` that take precedence over them."""
 
 _NUMBER = JsonType[int](
-    "1 to 1,000,000", lambda value: type(value) is int and 1 <= value <= 1_000_000, "not a number of labels"
+    "1 to 1,000,000", lambda value: type(value) is int and 1 <= value <= 1_000_000, problem="not a number of labels"
 )
 _EXAMPLES = {"id2label": '{0: "negative", 1: "positive"}', "label2id": '{"negative": 0, "positive": 1}'}
 _NAMES = {
-    name: replace(OBJECT, expected=f"a dictionary such as {example}", problem="not a dictionary")
+    name: OBJECT._replace(expected=f"a dictionary such as {example}", problem="not a dictionary")
     for name, example in _EXAMPLES.items()
 }
 

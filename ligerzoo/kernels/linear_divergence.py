@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
+from ligerzoo.checks import FINITE, POSITIVE_OR_NONE, check
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
@@ -246,7 +246,7 @@ def _named_tensors(side: Side) -> dict[str, Tensor]:
 
 def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
     prefix, hidden, weight, bias, scale, softcap = side
-    check_optional(name, POSITIVE, **{f"{prefix}softcap": softcap})
+    check(name, POSITIVE_OR_NONE, **{f"{prefix}softcap": softcap})
     check(name, FINITE, **{f"{prefix}logit_scale": scale})
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:

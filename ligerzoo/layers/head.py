@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.checks import FINITE, POSITIVE, check, check_optional
+from ligerzoo.checks import FINITE, POSITIVE_OR_NONE, check
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
@@ -63,7 +63,7 @@ class LMHead(nn.Module):
     ) -> None:
         super().__init__()
         check_budget("LMHead", logits_budget)
-        check_optional("LMHead", POSITIVE, softcap=softcap)
+        check("LMHead", POSITIVE_OR_NONE, softcap=softcap)
         check("LMHead", FINITE, logit_scale=logit_scale)
         self.hidden_size = hidden_size
         self.softcap, self.logit_scale, self.logits_budget = softcap, logit_scale, logits_budget

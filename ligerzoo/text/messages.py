@@ -4,7 +4,6 @@ import contextlib
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from ligerzoo.entries import OBJECT, JsonType
@@ -16,9 +15,9 @@ T = TypeVar("T")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
 
-_CALLS = JsonType[list[object]]("a list", lambda value: isinstance(value, list), "wrong type")
-_CALL = replace(OBJECT, problem="wrong type")
-_ARGUMENTS = replace(_CALL, expected="a JSON object")
+_CALLS = JsonType[list[object]]("a list", lambda value: isinstance(value, list), problem="wrong type")
+_CALL = OBJECT._replace(problem="wrong type")
+_ARGUMENTS = _CALL._replace(expected="a JSON object")
 
 
 def checked_objects(values: object, where: str) -> Messages:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.cuda import CUDAGraph
 
-from ligerzoo.checks import AT_LEAST_1, POSITIVE, check, check_optional, one_of
+from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, one_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
 from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segments
@@ -191,7 +191,7 @@ class CapturedStep:
         max_shapes: int = 4,
     ) -> None:
         check("CapturedStep", one_of(get_args(Capture)), capture=capture)
-        check_optional("CapturedStep", POSITIVE, max_norm=max_norm)
+        check("CapturedStep", POSITIVE_OR_NONE, max_norm=max_norm)
         check("CapturedStep", AT_LEAST_1, max_shapes=max_shapes)
         if isinstance(optimizer, ClippedStep):
             if max_norm is not None or skip is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ligerzoo.checks import Values, instances, integer, is_number, number
-from ligerzoo.entries import OBJECT, Entries, JsonType
+from ligerzoo.entries import OBJECT, Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.files.untrusted import read_bytes, read_json
 from ligerzoo.text.chat_template import ChatTemplate
@@ -47,7 +47,7 @@ class Settings:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def read(self, name: str, values: Values | JsonType[Any], default: T) -> T:
+    def read(self, name: str, values: Values, default: T) -> T:
         """Returns an entry, which is one of the values; `default` if it is absent."""
         value: Any = self._entries.get(name, default)
         if not values.accepts(value):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, FRACTION, POSITIVE, check, check_optional
+from ligerzoo.checks import FINITE, FRACTION, POSITIVE, POSITIVE_OR_NONE, check
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
 from ligerzoo.kernels.dispatch import DEBUG
@@ -59,7 +59,7 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int, arg
 def check_terms(name: str, terms: Terms) -> None:
     """Raises unless scale, softcap, temperature, label smoothing and z-loss are numbers in their ranges."""
     check(name, POSITIVE, temperature=terms.temperature)
-    check_optional(name, POSITIVE, softcap=terms.softcap)
+    check(name, POSITIVE_OR_NONE, softcap=terms.softcap)
     check(name, FRACTION, label_smoothing=terms.label_smoothing)
     check(name, FINITE, logit_scale=terms.scale, z_loss=terms.z_loss)
 

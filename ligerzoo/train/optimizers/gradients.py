@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.checks import POSITIVE, check_optional
+from ligerzoo.checks import POSITIVE_OR_NONE, check
 from ligerzoo.tensor_checks import require_tensor
 from ligerzoo.train.optimizers.device_optimizer import local
 
@@ -35,7 +35,7 @@ def clip_grad_norm(parameters: nn.Module | Iterable[Tensor], max_norm: float | N
     Raises:
         ValueError: no parameter has a gradient, a gradient is sparse or a partial sum, or `max_norm` is not positive.
     """
-    check_optional("clip_grad_norm", POSITIVE, max_norm=None if max_norm == math.inf else max_norm)
+    check("clip_grad_norm", POSITIVE_OR_NONE, max_norm=None if max_norm == math.inf else max_norm)
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
