@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ligerzoo.entries import OBJECT, JsonType
-from ligerzoo.errors import LigerzooError, TokenizerError, quote
+from ligerzoo.errors import ImageError, LigerzooError, TokenizerError, did_you_mean, quote
 
 Messages = list[dict[str, Any]]
 T = TypeVar("T")
+
+_MEDIA_KEYS = {"image": ("image", "path", "url"), "video": ("video", "path", "url")}
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
@@ -112,3 +114,41 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     return {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+
+
+def normalize_media(message: Any) -> dict[str, Any]:
+    """Returns a message with each image and video under the key "image" or "video".
+
+    Raises:
+        TokenizerError: the message is not a dictionary.
+        ImageError: see `normalize_part`.
+    """
+    match message:
+        case {"content": [*parts]}:
+            return {**message, "content": [normalize_part(part) for part in parts]}
+        case {}:
+            return dict(message)
+    raise TokenizerError("not a message", where="messages", got=type(message).__name__, expected="a dictionary")
+
+
+def normalize_part(part: Any) -> Any:
+    """Returns the part of a message with its image or video, if any, under the key "image" or "video".
+
+    Raises:
+        ImageError: the part has more than one image or video, or another type.
+    """
+    match part:
+        case {"type": "image_url", "image_url": {"url": url}} | {"type": "image_url", "image_url": url}:
+            return {"type": "image", "image": url}
+        case {"type": "image" | "video" as kind}:
+            media = [part[name] for name in _MEDIA_KEYS[kind] if part.get(name) is not None]
+            if len(media) > 1:
+                what, expected = f"more than one {kind} in a part", f"one of {', '.join(_MEDIA_KEYS[kind])}"
+                raise ImageError(what, where="messages", got=sorted(part), expected=expected)
+            rest = {name: value for name, value in part.items() if name not in _MEDIA_KEYS[kind]}
+            return {**rest, kind: media[0]} if media else rest
+        case {"type": other} if part.keys() & {"image", "video", "path", "url"}:
+            what, got, expected = "neither an image nor a video", f"a part of type {other!r}", 'type "image" or "video"'
+            remedy = did_you_mean(str(other), _MEDIA_KEYS)
+            raise ImageError(what, where="messages", got=got, expected=expected, remedy=remedy)
+    return part

@@ -6,7 +6,7 @@ family does this in its own way; see `ligerzoo.vision.family`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,15 +27,8 @@ from ligerzoo.text.tokenizer_files import PaddingSide
 from ligerzoo.vision import read_image, read_video
 from ligerzoo.vision.families import FAMILIES
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
-from ligerzoo.vision.io import ImageInput, VideoInput
-from ligerzoo.vision.messages import (
-    check_count,
-    conversations_in,
-    group_images,
-    list_fps,
-    list_videos,
-    media_in,
-)
+from ligerzoo.vision.io import ImageInput
+from ligerzoo.vision.media import MediaInputs, check_count, conversations_in
 from ligerzoo.vision.settings import FILE_NAMES, ProcessorFiles
 
 FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
@@ -163,28 +156,18 @@ class Processor:
         """
         if return_tensors != "pt":
             raise TokenizerError("unsupported value", where="return_tensors", got=repr(return_tensors), expected='"pt"')
-        clips, conversations = list_videos(videos), conversations_in(text)
+        conversations = conversations_in(text)
+        given = MediaInputs.collect(conversations or [], images, videos, fps)
         if conversations is None:
-            if special_tokens != "control":
-                what, got = "given with texts, whose placeholders are special tokens", repr(special_tokens)
-                remedy = "Pass messages instead of texts."
-                raise TokenizerError(what, where="special_tokens", got=got, expected='"control"', remedy=remedy)
-            texts: Iterable[Any] = (text,) if isinstance(text, str) else text
-            prompts = [Rendered(one, None, None) for one in texts]
+            prompts = _plain_prompts(text, special_tokens)
         else:
-            if any(groups := media_in(conversations, "image")):
-                _refuse_duplicates(images is not None, "images")
-                images = groups
-            if any(groups := media_in(conversations, "video")):
-                _refuse_duplicates(bool(clips), "videos")
-                clips = [clip for group in groups for clip in group]
             render = partial(self.tokenizer.render_chat, add_generation_prompt=add_generation_prompt)
             prompts = [render(one, special_tokens=special_tokens) for one in conversations]
             bos = self.tokenizer.bos_token
             add_special_tokens = bos is None or (0, len(bos)) not in prompts[0].find(bos)[:1]
         prompts = [one.edited(self.family.prompt_edits(one)) for one in prompts]
 
-        media = self._preprocess_images(prompts, images) | self._preprocess_videos(prompts, clips, fps)
+        media = self._preprocess(prompts, given)
         replacements = {kind: iter(one.replacements) for kind, one in media.items()}
         prompts = [one.edited(self._replacing_placeholders(one, replacements)) for one in prompts]
         rows = [self.tokenizer.encode_rendered(one, add_special_tokens)[0] for one in prompts]
@@ -202,27 +185,20 @@ class Processor:
             for span in prompt.find(self.family.placeholders[kind])
         )
 
-    def _preprocess_images(self, prompts: list[Rendered], images: object) -> dict[str, PreprocessedMedia]:
-        """Returns the preprocessed images under "image"; an empty dictionary if there are no images."""
-        token = self.family.placeholders["image"]
-        groups = group_images(images, [len(one.find(token)) for one in prompts], token)
-        if not any(groups):
-            return {}
-        number = count()
-        tensors = [[read_image(image, f"images[{next(number)}]") for image in group] for group in groups]
-        return {"image": self.family.preprocess_images(tensors)}
-
-    def _preprocess_videos(
-        self, prompts: list[Rendered], videos: list[VideoInput], fps: float | Sequence[float]
-    ) -> dict[str, PreprocessedMedia]:
-        """Returns the preprocessed videos under "video"; an empty dictionary if there are no videos."""
-        if "video" in self.family.placeholders:
-            token = self.family.placeholders["video"]
-            check_count(len(videos), sum(len(one.find(token)) for one in prompts), "videos", token)
-        if not videos:
-            return {}
-        tensors = [read_video(video, f"videos[{i}]") for i, video in enumerate(videos)]
-        return {"video": self.family.preprocess_videos(tensors, list_fps(fps, len(videos)))}
+    def _preprocess(self, prompts: list[Rendered], given: MediaInputs) -> dict[str, PreprocessedMedia]:
+        """Returns the preprocessed images under "image", and videos under "video", if there are any."""
+        media, placeholders = {}, self.family.placeholders
+        counts = {kind: [len(one.find(token)) for one in prompts] for kind, token in placeholders.items()}
+        if any(groups := given.grouped_images(counts["image"], placeholders["image"])):
+            number = count()
+            images = [[read_image(image, f"images[{next(number)}]") for image in group] for group in groups]
+            media["image"] = self.family.preprocess_images(images)
+        if "video" in placeholders:
+            check_count(len(given.videos), sum(counts["video"]), "videos", placeholders["video"])
+        if given.videos:
+            videos = [read_video(video, f"videos[{i}]") for i, video in enumerate(given.videos)]
+            media["video"] = self.family.preprocess_videos(videos, given.fps_of_each())
+        return media
 
     def _check_soft_tokens(self, input_ids: Tensor, media: Mapping[str, PreprocessedMedia]) -> None:
         """Refuses prompts whose own text contains soft tokens: the model would replace their embeddings too."""
@@ -287,6 +263,9 @@ def has_image_preprocessing(files: ProcessorFiles) -> bool:
     return reads_images and not files.contents.keys().isdisjoint(["preprocessor_config.json", "processor_config.json"])
 
 
-def _refuse_duplicates(is_duplicate: bool, where: str) -> None:
-    if is_duplicate:
-        raise ImageError("given both in the messages and as an argument", where=where, remedy="Give them once.")
+def _plain_prompts(text: Any, special_tokens: SpecialTokens) -> list[Rendered]:
+    if special_tokens != "control":
+        what, got = "given with texts, whose placeholders are special tokens", repr(special_tokens)
+        remedy = "Pass messages instead of texts."
+        raise TokenizerError(what, where="special_tokens", got=got, expected='"control"', remedy=remedy)
+    return [Rendered(one, None, None) for one in ((text,) if isinstance(text, str) else text)]

@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
-from ligerzoo.text.messages import REASONING_FIELDS, Messages, with_parsed_arguments
+from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
 from ligerzoo.train.data.samples import naming
-from ligerzoo.vision.messages import normalize_part
 
 Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
 """What a record is; see `FIELDS`."""
