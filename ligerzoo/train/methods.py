@@ -230,22 +230,32 @@ class Method(NamedTuple):
     Attributes:
         module: the module of its recipe, which has a function `main(options)`.
         options: the class of its options.
+        records: the kind of records that it trains, if their completions are not all examples to imitate.
     """
 
     module: str
     options: type[RunOptions]
+    records: str | None = None
 
 
-_PREFERENCE = Method("ligerzoo.train.recipes.preference", PreferenceRunOptions)
+_PREFERENCE = Method("ligerzoo.train.recipes.preference", PreferenceRunOptions, "preference")
 _SFT = Method("ligerzoo.train.recipes.sft", SFTRunOptions)
 
 METHODS = {
     "sft": _SFT,
     "pretrain": _SFT,
-    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo"), _PREFERENCE),
+    "dpo": _PREFERENCE,
+    "kto": _PREFERENCE._replace(records="labelled"),
+    **dict.fromkeys(("orpo", "simpo", "cpo"), _PREFERENCE),
     "distill": Method("ligerzoo.train.recipes.distill", DistillRunOptions),
-    "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions),
+    "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions, "prompt"),
 }
+
+
+def methods_for(records: str) -> list[str]:
+    """The methods that train this kind of records, if their completions are not all examples to imitate."""
+    return [name for name, method in METHODS.items() if method.records == records]
+
 
 _NO_DEFAULTS = "DEFAULTS: dict[str, Any] = {}\n"
 

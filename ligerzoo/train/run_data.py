@@ -29,13 +29,10 @@ from ligerzoo.train.data.samples import AnySample
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
 from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
-from ligerzoo.train.methods import GRPORunOptions
+from ligerzoo.train.methods import GRPORunOptions, methods_for
 from ligerzoo.train.run_model import tokenizer_of
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor
-
-_METHODS = {"preference": "dpo, orpo, simpo or cpo", "labelled": "kto", "prompt": "grpo"}
-"""The methods that train the kinds of records whose completions are not all examples to imitate."""
 
 
 class RunSamples:
@@ -63,9 +60,11 @@ class RunSamples:
             DataError: A file is missing, or its records are of a kind that the method does not train.
         """
         stream = open_samples(paths, self._kind, self._processor, self._encoding, order)
-        if self._kind == "auto" and stream.kind in _METHODS:  # all completions would be trained, the rejected ones too
+        methods = methods_for(stream.kind)
+        if self._kind == "auto" and methods:  # all completions would be trained, the rejected ones too
             what = f"records of kind {stream.kind!r} are for another method"
-            expected, remedy = "text, prompt and completion, or messages", f"Use --method {_METHODS[stream.kind]}."
+            names = " or ".join(filter(None, (", ".join(methods[:-1]), methods[-1])))
+            expected, remedy = "text, prompt and completion, or messages", f"Use --method {names}."
             raise DataError(what, where=", ".join(paths), expected=expected, remedy=remedy)
         return stream
 

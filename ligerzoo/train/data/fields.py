@@ -188,7 +188,7 @@ def _null(name: str, present: Fields) -> DataError:
 def refused_images(kind: Kind) -> DataError:
     """Returns the error of a record with images whose kind cannot have any."""
     what = f"images are not supported in records of kind {kind!r}"
-    remedy = "Images are trained with --method sft; the methods dpo, kto, orpo, simpo, cpo and grpo train text only."
+    remedy = "Images are trained with --method sft."
     return DataError(what, expected="kind 'chat', or 'completion' with messages", remedy=remedy)
 
 
