@@ -48,7 +48,11 @@ class LayerOutputs:
 
     def stored(self) -> dict[str, list[Tensor]]:
         """Returns the lists that are not empty, by name."""
-        return {name: tensors for name, tensors in vars(self).items() if tensors}
+        return {name: tensors for name in LAYER_OUTPUTS if (tensors := getattr(self, name))}
+
+
+LAYER_OUTPUTS = ("router_logits", "attentions", "hidden_states")
+"""The attributes of `LayerOutputs`."""
 
 
 class AddedFeatures(Protocol):
@@ -87,6 +91,27 @@ def assuming_inputs(properties: InputProperties) -> Iterator[None]:
 def has_segments(position_ids: Tensor) -> bool:
     """Whether a row of position ids, (B or 1, T), has several segments. A host sync on a GPU."""
     return any_true(_begins_segment(position_ids))
+
+
+_ATTRIBUTES = (
+    "rows",
+    "tokens",
+    "cache",
+    "_full_mask",
+    "padding_mask",
+    "cache_position",
+    "segment_start",
+    "last_visible",
+    "_packed_end",
+    "has_default_positions",
+    "position_ids",
+    "cross_attention_inputs",
+    "deepstack",
+    "outputs",
+    "_rotations",
+    "_masks",
+)
+"""All attributes of a context."""
 
 
 class Context:
@@ -206,8 +231,8 @@ class Context:
     def fork(self) -> Context:
         """Returns a copy with separate, empty outputs, for a layer that is recomputed in the backward pass."""
         fork = object.__new__(Context)
-        for name, value in vars(self).items():  # unlike copy.copy, traceable by all versions of torch.compile
-            setattr(fork, name, value)
+        for name in _ATTRIBUTES:  # torch 2.11 traces neither copy.copy nor vars
+            setattr(fork, name, getattr(self, name))
         fork.outputs = self.outputs.of_block()
         if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)

@@ -13,6 +13,7 @@ from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs
+from ligerzoo.layers.context import LAYER_OUTPUTS
 from ligerzoo.models.building import ModelMeta
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.hf_interface import HFInterface
@@ -132,7 +133,8 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
         hidden = self.model(self.embed(x, context, **modalities), context)
-        for name, tensors in vars(outputs).items():
+        for name in LAYER_OUTPUTS:  # not `vars`, which the compiler of torch 2.11 does not trace
+            tensors = getattr(outputs, name)
             if tensors is not None and not tensors:
                 what = f"no layer of {type(self).__name__} has {name.replace('_', ' ')}"
                 remedy = f"Layers of your own append theirs to context.{name}."

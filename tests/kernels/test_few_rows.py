@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import few_rows, linear_glu, linears
-from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.few_rows import MAX_ROWS
 from ligerzoo.kernels.linears import compute_linears, glu_reference, reference
 from tests.covering import covering, long_cases
@@ -23,7 +22,7 @@ SHAPES: dict[str, list[Any]] = {
     "int8": [False, True],
 }
 LINEARS = {**SHAPES, "outputs": [(5,), (64, 16), (70, 33, 8), (3, 3, 3)]}
-GLUS = {**SHAPES, "outputs": [5, 70], "activation": list(ACTIVATIONS)}
+GLUS = {**SHAPES, "outputs": [5, 70], "activation": ["silu", "gelu", "gelu_tanh", "quick_gelu"]}
 
 
 class Inputs(NamedTuple):

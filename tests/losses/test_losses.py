@@ -13,6 +13,7 @@ from torch import Tensor
 from ligerzoo import losses
 from ligerzoo.kernels.loss import ragged_gemm
 from ligerzoo.kernels.loss.chunked_head import DenseHead, RaggedHead
+from ligerzoo.kernels.loss.row_kernel import Rows
 from ligerzoo.losses import LossOutput, dpo, grpo, kto, names, objective
 from ligerzoo.losses.logps import safe_exp
 from tests.kernels.accuracy import assert_as_exact_as
@@ -177,12 +178,10 @@ def test_skipping_head(index: int, set_tokens_per_chunk: SetTokensPerChunk, monk
 def use_skipping_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses the skipping head on any machine; memory that it does not write is NaN."""
 
-    def matmul_(
-        out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None, *,
-        bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        n_valid = max(0, min(int(count) - first_row, a.shape[0]))
-        positions = slice(n_valid) if order is None else order[first_row : first_row + n_valid]
+    def matmul_(out: Tensor, a: Tensor, b: Tensor, rows: Rows, bias: Tensor | None = None) -> None:
+        assert rows.end is not None
+        order, n_valid = rows.order, max(0, min(int(rows.end) - rows.first, a.shape[0]))
+        positions = slice(n_valid) if order is None else order[rows.first : rows.first + n_valid]
         if order is None:
             out.fill_(torch.nan)
         out[positions] = a[:n_valid] @ b if bias is None else torch.addmm(bias, a[:n_valid], b)
