@@ -44,5 +44,7 @@ def test_decode_steps_read_int8_weights(name: str, device: str, monkeypatch: pyt
     assert error <= 1.5 * torchao_error
     # q, k and v; output; gate and up; down; in each of two layers; and the head
     assert len(calls) == 9
-    assert all(arguments[1].dtype == torch.int8 and arguments[7].dtype == torch.float32 for arguments in calls)
+    assert all(
+        weights[0].dtype == torch.int8 and scales[0].dtype == torch.float32 for _, weights, _, scales, *_ in calls
+    )
     assert sum(arguments[-2] is not None for arguments in calls) == 2  # the GLUs, with activations
