@@ -42,11 +42,11 @@ def needs_dispatch(*args: object) -> bool:
 
     True under a compiler or a dispatch mode, and for tensor subclasses: they observe or replace operations.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or not _PLAIN_TYPES.issuperset(map(type, args))
-    )
+    return _is_observed() or not _PLAIN_TYPES.issuperset(map(type, args))
+
+
+def _is_observed() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 OPS: dict[str, Op[*tuple[Any, ...], Any]] = {}
@@ -101,6 +101,10 @@ class Op(Generic[*Ts, R]):
         self._names = list(inspect.signature(function).parameters)
         # Position and type of each NamedTuple; the last first, so that flattening one leaves the others' positions.
         self._structs = [(i, hints[n]) for i, n in enumerate(self._names) if _is_struct(hints[n])][::-1]
+        # A call with a NamedTuple of numbers need not look at its fields.
+        numbers = {struct for _, struct in self._structs if not _has_tensors(struct)}
+        self._plain_types = _PLAIN_TYPES | numbers
+        self._has_tensors = len(numbers) < len({struct for _, struct in self._structs})
         results = hints["return"]
         self._make_result: Callable[[Any], R] | None = results._make if _is_struct(results) else None
         schema = ", ".join(p for n in self._names for p in _parameter_schema(n, hints[n]))
@@ -117,10 +121,10 @@ class Op(Generic[*Ts, R]):
         OPS[name] = self
 
     def __call__(self, *args: *Ts) -> R:
-        flat: Sequence[Any] = self._flatten(args) if self._structs else args
-        first: Tensor = flat[0]
-        if needs_dispatch(*flat) or first.is_meta:
-            result = self.overload(*flat)
+        checked: Sequence[Any] = self._flatten(args) if self._has_tensors else args
+        first: Tensor = checked[0]
+        if _is_observed() or not self._plain_types.issuperset(map(type, checked)) or first.is_meta:
+            result = self.overload(*self._flatten(args))
             return result if self._make_result is None else self._make_result(result)
         return self._run(first, args)
 
@@ -183,6 +187,10 @@ def _count_flops(overload: Any, flops: Callable[..., int]) -> None:
 
 def _is_struct(hint: object) -> bool:
     return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
+
+
+def _has_tensors(struct: type) -> bool:
+    return any(_schema_type(name, hint).startswith("Tensor") for name, hint in get_type_hints(struct).items())
 
 
 def _parameter_schema(name: str, hint: object) -> Iterator[str]:

@@ -176,7 +176,8 @@ def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, results: _Results, options: _Options
 ) -> None:
     (rows,), sizes, tile, programs, warps = row_launch(x)
-    residual, weight = (None if t is None else t.contiguous() for t in (residual, weight))
+    residual = None if residual is None else residual.contiguous()
+    weight = None if weight is None else weight.contiguous()
     _forward_kernel[programs](rows, residual, weight, results, sizes, *options[:2], tile, options[2], num_warps=warps)
 
 
@@ -220,7 +221,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = _allocate_backward(x, weight, needs)
     (dy_rows, x_rows), sizes, tile, programs, warps = persistent_row_launch(dy, x)
-    dsummed, weight = (None if t is None else t.contiguous() for t in (dsummed, weight))
+    dsummed = None if dsummed is None else dsummed.contiguous()
+    weight = None if weight is None else weight.contiguous()
     results = _Gradients(dx if needs.x else None, column_addends(x, programs, needs.weight))
     _, offset, round_first = options
     _backward_kernel[programs](
