@@ -141,7 +141,7 @@ class PromptEncoder:
         """
         messages, variables = checked(chat.messages, "messages", _MESSAGES), chat.variables
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        if taken := {*CHAT_OPTIONS, "variables"} & variables.keys():
+        if taken := {*CHAT_OPTIONS, "variables", "self"} & variables.keys():
             raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=quote(min(taken)))
         options = {name: value for name, value in vars(chat).items() if name != "messages"}
         return trying_text_arguments(partial(self.tokenizer.render_chat, **options), messages)
