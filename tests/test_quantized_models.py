@@ -42,7 +42,7 @@ class ToyConfig(Qwen3MoeConfig):
 
 
 TOY = dataclasses.replace(
-    architecture_of("qwen3_moe"), model_type="toy", hf_class="Toy", classes=(Toy, ToyConfig),
+    architecture_of("qwen3_moe"), model_type="toy", class_name="Toy", classes=(Toy, ToyConfig),
     layouts=lambda config: (Layout(),), quantized_formats=frozenset({"mxfp4"}),
 )  # fmt: skip
 

@@ -1,9 +1,8 @@
 """`Architecture`: all that loading and saving need to know about one family of checkpoints."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ligerzoo.convert.fields import (
     shared_fields,
     written_fields,
 )
-from ligerzoo.convert.layout import Fused, FusedByHead, Interleaved, Layout, ModuleRules, Rename, Rule, Transposed
+from ligerzoo.convert.layout import FusedByHead, Layout
 from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
@@ -57,7 +56,7 @@ class Architecture:
 
     Attributes:
         model_type: `model_type` in config.json.
-        hf_class: class in transformers, for `architectures` in config.json. Defaults to `<our class>ForCausalLM`.
+        class_name: `hf_class`. Defaults to `<our class>ForCausalLM`.
         accepted: entries without a field, with their accepted values. Other values are refused. The first value of one
             of `ACTIVATIONS` is written; the default is SiLU, or none for a user's own classes.
         read_entries: returns the decoder's entries of config.json under the names of our fields. The default returns
@@ -78,7 +77,7 @@ class Architecture:
     """
 
     model_type: str
-    hf_class: str = ""
+    class_name: str = ""
     accepted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     read_entries: Callable[[Entries], Entries] = lambda raw: raw
     read_rope: Callable[[Entries, float], Entries] = rope_fields
@@ -91,11 +90,17 @@ class Architecture:
     classifier_class: str = ""
     classes: tuple[type[LanguageModel], type[Any]] | None = None
 
-    def __post_init__(self) -> None:
-        if not self.hf_class:
-            object.__setattr__(self, "hf_class", f"{ARCHITECTURES[self.model_type]}ForCausalLM")
-        if not (self.classes or self.accepted.keys() & {*ACTIVATIONS}):
-            object.__setattr__(self, "accepted", {"hidden_act": SILU, **self.accepted})
+    @property
+    def hf_class(self) -> str:
+        """Class in transformers, for `architectures` in config.json."""
+        return self.class_name or f"{ARCHITECTURES[self.model_type]}ForCausalLM"
+
+    @property
+    def accepted_entries(self) -> Mapping[str, tuple[object, ...]]:
+        """`accepted`, with SiLU unless it names the activation or the classes are a user's own."""
+        if self.classes or self.accepted.keys() & {*ACTIVATIONS}:
+            return self.accepted
+        return {"hidden_act": SILU, **self.accepted}
 
     @property
     def model_class(self) -> type[LanguageModel]:
@@ -151,15 +156,14 @@ class Architecture:
         """
         config_class = config_class or self.config_class
         entries = self.read_entries(raw)
-        for name, accepted in self.accepted.items():
+        for name, accepted in self.accepted_entries.items():
             refuse(entries, name, unless=(None, *accepted))
-        values = shared_fields(entries, config_class)
-        for name in self.accepted.keys() & {"partial_rotary_factor"}:  # either spelling
-            refuse(rope_entry(entries), name, unless=(None, *self.accepted[name]))
-        names = {field.name for field in fields(config_class)}
-        for name in names & {"partial_rotary_factor"}:
-            factor = partial_rotary_factor(entries, getattr(config_class, name, None))
-            values |= {} if factor is None else {name: factor}
+        if "partial_rotary_factor" in self.accepted:  # either spelling
+            refuse(rope_entry(entries), "partial_rotary_factor", unless=(None, *self.accepted["partial_rotary_factor"]))
+        values, names = shared_fields(entries, config_class), {field.name for field in fields(config_class)}
+        if "partial_rotary_factor" in names:
+            factor = partial_rotary_factor(entries, getattr(config_class, "partial_rotary_factor", None))
+            values |= {} if factor is None else {"partial_rotary_factor": factor}
         if "rope_theta" in names:
             values |= self.read_rope(entries, config_class.rope_theta)
         return build_config(config_class, {**values, **(overrides or {})})
@@ -169,7 +173,7 @@ class Architecture:
 
         They don't include `architectures`, `model_type` and the dtype.
         """
-        activations = {name: values[0] for name, values in self.accepted.items() if name in ACTIVATIONS}
+        activations = {name: values[0] for name, values in self.accepted_entries.items() if name in ACTIVATIONS}
         return self.write_entries(config, {**activations, **written_fields(config)})
 
     def build(
@@ -249,19 +253,7 @@ class Architecture:
         own class keep their names.
         """
         layout = self.module_layout(config)
-
-        def renamed(rule: Rule) -> Iterator[Rule]:
-            match rule:
-                case Interleaved():
-                    yield Rename(f"{rule.path}_split", rule.path)
-                case Transposed():
-                    yield Rename(f"{rule.path}_transposed", rule.path)
-                case Rename() if layout.is_own or rule.path.count(".") != rule.stored_path.count("."):
-                    return  # transformers has a router's bias in another module
-                case Fused() | ModuleRules() | Rename():
-                    yield rule
-
-        return Layout(tuple(chain.from_iterable(map(renamed, layout.rules))))
+        return Layout(tuple(rule for each in layout.rules for rule in each.in_wrapper(layout.is_own)))
 
     def interleaves(self, config: object, name: str) -> bool:
         """Returns whether transformers' modules interleave this parameter with others, head by head.

@@ -22,7 +22,7 @@ def _write_entries(config: Glm4MoeLiteConfig, entries: dict[str, object]) -> dic
 ARCHITECTURE = replace(
     _DEEPSEEK,
     model_type="glm4_moe_lite",
-    hf_class="Glm4MoeLiteForCausalLM",
+    class_name="Glm4MoeLiteForCausalLM",
     write_entries=_write_entries,
     quantized_formats=frozenset(),
 )

@@ -1,6 +1,6 @@
 """Weight layouts: how the tensors stored in a checkpoint map to the parameters of a model, as data.
 
-A layout is a tuple of rules. A rule maps each parameter to slices of stored tensors:
+A layout is a tuple of rules. A `SliceRule` maps each parameter to slices of stored tensors:
 
     parameters[slice.name][slice.index] = stored[slice.stored_name][slice.stored_index]
 
@@ -11,17 +11,33 @@ possibly transposed. Loading copies from right to left (`stored_tensors.assemble
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice
 
 
-@runtime_checkable
-class Rule(Protocol):
-    """One rule of a layout."""
+class Rule:
+    """One rule of a layout: a `SliceRule`, a `Rename`, or `ModuleRules`."""
 
+    def rules_for(self, name: str) -> Iterator[Rule]:
+        """Yields the rules for a parameter: this one."""
+        yield self
+
+    def in_wrapper(self, is_own: bool) -> tuple[Rule, ...]:
+        """Returns the rules for our modules under the names of transformers, see `Architecture.wrapper_layout`.
+
+        Args:
+            is_own: the rule is part of the layout of a user's own class.
+        """
+        return ()
+
+
+class SliceRule(Rule, ABC):
+    """A rule that maps a parameter to slices of stored tensors."""
+
+    @abstractmethod
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
         """Returns the slices that make up a parameter that the rule finds, or None if it doesn't apply to it.
 
@@ -29,14 +45,17 @@ class Rule(Protocol):
             name: name of the parameter.
             shapes: shapes of all parameters, by name.
         """
-        ...
 
+    @abstractmethod
     def path_in(self, name: str) -> str | None:
         """Returns the dotted path by which the rule finds a parameter; None if it is not in the name."""
-        ...
+
+    def replaced_path(self, name: str) -> str | None:
+        """Returns the path that the rule replaces, so that no `Rename` does; None if it keeps the name."""
+        return self.path_in(name)
 
 
-class _PathRule:
+class _PathRule(SliceRule):
     """A rule that finds parameters by one path."""
 
     path: str
@@ -45,8 +64,20 @@ class _PathRule:
         return self.path if _contains(name, self.path) else None
 
 
+class _InPlaceRule(_PathRule):
+    """A rule that keeps names. In the wrapper, our parameters differ from transformers', and so do their names."""
+
+    suffix: str
+
+    def replaced_path(self, name: str) -> None:
+        return None
+
+    def in_wrapper(self, is_own: bool) -> tuple[Rule, ...]:
+        return (Rename(f"{self.path}_{self.suffix}", self.path),)
+
+
 @dataclass(frozen=True)
-class Rename(_PathRule):
+class Rename(Rule):
     """A tensor or module with another name in the checkpoint. Rules may swap names: each parameter is renamed once.
 
     Attributes:
@@ -57,12 +88,13 @@ class Rename(_PathRule):
     stored_path: str
     path: str
 
-    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return [TensorSlice(_replace_path(name, self.path, self.stored_path), shapes[name], name)]
+    def in_wrapper(self, is_own: bool) -> tuple[Rule, ...]:
+        is_elsewhere = self.path.count(".") != self.stored_path.count(".")  # a router's bias, in another module
+        return () if is_own or is_elsewhere else (self,)
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(SliceRule):
     """One stored tensor that concatenates several parameters along dimension 0, such as fused q, k and v.
 
     Attributes:
@@ -86,6 +118,9 @@ class Fused:
 
     def path_in(self, name: str) -> str | None:
         return next((path for path in self.paths if _contains(name, path)), None)
+
+    def in_wrapper(self, is_own: bool) -> tuple[Rule, ...]:
+        return (self,)
 
 
 @dataclass(frozen=True)
@@ -113,7 +148,7 @@ class PerExpert(_PathRule):
 
 
 @dataclass(frozen=True)
-class FusedByHead:
+class FusedByHead(SliceRule):
     """One stored tensor that concatenates the rows of several parameters head by head, as Qwen3-Next's `in_proj_qkvz`.
 
     Attributes:
@@ -147,7 +182,7 @@ class FusedByHead:
 
 
 @dataclass(frozen=True)
-class Interleaved(_PathRule):
+class Interleaved(_InPlaceRule):
     """Stacked gate and up projections whose outputs alternate in the checkpoint; the parameter has the gate's first.
 
     Attributes:
@@ -155,6 +190,7 @@ class Interleaved(_PathRule):
         transposed: matrices are stored as (experts, H, 2I).
     """
 
+    suffix = "split"
     path: str
     transposed: bool = False
 
@@ -173,13 +209,14 @@ class Interleaved(_PathRule):
 
 
 @dataclass(frozen=True)
-class Transposed(_PathRule):
+class Transposed(_InPlaceRule):
     """Stacked matrices that are stored transposed, for products `x @ W`.
 
     Attributes:
         path: dotted path of the parameter.
     """
 
+    suffix = "transposed"
     path: str
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
@@ -188,7 +225,7 @@ class Transposed(_PathRule):
 
 
 @dataclass(frozen=True)
-class ModuleRules:
+class ModuleRules(Rule):
     """Rules that apply to one part of the model only, such as the vision tower.
 
     Attributes:
@@ -199,11 +236,11 @@ class ModuleRules:
     prefix: str
     rules: tuple[Rule, ...]
 
-    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return Layout(self.rules).slices_of(name, shapes)
+    def rules_for(self, name: str) -> Iterator[Rule]:
+        return _rules_for(name, self.rules if name.startswith(self.prefix) else ())
 
-    def path_in(self, name: str) -> str | None:
-        return self.prefix if name.startswith(self.prefix) else None
+    def in_wrapper(self, is_own: bool) -> tuple[Rule, ...]:
+        return (self,)
 
 
 @dataclass(frozen=True)
@@ -243,12 +280,11 @@ class Layout:
 
     def slices_of(self, name: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """Yields the slices of one parameter. `shapes` holds the shapes of all parameters."""
-        rules = list(_flat(self.rules, name))
+        rules = list(_rules_for(name, self.rules))
         renames = [rule for rule in rules if isinstance(rule, Rename)]
-        others = (rule for rule in rules if not isinstance(rule, Rename) and rule.path_in(name) is not None)
-        found = ((rule, slices) for rule in others if (slices := rule.slices(name, shapes)) is not None)
-        rule, slices = next(found, (None, [TensorSlice(name, shapes[name], name)]))
-        path = None if rule is None or isinstance(rule, Interleaved | Transposed) else rule.path_in(name)
+        others = [rule for rule in rules if isinstance(rule, SliceRule) and rule.path_in(name) is not None]
+        found = ((r.replaced_path(name), slices) for r in others if (slices := r.slices(name, shapes)) is not None)
+        path, slices = next(found, (None, [TensorSlice(name, shapes[name], name)]))
         before, after = (name, "") if path is None else _around(name, path)
         new_before, new_after = _renamed(before, renames), _renamed(after, renames)
         for part in slices:
@@ -270,18 +306,14 @@ class Layout:
         return next(names, name)
 
 
-def _flat(rules: Iterable[Rule], name: str) -> Iterator[Rule]:
+def _rules_for(name: str, rules: Iterable[Rule]) -> Iterator[Rule]:
     """Yields the rules for a parameter, with those of the modules that contain it."""
-    for rule in rules:
-        if not isinstance(rule, ModuleRules):
-            yield rule
-        elif name.startswith(rule.prefix):
-            yield from _flat(rule.rules, name)
+    return (rule for each in rules for rule in each.rules_for(name))
 
 
 def _renamed(name: str, renames: Sequence[Rename]) -> str:
     """Applies to a part of a name the first rule that finds it, and the others to what is before and after its path."""
-    rule = next((rule for rule in renames if rule.path_in(name)), None)
+    rule = next((rule for rule in renames if _contains(name, rule.path)), None)
     if rule is None:
         return name
     others = [other for other in renames if other is not rule]

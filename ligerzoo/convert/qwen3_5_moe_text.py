@@ -14,7 +14,7 @@ from ligerzoo.convert.qwen3_5_text import ARCHITECTURE as DENSE
 ARCHITECTURE = replace(
     DENSE,
     model_type="qwen3_5_moe_text",
-    hf_class="Qwen3_5MoeForCausalLM",
+    class_name="Qwen3_5MoeForCausalLM",
     accepted={**ACCEPTED, "norm_topk_prob": (True,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
     layouts=lambda config: (Layout(PER_EXPERT, PREFIXES), Layout(prefixes=PREFIXES)),

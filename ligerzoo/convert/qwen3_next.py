@@ -31,7 +31,7 @@ def _layouts(config: Qwen3NextConfig) -> tuple[Layout, ...]:
 ARCHITECTURE = replace(
     TEXT,
     model_type="qwen3_next",
-    hf_class="Qwen3NextForCausalLM",
+    class_name="Qwen3NextForCausalLM",
     read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
     layouts=_layouts,
     classifier_class="",

@@ -80,7 +80,7 @@ def classifier_architecture(causal_lm: Architecture, labels: Labels) -> Classifi
     """Returns the architecture of sequence classifiers with these labels and the decoder of `causal_lm`."""
     inherited = {field.name: getattr(causal_lm, field.name) for field in fields(Architecture)}
     hf_class = causal_lm.classifier_class or causal_lm.hf_class.removesuffix("ForCausalLM") + CLASSIFIER_SUFFIX
-    own = {"hf_class": hf_class, "causal_lm": causal_lm, "labels": labels}
+    own = {"class_name": hf_class, "causal_lm": causal_lm, "labels": labels}
     return ClassifierArchitecture(**inherited | own)
 
 

@@ -280,7 +280,7 @@ class Toy(CausalLM):
 
 TOY = Architecture(
     model_type="toy",
-    hf_class="ToyForCausalLM",
+    class_name="ToyForCausalLM",
     classes=(Toy, ToyConfig),
     layouts=lambda config: (Layout((QKV, *SANDWICH, *EXPERTS)), Layout()),
 )
