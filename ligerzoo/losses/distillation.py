@@ -132,8 +132,16 @@ def _divergence(name: str, student: Side, teacher: Side, target: Tensor, options
         jsd_divergence(beta) if kind == "jsd" else kind, beta, options.temperature, options.ignore_index
     )
     if student.weight is not None:
-        budget, backend = options.logits_budget, options.backend
-        return linear_divergence(name, student, teacher, target, divergence, "mean", options.num_items, budget, backend)
+        return linear_divergence(
+            name,
+            student,
+            teacher,
+            target,
+            divergence,
+            num_items=options.num_items,
+            logits_budget=options.logits_budget,
+            backend=options.backend,
+        )
     if student.hidden.shape[:-1] != target.shape or teacher.hidden.shape[:-1] != target.shape:
         shapes = (tuple(t.shape) for t in (student.hidden, teacher.hidden, target))
         what = "got student logits {}, teacher {}, target {}".format(*shapes)

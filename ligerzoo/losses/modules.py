@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.kernels import token_logps
-from ligerzoo.losses.distillation import DistillationOptions, distillation_loss
-from ligerzoo.losses.dpo import DPOOptions, dpo_loss
+from ligerzoo.losses.distillation import distillation_loss
+from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
-from ligerzoo.losses.kto import KTOOptions, kto_loss
+from ligerzoo.losses.kto import kto_loss
 from ligerzoo.losses.logps import sequence_logps, unpacked
 from ligerzoo.losses.objective import LossOutput
-from ligerzoo.losses.options import HeadOptions, unknown_option
-from ligerzoo.losses.policy import GRPOOptions, PPOOptions
-from ligerzoo.losses.reference_free import CPOOptions, ORPOOptions, SimPOOptions, cpo_loss, orpo_loss, simpo_loss
+from ligerzoo.losses.options import HeadOptions, Loss, LossInputs, unknown_option
+from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from ligerzoo.tensor_checks import describe_value
 
 Model = Callable[..., Any]
@@ -189,11 +188,15 @@ class HeadLoss(nn.Module):
         ValueError: an option is out of range, or the variant does not use it or requires another one.
     """
 
-    function: ClassVar[Callable[..., LossOutput]]
+    function: ClassVar[Loss[..., LossOutput]]
     """The loss function."""
 
     options_type: ClassVar[type[HeadOptions]]
     """Its options."""
+
+    def __init_subclass__(cls, function: Loss[..., LossOutput] | None = None) -> None:
+        if function is not None:
+            cls.function, cls.options_type = function, function.options_type
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -205,33 +208,42 @@ class HeadLoss(nn.Module):
         optional = dict.fromkeys(self.options_type.required)
         return self.options_type.checked(type(self).__name__, **(optional | dict(arguments)))
 
-    def _arguments(
+    def _given(
         self, method: Callable[..., object], args: Sequence[object], inputs: Mapping[str, object]
-    ) -> dict[str, Any]:
-        """Returns the arguments of the loss in a call of `of` or `of_teacher`. Raises before any model runs."""
+    ) -> tuple[HeadOptions, dict[str, Any]]:
+        """Returns the options of a call of `of` or `of_teacher`, and those that the module or the call gives.
+
+        Raises before any model runs.
+        """
         name, options = type(self).__name__, self.options_type
-        arguments = {**self.options, **dict(zip(options.positional, args, strict=False)), **inputs}
+        given = {**self.options, **dict(zip(options.positional, args, strict=False)), **inputs}
         if torch.compiler.is_compiling():
-            return arguments
+            return self._checked(given), given
         if len(args) > len(options.positional):
             what = f"got {3 + len(args)} positional arguments"
             expected = ", ".join(("model", "input_ids", "labels", *options.positional))
             remedy = "Pass the others by name, such as attention_mask=..."
             raise WrongTypeError(what, where=f"{name}.of", expected=expected, remedy=remedy)
-        for option, value in arguments.items():
+        for option, value in given.items():
             if option not in options.accepted:
                 names = [*options.accepted, *inspect.signature(method).parameters]
                 remedy = "Other inputs of the model go into model_inputs={...}"
                 raise unknown_option(name, option, value, names, remedy)
         for option in options.required:
-            if option not in arguments:
+            if option not in given:
                 expected = "a tensor, after labels or by name"
                 raise WrongTypeError(f"{option} is missing", where=f"{name}.of", expected=expected)
-        self._checked(arguments)
-        if "ignore_index" in arguments:
-            what = f"got ignore_index={arguments['ignore_index']!r}"
+        checked = self._checked(given)
+        if "ignore_index" in given:
+            what = f"got ignore_index={given['ignore_index']!r}"
             raise LigerzooError(what, where=name, expected="none, models ignore labels of -100")
-        return arguments
+        return checked, given
+
+    def _evaluate(self, head: Sequence[Tensor], *args: Tensor, **options: Any) -> LossOutput:
+        """Returns the loss of (hidden, weight, target), with options that `_given` has checked or a model gives."""
+        function = type(self).function
+        name = function.__name__
+        return function.evaluate(LossInputs(name, *head), function.options_type.unchecked(name, *args, **options))
 
     def forward(self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
         """Computes the loss of hidden states, the weight of the LM head (None for logits) and shifted targets.
@@ -286,9 +298,9 @@ class HeadLoss(nn.Module):
         """
         name = type(self).__name__
         _check_model(name, model)  # before the reference runs
-        arguments = self._arguments(self.of, args, inputs)
-        has_logps = arguments.get("ref_logps") is not None
-        if reference is None and not has_logps and self.needs_reference(arguments):
+        options, given = self._given(self.of, args, inputs)
+        has_logps = given.get("ref_logps") is not None
+        if reference is None and not has_logps and options.needs_reference:
             remedy = "Pass reference=..., the model before training. SimPO, CPO and ORPO need none"
             what = "got neither reference nor ref_logps"
             raise LigerzooError(what, where=f"{name}.of", expected="one of them", remedy=remedy)
@@ -299,14 +311,13 @@ class HeadLoss(nn.Module):
             if "ref_logps" not in self.options_type.accepted:
                 what = f"{name} does not use a reference model; for a teacher use Distillation.of_teacher"
                 raise WrongTypeError(what)
-            head = {option: arguments[option] for option in ("logits_budget", "backend") if option in arguments}
+            head_options = {option: given[option] for option in ("logits_budget", "backend") if option in given}
             with torch.no_grad():
                 call = _ModelCall(name, reference, input_ids, labels, model_inputs, sequences)
-                arguments["ref_logps"] = call.logps(self.reference_logps(arguments), **head)
+                given["ref_logps"] = call.logps(self.reference_logps(given), **head_options)
 
-        def loss_of(*head: Tensor, **options: object) -> LossOutput:
-            output: LossOutput = self(*head, **{**options, **arguments})
-            return output
+        def loss_of(*head: Tensor, **of_model: Any) -> LossOutput:
+            return self._evaluate(head, **{**of_model, **given})
 
         return _ModelCall(name, model, input_ids, labels, model_inputs, sequences).loss(loss_of, aux_loss_share)
 
@@ -322,63 +333,39 @@ class HeadLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-class DPO(HeadLoss):
+class DPO(HeadLoss, function=dpo_loss):
     """Direct preference optimization and its variants: `dpo_loss`, whose keyword arguments are the options."""
 
-    function = staticmethod(dpo_loss)
-    options_type = DPOOptions
 
-
-class CPO(HeadLoss):
+class CPO(HeadLoss, function=cpo_loss):
     """Contrastive preference optimization: `cpo_loss`, whose keyword arguments are the options."""
 
-    function = staticmethod(cpo_loss)
-    options_type = CPOOptions
 
-
-class SimPO(HeadLoss):
+class SimPO(HeadLoss, function=simpo_loss):
     """Simple preference optimization: `simpo_loss`, whose keyword arguments are the options."""
 
-    function = staticmethod(simpo_loss)
-    options_type = SimPOOptions
 
-
-class ORPO(HeadLoss):
+class ORPO(HeadLoss, function=orpo_loss):
     """Odds ratio preference optimization: `orpo_loss`, whose keyword arguments are the options."""
 
-    function = staticmethod(orpo_loss)
-    options_type = ORPOOptions
 
-
-class KTO(HeadLoss):
+class KTO(HeadLoss, function=kto_loss):
     """Kahneman-Tversky optimization: `kto_loss`, whose keyword arguments are the options."""
 
-    function = staticmethod(kto_loss)
-    options_type = KTOOptions
 
-
-class GRPO(HeadLoss):
+class GRPO(HeadLoss, function=grpo_loss):
     """Group relative policy optimization and its variants: `grpo_loss`, whose keyword arguments are the options."""
-
-    function = staticmethod(grpo_loss)
-    options_type = GRPOOptions
 
     def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
         return partial(token_logps, temperature=arguments.get("temperature", 1.0))
 
 
-class PPOClip(HeadLoss):
+class PPOClip(HeadLoss, function=ppo_clip_loss):
     """The policy loss of proximal policy optimization: `ppo_clip_loss`, whose keyword arguments are the options."""
 
-    function = staticmethod(ppo_clip_loss)
-    options_type = PPOOptions
 
-
-class Distillation(HeadLoss):
+class Distillation(HeadLoss, function=distillation_loss):
     """Distillation from a teacher: `distillation_loss`, whose keyword arguments are the options. See `of_teacher`."""
-
-    function = staticmethod(distillation_loss)
-    options_type = DistillationOptions
 
     def of_teacher(
         self,
@@ -416,16 +403,16 @@ class Distillation(HeadLoss):
         """
         name = type(self).__name__
         _check_model(name, teacher)  # before the student runs
-        arguments = self._arguments(self.of_teacher, (), inputs)
+        _, given = self._given(self.of_teacher, (), inputs)
         shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         needs_gradient = torch.is_grad_enabled()
 
-        def loss_of(*student: Tensor, **options: object) -> LossOutput:
+        def loss_of(*student: Tensor, **of_student: object) -> LossOutput:
             def objective(hidden: Tensor, weight: Tensor, _: Tensor, **head: object) -> tuple[None, LossOutput]:
                 with torch.set_grad_enabled(needs_gradient):
                     names = head.keys() & {"bias", "softcap", "logit_scale"}
-                    teacher_options = {f"teacher_{name}": head[name] for name in names}
-                    return None, self(*student, hidden, weight, **{**teacher_options, **options, **arguments})
+                    of_teacher = {f"teacher_{name}": head[name] for name in names}
+                    return None, self._evaluate(student, hidden, weight, **{**of_teacher, **of_student, **given})
 
             with torch.no_grad():
                 output: LossOutput = _ModelCall(name, teacher, input_ids, labels, shared_inputs).run(objective).details

@@ -30,11 +30,19 @@ from ligerzoo.kernels import cross_entropy
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import accumulation_dtype, uses_triton
 from ligerzoo.kernels.linear_cross_entropy import prepare_inputs, token_results
-from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, max_rows, rows_per_chunk
+from ligerzoo.kernels.loss.chunked_head import (
+    DenseHead,
+    HeadInputs,
+    Needs,
+    RaggedHead,
+    head_type,
+    max_rows,
+    rows_per_chunk,
+)
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import as_targets
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
-from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, Upstream, reference
+from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, RowResults, Upstream, reference
 from ligerzoo.losses.options import LogpOptions, LossInputs
 
 LossGroup = Literal["token", "sequence", "pair"]
@@ -202,6 +210,53 @@ def _loss_and_gradients(
         return loss.detach(), torch.autograd.grad(loss, leaves)
 
 
+class _Sweep(NamedTuple):
+    """What the chunks of a sweep share.
+
+    Attributes:
+        objective: the loss; constants of single tokens are (M, 1).
+        plan: the chunks.
+        targets: (M,).
+        head: computes logits, and accumulates the gradients of hidden states and weight.
+        results: of the M tokens.
+        upstream: gradients of the loss with respect to log-probabilities and entropies.
+        dbias: accumulates the gradient of the bias; None if not needed.
+        options: further arguments of `compute_rows_`.
+    """
+
+    objective: GroupObjective
+    plan: _ChunkPlan
+    targets: Tensor
+    head: DenseHead | RaggedHead
+    results: RowResults
+    upstream: Upstream
+    dbias: Tensor | None
+    options: dict[str, Any]
+
+    def process(self, i: int) -> Tensor:
+        """Computes the results and gradients of chunk i; returns its loss."""
+        objective, plan, targets, head, results, upstream, dbias, _ = self
+        chunk = head.chunks[i]
+        logits, options = head.logits(chunk), {**self.options, "rows": head.rows(chunk)}
+        compute_rows_(logits, targets, results, NO_UPSTREAM, **options)
+        # The sequences of this chunk, or its tokens for groups of single tokens.
+        index: Any = plan.sequences[i] if plan.sequences else head.tokens(chunk)
+        loss, gradients = _loss_and_gradients(
+            objective.function,
+            results.logp.view(-1, plan.length)[index],
+            results.entropy.view(-1, plan.length)[index] if objective.uses_entropy else None,
+            [None if c is None else c[index] for c in objective.constants],
+        )
+        for buffer, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
+            assert buffer is not None
+            buffer.view(-1, plan.length)[index] = gradient
+        # The normalizer is enough for the gradients of log-probabilities.
+        needed = None if options["triton"] and not objective.uses_entropy else results
+        compute_rows_(logits, targets, needed, upstream, out=logits, dbias=dbias, **options)
+        head.accumulate_gradient(chunk, logits)
+        return loss
+
+
 def _evaluate_in_one_sweep(
     inputs: LossInputs, weight: Tensor, objective: GroupObjective, options: LogpOptions
 ) -> ObjectiveResult | None:
@@ -218,15 +273,10 @@ def _evaluate_in_one_sweep(
     plan = _plan_chunks(x, weight.shape[0], target, objective.group, options.logits_budget)
     if plan is None:
         return None
-    constants = objective.constants
     if plan.sequences is None:
-        constants = [None if c is None else c.reshape(-1, 1) for c in constants]
-
-    def by_sequence(x: Tensor) -> Tensor:
-        return x.view(-1, plan.length)
-
+        constants = [None if c is None else c.reshape(-1, 1) for c in objective.constants]
+        objective = objective._replace(constants=constants)
     targets, triton = target.reshape(-1), uses_triton(x, weight, backend=options.backend)
-    needs = Needs(x.requires_grad, weight.requires_grad)
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
         results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.uses_entropy)
         entropy = results.entropy if objective.uses_entropy else None
@@ -234,33 +284,18 @@ def _evaluate_in_one_sweep(
             logp=torch.zeros_like(results.logp), entropy=None if entropy is None else torch.zeros_like(entropy)
         )
         normalizer = results.logp.new_empty((2, targets.shape[0]))
-        shared: dict[str, Any] = {"terms": terms, "normalizer": normalizer, "triton": triton}
-        gradient_inputs = None if triton and entropy is None else results  # the normalizer is enough for logps
-        loss = results.logp.new_zeros(())
         dbias = None
         if bias is not None and bias.requires_grad:
             dbias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
+        needs = Needs(x.requires_grad, weight.requires_grad)
         head = head_type(x.shape[0], weight)(
             HeadInputs(x, weight, bias), targets != terms.ignore_index, plan.tokens_per_chunk, needs, plan.order
         )
-        for i, chunk in enumerate(head.chunks):
-            logits = head.logits(chunk)
-            chunk_options = {**shared, "rows": head.rows(chunk)}
-            compute_rows_(logits, targets, results, NO_UPSTREAM, **chunk_options)
-            # The sequences of this chunk, or its tokens for groups of single tokens.
-            index: Any = plan.sequences[i] if plan.sequences else head.tokens(chunk)
-            chunk_loss, gradients = _loss_and_gradients(
-                objective.function,
-                by_sequence(results.logp)[index],
-                None if entropy is None else by_sequence(entropy)[index],
-                [None if c is None else c[index] for c in constants],
-            )
-            loss += chunk_loss
-            for buffer, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
-                assert buffer is not None
-                by_sequence(buffer)[index] = gradient
-            compute_rows_(logits, targets, gradient_inputs, upstream, out=logits, dbias=dbias, **chunk_options)
-            head.accumulate_gradient(chunk, logits)
+        row_options = {"terms": terms, "normalizer": normalizer, "triton": triton}
+        sweep = _Sweep(objective, plan, targets, head, results, upstream, dbias, row_options)
+        loss = results.logp.new_zeros(())
+        for i in range(len(head.chunks)):
+            loss += sweep.process(i)
         dhidden, dweight, _ = head.gradients()
     loss = attach_gradients(loss, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))
     return ObjectiveResult(loss, results.logp.view(shape), None if entropy is None else entropy.view(shape))

@@ -23,11 +23,12 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
-    Concatenate,
     NamedTuple,
     ParamSpec,
+    Protocol,
     Self,
     TypeVar,
+    cast,
     get_origin,
     get_type_hints,
 )
@@ -51,7 +52,7 @@ from ligerzoo.losses.names import our_name
 from ligerzoo.tensor_checks import describe_value
 
 P = ParamSpec("P")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 
 Finite = Annotated[float, FINITE]
 Positive = Annotated[float, POSITIVE]
@@ -136,12 +137,17 @@ class HeadOptions:
             values = cls.accepted[option]
             if not (values is None or values.accepts(value)):
                 raise refused(name, values, option, value, our_name(value))
-        try:
-            options = cls(*args, **given)
-        except TypeError as error:  # a required tensor is missing
-            raise WrongTypeError(str(error).replace(f"{cls.__name__}.__init__", name)) from None
+        options = cls.unchecked(name, *args, **given)
         options.check(name)
         return options
+
+    @classmethod
+    def unchecked(cls, name: str, /, *args: Any, **given: Any) -> Self:
+        """Returns options of values that are checked already. Raises WrongTypeError if a required tensor is missing."""
+        try:
+            return cls(*args, **given)
+        except TypeError as error:
+            raise WrongTypeError(str(error).replace(f"{cls.__name__}.__init__", name)) from None
 
     def check(self, name: str) -> None:
         """Raises LigerzooError for values that other options exclude or require; not for tensors."""
@@ -203,17 +209,29 @@ def unknown_option(name: str, option: str, value: Any, names: Collection[str], r
     return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=hint or None)
 
 
-def takes(
-    options: Callable[P, Any],
-) -> Callable[[Callable[[LossInputs, Any], R]], Callable[Concatenate[Tensor, Tensor | None, Tensor, P], R]]:
-    """Makes a loss take (hidden, weight, target) and then the options of a dataclass as arguments, and documents them.
+class Loss(Protocol[P, R]):
+    """A loss that takes (hidden, weight, target) and then its options as arguments.
 
-    The loss gets them as `LossInputs` and the dataclass.
+    Attributes:
+        options_type: the dataclass of its options.
+        evaluate: the loss as a function of its inputs and checked options.
     """
 
-    def decorate(
-        loss: Callable[[LossInputs, Any], R],
-    ) -> Callable[Concatenate[Tensor, Tensor | None, Tensor, P], R]:
+    __name__: str
+    options_type: type[HeadOptions]
+
+    @property
+    def evaluate(self) -> Callable[[LossInputs, Any], R]: ...
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: P.args, **given: P.kwargs
+    ) -> R: ...
+
+
+def takes(options: Callable[P, Any]) -> Callable[[Callable[[LossInputs, Any], R]], Loss[P, R]]:
+    """Makes a `Loss` of a function of `LossInputs` and a dataclass of options, and documents its arguments."""
+
+    def decorate(loss: Callable[[LossInputs, Any], R]) -> Loss[P, R]:
         checked, name = options.checked, loss.__name__  # type: ignore[attr-defined]
 
         @functools.wraps(loss)
@@ -223,9 +241,10 @@ def takes(
         signature = inspect.signature(function, follow_wrapped=False)
         tensors = list(signature.parameters.values())[:3]
         own = inspect.signature(options).parameters.values()
-        function.__signature__ = signature.replace(parameters=[*tensors, *own])  # type: ignore[attr-defined]
         function.__doc__ = _documentation(loss.__doc__ or "", options)
-        return function  # type: ignore[return-value]
+        signature = signature.replace(parameters=[*tensors, *own])
+        vars(function).update(__signature__=signature, options_type=options, evaluate=loss)
+        return cast(Loss[P, R], function)
 
     return decorate
 

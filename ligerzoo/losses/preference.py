@@ -12,6 +12,7 @@ The files `dpo` and `reference_free` define f.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +66,22 @@ class PairOptions(LogpOptions):
         return {}
 
 
+class Pairs(NamedTuple):
+    """Constants of the sequences of pairs.
+
+    Attributes:
+        mask: (B, T), True at non-ignored tokens.
+        nll_mask: (B, T), True at the tokens of the NLL; None without one.
+        ref_logps: (B,).
+        weights: (B,), of the pair of each sequence; None for 1.
+    """
+
+    mask: Tensor
+    nll_mask: Tensor | None
+    ref_logps: Tensor
+    weights: Tensor | None
+
+
 def pair_loss(
     inputs: LossInputs, options: PairOptions, *, ref_logps: Tensor | None = None, nll_target: Tensor | None = None
 ) -> LossOutput:
@@ -79,39 +96,20 @@ def pair_loss(
     Raises:
         ValueError: shapes or numbers are invalid.
     """
-    check_sequences(inputs, options.bias)
-    name, hidden, _, target = inputs
-    n_sequences, n_pairs = target.shape[0], target.shape[0] // 2
-    check_constants(inputs, ref_logps=(ref_logps, (n_sequences,)), weights=(options.weights, (n_pairs,)))
-    if options.nll_weight:
-        numbers = {"num_items": options.num_items, "num_nll_items": options.num_nll_items}
-        check_both_or_neither(name, "num_nll_items divides the NLL", **numbers)
-    if n_sequences % 2:
-        expected = "an even number, chosen completions in the first half"
-        raise LigerzooError(f"got {n_sequences} sequences", where=name, expected=expected)
-    items, mask = items_or(options.num_items, n_pairs, hidden), options.target_mask(target)
-    if nll_target is not None:
-        check_tensor(name, "nll_target", nll_target, "integer", [tuple(target.shape)], hidden.device)
-        as_targets(name, nll_target[:n_pairs], inputs.n_classes, options.ignore_index, "nll_target")
-    nll_mask, nll_items = None, items
-    if options.nll_weight:
-        nll_target = target if nll_target is None else nll_target
-        is_chosen = torch.arange(n_sequences, device=target.device)[:, None] < n_pairs
-        nll_mask = options.target_mask(nll_target) & is_chosen
-        target = torch.where(nll_mask, nll_target, target)
-        nll_items = items_or(options.num_nll_items, nll_mask.sum(), hidden)
-    ref_logps = torch.zeros(n_sequences, device=target.device) if ref_logps is None else ref_logps.detach()
-    weights = None if options.weights is None else options.weights.repeat(2)
+    inputs_of_both, pairs = _checked_pairs(inputs, options, ref_logps, nll_target)
+    mask, nll_mask, ref_logps, _ = pairs
+    n_pairs = mask.shape[0] // 2
+    items = nll_items = items_or(options.num_items, n_pairs, inputs.hidden)
+    if nll_mask is not None:
+        nll_items = items_or(options.num_nll_items, nll_mask.sum(), inputs.hidden)
 
-    def total_loss(
-        logps: Tensor, _: None, mask: Tensor, nll_mask: Tensor | None, ref_logps: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def total_loss(logps: Tensor, _: None, *constants: Any) -> Tensor:
+        mask, nll_mask, ref_logps, weights = Pairs(*constants)
         losses = options.pair_losses(*log_ratios(logps, mask, ref_logps, options.averages_scores).chunk(2))
         loss = (losses if weights is None else weights[: losses.shape[0]] * losses).sum() / items
         return loss if nll_mask is None else loss - options.nll_weight * masked_sum(logps, nll_mask).sum() / nll_items
 
-    objective = GroupObjective(total_loss, (mask, nll_mask, ref_logps, weights), "pair")
-    loss, logps, _ = evaluate_objective(inputs._replace(target=target), objective, options)
+    loss, logps, _ = evaluate_objective(inputs_of_both, GroupObjective(total_loss, pairs, "pair"), options)
     averages = options.averages_rewards
     rewards = options.beta * log_ratios(logps, mask, ref_logps, averages)
     metrics = _pair_means(rewards, (masked_mean if averages else masked_sum)(logps, mask))
@@ -124,6 +122,34 @@ def pair_loss(
     if nll_mask is not None:
         metrics["nll_loss"] = -masked_sum(logps, nll_mask).sum() / nll_mask.sum().clamp(min=1)
     return LossOutput(loss, metrics)
+
+
+def _checked_pairs(
+    inputs: LossInputs, options: PairOptions, ref_logps: Tensor | None, nll_target: Tensor | None
+) -> tuple[LossInputs, Pairs]:
+    """Returns the inputs with the targets of both terms, and the constants. Raises as `pair_loss`."""
+    check_sequences(inputs, options.bias)
+    name, hidden, _, target = inputs
+    n_sequences, n_pairs = target.shape[0], target.shape[0] // 2
+    check_constants(inputs, ref_logps=(ref_logps, (n_sequences,)), weights=(options.weights, (n_pairs,)))
+    if options.nll_weight:
+        numbers = {"num_items": options.num_items, "num_nll_items": options.num_nll_items}
+        check_both_or_neither(name, "num_nll_items divides the NLL", **numbers)
+    if n_sequences % 2:
+        expected = "an even number, chosen completions in the first half"
+        raise LigerzooError(f"got {n_sequences} sequences", where=name, expected=expected)
+    mask, nll_mask = options.target_mask(target), None
+    if nll_target is not None:
+        check_tensor(name, "nll_target", nll_target, "integer", [tuple(target.shape)], hidden.device)
+        as_targets(name, nll_target[:n_pairs], inputs.n_classes, options.ignore_index, "nll_target")
+    if options.nll_weight:
+        nll_target = target if nll_target is None else nll_target
+        is_chosen = torch.arange(n_sequences, device=target.device)[:, None] < n_pairs
+        nll_mask = options.target_mask(nll_target) & is_chosen
+        target = torch.where(nll_mask, nll_target, target)
+    ref_logps = torch.zeros(n_sequences, device=target.device) if ref_logps is None else ref_logps.detach()
+    weights = None if options.weights is None else options.weights.repeat(2)
+    return inputs._replace(target=target), Pairs(mask, nll_mask, ref_logps, weights)
 
 
 def _pair_means(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.checks import NOT_NEGATIVE, check, one_of
 from ligerzoo.errors import LigerzooError
-from ligerzoo.losses.policy import LEVELS, Level
+from ligerzoo.losses.grpo import LEVELS, Level
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
 

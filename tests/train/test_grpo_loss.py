@@ -10,7 +10,7 @@ import torch
 
 from ligerzoo import AutoModel, Tokenizer
 from ligerzoo.losses import GRPO
-from ligerzoo.losses.policy import VARIANTS
+from ligerzoo.losses.grpo import VARIANTS
 from ligerzoo.models import CausalLM, Gemma2, Gemma2Config, Mixtral, MixtralConfig
 from ligerzoo.train.completion_batches import CompletionBatch, completion_logps, completion_loss, pack_completions
 from ligerzoo.train.completions import CompletionSampler, SampledCompletion

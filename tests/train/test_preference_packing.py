@@ -15,7 +15,7 @@ from torch import Tensor
 from ligerzoo import AutoModel
 from ligerzoo.losses import CPO, DPO, GRPO, KTO, ORPO, Distillation, SimPO, model_sequence_logps
 from ligerzoo.losses.dpo import VARIANTS
-from ligerzoo.losses.policy import VARIANTS as POLICY_VARIANTS
+from ligerzoo.losses.grpo import VARIANTS as POLICY_VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train.completion_batches import completion_logps, completion_loss, pack_completions
 from ligerzoo.train.completions import SampledCompletion

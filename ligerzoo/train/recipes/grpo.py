@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.losses import LossOutput
-from ligerzoo.losses.policy import VARIANTS
+from ligerzoo.losses.grpo import VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.completion_batches import (
