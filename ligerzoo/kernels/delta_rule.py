@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import delta_chunk_gradients as backward_pass
 from ligerzoo.kernels import delta_chunks as forward_pass
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared, allocate_prepared, rule_of, total_dtype
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS
@@ -198,15 +198,14 @@ class _GatedDeltaRule(FusedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         scale, g_dtype, needs_final = ctx.options
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        inputs, prepared = Inputs._make([*saved[:6], scale]), Prepared(*saved[6:])
-        dq, dk, dv, dg, dbeta, dinitial = _backward(
-            do, dfinal if needs_final else None, inputs, prepared, g_dtype, needs[7]
-        )
-        gradients = dg, None, None, dq, dk, dv, dbeta, dinitial, None, None
-        return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
+        q, k, v, beta, initial_state, segment_start, *prepared = ctx.saved_tensors
+        inputs = Inputs(q, k, v, beta, initial_state, segment_start, scale)
+        *_, needs_initial, _, _ = ctx.needs_input_grad
+        dfinal = dfinal if needs_final else None
+        dq, dk, dv, dg, dbeta, dinitial = _backward(do, dfinal, inputs, Prepared(*prepared), g_dtype, needs_initial)
+        return if_needed((dg, None, None, dq, dk, dv, dbeta, dinitial, None, None), ctx.needs_input_grad)
 
 
 def gated_delta_rule(

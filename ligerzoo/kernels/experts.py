@@ -28,14 +28,14 @@ An expert id outside [0, E) makes its token's output NaN on a GPU. On a CPU or w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.dispatch import (
     DEBUG,
     Backend,
@@ -206,7 +206,7 @@ def _gate_and_up(x: Tensor, gate_up: Tensor, rows: Tensor, bounds: Tensor, trito
 
 
 class _Needs(NamedTuple):
-    """Which gradients are needed."""
+    """Which gradients to compute."""
 
     x: bool
     weights: bool
@@ -216,6 +216,15 @@ class _Needs(NamedTuple):
     down: bool
     down_bias: bool
     down_update: bool
+
+    @classmethod
+    def of(cls, needs_input_grad: Sequence[bool]) -> _Needs:
+        """Reads them from the context of `_ExpertsMLP`."""
+        x, _, weights, gate_up, gate_up_bias, gate_up_a, gate_up_b, *of_down, _ = needs_input_grad
+        down, down_bias, down_a, down_b = of_down
+        return cls(
+            x, weights, gate_up, gate_up_bias, gate_up_a or gate_up_b, down, down_bias, down_update=down_a or down_b
+        )
 
     @property
     def hidden(self) -> bool:
@@ -324,41 +333,52 @@ def _backward(
     return none._replace(**found)
 
 
+class _Options(NamedTuple):
+    """The numbers of `_ExpertsMLP`: the scales of the updates, the activation, and whether Triton computes it."""
+
+    gate_up_scale: float
+    down_scale: float
+    gating: Gating
+    triton: bool
+
+
+def _operands(tensors: Sequence[Any], options: _Options) -> tuple[ExpertSlots, Projection, Projection]:
+    """Returns the slots and projections that `_ExpertsMLP` takes as tensors: the ids and weights, then four of each."""
+    expert_ids, weights, *of_projections = tensors
+    gate_up = Projection(*of_projections[:4])._replace(scale=options.gate_up_scale)
+    down = Projection(*of_projections[4:])._replace(scale=options.down_scale)
+    return ExpertSlots(expert_ids, weights), gate_up, down
+
+
 class _ExpertsMLP(FusedFunction):
-    """The arguments are x, the fields of `ExpertSlots`, those of both projections, gating and whether to use Triton."""
+    """The arguments are x, the tensors of the slots and of both projections, and the options."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        slots, gate_up, down = ExpertSlots(*arguments[:2]), Projection(*arguments[2:7]), Projection(*arguments[7:12])
-        gating, triton = arguments[12:]
-        y, hidden, rows, bounds, *low = _forward(x, slots, gate_up, down, gating, triton)
+    def forward(ctx: FusedContext, x: Tensor, *arguments: Any) -> Tensor:
+        *tensors, options = arguments
+        slots, gate_up, down = _operands(tensors, options)
+        y, hidden, rows, bounds, *low = _forward(x, slots, gate_up, down, options.gating, options.triton)
         if gate_up.a is None and down.a is None:
             # A checkpointed block computes the hidden rows again anyway, with the output.
-            inputs = x, gate_up.weight, rows, bounds, triton
+            inputs = x, gate_up.weight, rows, bounds, options.triton
             recomputable((hidden,), _gate_and_up, *inputs, level=Recompute.MLP, in_checkpoints=False)
-        needs = ctx.needs_input_grad
-        saved_x = x if needs[3] or needs[5] or needs[6] else None
+        needs = _Needs.of(ctx.needs_input_grad)
+        saved_x = x if needs.gate_up or needs.gate_up_update else None
         saved_low = (None if p.a is None else h for h, p in zip(low, (gate_up, down), strict=True))
-        ctx.save_for_backward(saved_x, *slots, *gate_up[:4], *down[:4], hidden, rows, bounds, *saved_low)
-        ctx.options = gate_up.scale, down.scale, gating, triton
+        ctx.save_for_backward(saved_x, hidden, rows, bounds, *saved_low, *tensors)
+        ctx.options = options
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        gate_up_scale, down_scale, gating, triton = ctx.options
-        gate_up, down = Projection(*saved[2:6])._replace(scale=gate_up_scale), Projection(*saved[6:10])
-        needs = ctx.needs_input_grad
-        updates = needs[5] or needs[6], needs[10] or needs[11]
-        needed = _Needs(needs[0], needs[2], needs[3], needs[4], updates[0], needs[8], needs[9], updates[1])
-        slots, down = ExpertSlots(*saved[:2]), down._replace(scale=down_scale)
-        gradients = _backward(
-            dy, dy if x is None else x, slots, gate_up, down, Hidden(*saved[10:]), gating, triton, needed
-        )
-        dx, dweights, *rest = gradients
-        by_argument = dx, None, dweights, *rest[:4], None, *rest[4:], None, None, None
-        return tuple(g if needed else None for g, needed in zip(by_argument, needs, strict=True))
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, rows, bounds, gate_up_h, down_h, *tensors = ctx.saved_tensors
+        slots, gate_up, down = _operands(tensors, ctx.options)
+        saved, needs = Hidden(hidden, rows, bounds, gate_up_h, down_h), _Needs.of(ctx.needs_input_grad)
+        *_, gating, triton = ctx.options
+        x = dy if x is None else x
+        dx, dweights, *others = _backward(dy, x, slots, gate_up, down, saved, gating, triton, needs)
+        return if_needed((dx, None, dweights, *others, None), ctx.needs_input_grad)
 
 
 def check_ids(expert_ids: Tensor, n_experts: int) -> None:
@@ -466,4 +486,5 @@ def compute_experts(
     """`experts_mlp` of projections that may have updates, without checks and autocast."""
     fixed = [t for t in (gate_up.weight, down.weight, gate_up.bias, down.bias) if t is not None]
     triton = uses_triton(x, slots.weights, *fixed, backend=backend)
-    return _ExpertsMLP.apply(x, *slots, *gate_up, *down, gating(activation), triton)
+    options = _Options(gate_up.scale, down.scale, gating(activation), triton)
+    return _ExpertsMLP.apply(x, *slots, *gate_up[:4], *down[:4], options)

@@ -256,42 +256,50 @@ def uses_few_rows(
     scales: Sequence[Tensor] | None = None,
 ) -> bool:
     """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
-    if (
-        x.dtype not in FEW_ROWS_DTYPES or backend == "torch" or torch.is_grad_enabled()
-    ):  # the kernels have no backward pass
+    if backend == "torch" or not _reads(x):
         return False
-    if not 0 < x.numel() <= MAX_ROWS * x.shape[-1] or under_transform():
-        return False
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        return False
-    floats = [x, *(bias for bias in biases if bias is not None)]
-    if scales is None:
-        floats += weights
-    parameters = [*weights, *(scales or ()), *floats[1:]]
+    given_biases = [bias for bias in biases if bias is not None]
+    floats = [x, *given_biases] if scales is not None else [x, *given_biases, *weights]
     return (
-        len(weights) <= _MAX_WEIGHTS
-        and all(weight.shape[1] == x.shape[-1] for weight in weights)
-        and all(
-            vector is None or vector.shape == weight.shape[:1]  # the kernel would read beyond a shorter one
-            for vectors in (biases, scales or ())
-            for weight, vector in zip(weights, vectors, strict=False)
-        )
+        _match(x, weights, biases, scales or ())
         and all(tensor.dtype == x.dtype for tensor in floats)
-        and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
-        and len({bias is None for bias in biases}) == 1
         and uses_triton(*floats, backend=backend)
-        and (
-            backend == "triton"
-            or scales is not None
-            or would_split(x, weights[0])
-            or _is_faster(x.numel() // x.shape[-1], list(map(len, weights)))
-        )
+        and (backend == "triton" or scales is not None or _is_better(x, weights))
     )
 
 
-def _is_faster(n_rows: int, sizes: Sequence[int]) -> bool:
-    """Whether the kernels are faster than cuBLAS on an H200. cuBLAS splits the sums of products with few outputs."""
-    return n_rows == 1 or len(sizes) > 1 or sizes[0] >= (4096 if n_rows <= 32 else 32768)
+def _reads(x: Tensor) -> bool:
+    """Whether the kernels compute products of x. They have no backward pass."""
+    return (
+        x.dtype in FEW_ROWS_DTYPES
+        and not torch.is_grad_enabled()
+        and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and not under_transform()
+        and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type))
+    )
+
+
+def _match(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scales: Sequence[Tensor]) -> bool:
+    """Whether the kernels read parameters of these shapes and memory formats."""
+    vectors = [(w, vector) for all_vectors in (biases, scales) for w, vector in zip(weights, all_vectors, strict=False)]
+    parameters = [*weights, *(vector for _, vector in vectors if vector is not None)]
+    return (
+        len(weights) <= _MAX_WEIGHTS
+        and all(weight.shape[1] == x.shape[-1] for weight in weights)
+        and all(vector is None or vector.shape == weight.shape[:1] for weight, vector in vectors)  # reads no further
+        and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
+        and len({bias is None for bias in biases}) == 1
+    )
+
+
+def _is_better(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether cuBLAS would split sums that may not be split, or is slower on an H200.
+
+    It splits the sums of products with few outputs.
+    """
+    n_rows, n_outputs = x.numel() // x.shape[-1], len(weights[0])
+    is_faster = n_rows == 1 or len(weights) > 1 or n_outputs >= (4096 if n_rows <= 32 else 32768)
+    return is_faster or would_split(x, weights[0])
 
 
 def project_few_rows(

@@ -95,19 +95,25 @@ def _forward(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtyp
     return y
 
 
-def _allocate_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool, needs_y: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradient(gate, needs_gate), empty_gradient(up, needs_up), empty_gradient(dy, needs_y)
+class _Needs(NamedTuple):
+    """Which gradients to compute, and whether y."""
+
+    gate: bool
+    up: bool
+    y: bool = False
+
+
+def _allocate_backward(dy: Tensor, gate: Tensor, up: Tensor, needs: _Needs) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradient(gate, needs.gate), empty_gradient(up, needs.up), empty_gradient(dy, needs.y)
 
 
 @register("glu_backward", fake=_allocate_backward)
 def _backward(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
+    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs: _Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate, dup, y = _allocate_backward(dy, gate, up, needs_gate, needs_up, needs_y)
+    dgate, dup, y = _allocate_backward(dy, gate, up, needs)
     rows, n_cols, block, programs = strips(dy, gate, up)
-    results = if_needed((dgate, dup, y), (needs_gate, needs_up, needs_y))
+    results = if_needed((dgate, dup, y), needs)
     _backward_kernel[programs](*rows, *results, n_cols, block, activation, num_warps=STRIP_WARPS)
     return dgate, dup, y
 
@@ -122,10 +128,9 @@ class _GLU(FusedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_gate, needs_up, _ = ctx.needs_input_grad
         gate, up = ctx.saved_tensors
-        dgate, dup, _ = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, False)
-        return dgate if needs_gate else None, dup if needs_up else None, None
+        needs = _Needs(*ctx.needs_input_grad[:2])
+        return if_needed(_backward(dy, gate, up, ctx.activation, needs), needs)
 
 
 class _LinearOptions(NamedTuple):
@@ -167,33 +172,75 @@ class _GLULinear(FusedFunction):
     @once_differentiable
     def backward(ctx: FusedContext, dz: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight, a, b, h, *factors = ctx.saved_tensors
-        activation, update_scale, term_scales = ctx.options
         _, needs_gate, needs_up, needs_weight, needs_bias, needs_a, needs_b, *needs_factors = ctx.needs_input_grad
-        dgate, dup, dweight, dh, da, db, dz_rows = None, None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
-        dfactors: Sequence[Tensor | None] = [None] * len(factors)
-        if a is not None:
-            dh, db = update_gradients(dz_rows, b, h, update_scale, needs_b)
-        if factors and (needs_gate or needs_up or any(needs_factors)):
-            terms = LowRankTerms(*factors, *term_scales)
-            found = low_rank_glu_gradients(dz @ weight, gate, up, terms, dh, a, activation, needs_weight)
-            (dgate, dup, dterm_h, _, y), (dgate_b, dup_b, da) = found, found.of_factors(terms, a)
-            dfactors = if_needed((dterm_h, dgate_b, dup_b), needs_factors)
-        elif needs_gate or needs_up:
-            if dh is None:
-                dy = dz @ weight
-            else:
-                dy_rows = dh @ a.to(dz.dtype)
-                dy = torch.addmm(dy_rows, dz_rows, weight, out=dy_rows).view(gate.shape)
-            dgate, dup, y = _backward(dy, gate, up, activation, needs_gate, needs_up, needs_weight or needs_a)
-        elif needs_weight or needs_a:
-            y = _activated(ctx.options, weight.dtype, gate, up, *factors)
-        if needs_weight:
-            dweight = dz_rows.T @ y.view(-1, y.shape[-1])
-        if dh is not None and needs_a and da is None:
-            da = (dh.T @ y.view(-1, y.shape[-1])).to(a.dtype)
-        dbias = dz_rows.sum(0) if needs_bias else None
-        gradients = if_needed((dgate, dup, da), (needs_gate, needs_up, needs_a))
-        return None, *gradients[:2], dweight, dbias, gradients[2], db, *dfactors
+        needs, dz_rows = _Needs(needs_gate, needs_up, needs_weight or needs_a), dz.reshape(-1, dz.shape[-1])
+        dh, db = (None, None) if a is None else update_gradients(dz_rows, b, h, ctx.options.update_scale, needs_b)
+        inputs = _LinearInputs(ctx.options, gate, up, weight, a, factors)
+        if not (needs.gate or needs.up or any(needs_factors)):
+            y = _activated(ctx.options, weight.dtype, gate, up, *factors) if needs.y else None
+            found = _GLUGradients(y=y, factors=[None] * len(factors))
+        elif factors:
+            found = _gradients_with_terms(inputs, dz, dh, needs_weight)
+        else:
+            found = _gradients(inputs, dz, dh, needs)
+        dweight, da = None, found.a
+        if needs.y and found.y is not None:
+            rows = found.y.view(-1, gate.shape[-1])
+            dweight = dz_rows.T @ rows if needs_weight else None
+            if dh is not None and needs_a and da is None:
+                da = (dh.T @ rows).to(a.dtype)
+        dgate, dup, da, *dfactors = if_needed(
+            (found.gate, found.up, da, *found.factors), (needs_gate, needs_up, needs_a, *needs_factors)
+        )
+        return None, dgate, dup, dweight, dz_rows.sum(0) if needs_bias else None, da, db, *dfactors
+
+
+class _LinearInputs(NamedTuple):
+    """Inputs of the gradients other than dz; `factors` are the tensors of the terms, if any."""
+
+    options: _LinearOptions
+    gate: Tensor
+    up: Tensor
+    weight: Tensor
+    a: Tensor | None
+    factors: Sequence[Tensor]
+
+
+class _GLUGradients(NamedTuple):
+    """y and the gradients of what it depends on.
+
+    Attributes:
+        gate, up: the gradients.
+        y: recomputed.
+        factors: the gradients of the terms' tensors.
+        a: that of the update's A, if it is computed together with these.
+    """
+
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    y: Tensor | None = None
+    factors: Sequence[Tensor | None] = ()
+    a: Tensor | None = None
+
+
+def _gradients(inputs: _LinearInputs, dz: Tensor, dh: Tensor | None, needs: _Needs) -> _GLUGradients:
+    """Returns the gradients of a GLU without terms; `dh` is the gradient of h, None without an update."""
+    options, gate, up, weight, a, _ = inputs
+    if dh is None or a is None:
+        dy = dz @ weight
+    else:
+        dy_rows = dh @ a.to(dz.dtype)
+        dy = torch.addmm(dy_rows, dz.reshape(-1, dz.shape[-1]), weight, out=dy_rows).view(gate.shape)
+    return _GLUGradients(*_backward(dy, gate, up, options.activation, needs))
+
+
+def _gradients_with_terms(inputs: _LinearInputs, dz: Tensor, dh: Tensor | None, needs_weight: bool) -> _GLUGradients:
+    options, gate, up, weight, a, factors = inputs
+    h, gate_b, up_b = factors
+    terms = LowRankTerms(h, gate_b, up_b, *options.term_scales)
+    found = low_rank_glu_gradients(dz @ weight, gate, up, terms, dh, a, options.activation, needs_weight)
+    (dgate, dup, dterm_h, _, y), (dgate_b, dup_b, da) = found, found.of_factors(terms, a)
+    return _GLUGradients(dgate, dup, y, (dterm_h, dgate_b, dup_b), da)
 
 
 def _activated(options: _LinearOptions, dtype: torch.dtype, gate: Tensor, up: Tensor, *factors: Tensor) -> Tensor:

@@ -157,10 +157,11 @@ def linear_divergence(
     teacher: Side,
     target: Tensor | None,
     divergence: DivergenceOptions,
-    reduction: Reduction,
-    num_items: int | Tensor | None,
-    logits_budget: int | None,
-    backend: Backend,
+    *,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    logits_budget: int | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Returns the divergence of two heads, see `linear_kl_div`. `name` is the public function, for error messages."""
     student_tensors, teacher_tensors = _named_tensors(student), _named_tensors(teacher)
@@ -286,6 +287,12 @@ class LinearDivergenceOptions(TypedDict, total=False):
     backend: Backend
 
 
+def _take_side(prefix: str, hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> Side:
+    """Returns one side, whose options it removes from `options`."""
+    bias, scale = options.pop(f"{prefix}bias", None), options.pop(f"{prefix}logit_scale", 1.0)
+    return Side(prefix, hidden, weight, bias, scale, options.pop(f"{prefix}softcap", None))
+
+
 def _divergence_of_heads(
     name: str,
     divergence: Divergence,
@@ -293,24 +300,14 @@ def _divergence_of_heads(
     hidden: tuple[Tensor, Tensor],
     weights: tuple[Tensor, Tensor],
     target: Tensor | None,
-    *,
-    temperature: float = 1.0,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
-    logits_budget: int | None = None,
-    backend: Backend = "auto",
+    given: LinearDivergenceOptions,
 ) -> Tensor:
-    student = Side("student_", hidden[0], weights[0], student_bias, student_logit_scale, student_softcap)
-    teacher = Side("teacher_", hidden[1], weights[1], teacher_bias, teacher_logit_scale, teacher_softcap)
-    options = DivergenceOptions(divergence, beta, temperature, ignore_index)
-    return linear_divergence(name, student, teacher, target, options, reduction, num_items, logits_budget, backend)
+    options: dict[str, Any] = {**given}
+    student = _take_side("student_", hidden[0], weights[0], options)
+    teacher = _take_side("teacher_", hidden[1], weights[1], options)
+    temperature, ignore_index = options.pop("temperature", 1.0), options.pop("ignore_index", -100)
+    divergence_options = DivergenceOptions(divergence, beta, temperature, ignore_index)
+    return linear_divergence(name, student, teacher, target, divergence_options, **options)
 
 
 def linear_kl_div(
@@ -359,7 +356,7 @@ def linear_kl_div(
     """
     hidden, weights = (student_hidden, teacher_hidden), (student_weight, teacher_weight)
     divergence: Divergence = "reverse_kl" if reverse else "forward_kl"
-    return _divergence_of_heads("linear_kl_div", divergence, 0.0, hidden, weights, target, **options)
+    return _divergence_of_heads("linear_kl_div", divergence, 0.0, hidden, weights, target, options)
 
 
 def linear_jsd(
@@ -374,7 +371,7 @@ def linear_jsd(
 ) -> Tensor:
     """`jsd` of two heads, with its `beta`. The other arguments, the result and errors are those of `linear_kl_div`."""
     hidden, weights = (student_hidden, teacher_hidden), (student_weight, teacher_weight)
-    return _divergence_of_heads("linear_jsd", jsd_divergence(beta), beta, hidden, weights, target, **options)
+    return _divergence_of_heads("linear_jsd", jsd_divergence(beta), beta, hidden, weights, target, options)
 
 
 def linear_tvd(
@@ -387,4 +384,4 @@ def linear_tvd(
 ) -> Tensor:
     """`tvd` of two heads. The arguments, the result and the errors are those of `linear_kl_div`."""
     hidden, weights = (student_hidden, teacher_hidden), (student_weight, teacher_weight)
-    return _divergence_of_heads("linear_tvd", "tvd", 0.0, hidden, weights, target, **options)
+    return _divergence_of_heads("linear_tvd", "tvd", 0.0, hidden, weights, target, options)

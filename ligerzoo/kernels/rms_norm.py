@@ -14,6 +14,7 @@ Saved: x (or the sum), w and r (one fp32 number per row). Recomputed in backward
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,12 @@ class _Needs(NamedTuple):
 
     x: bool
     weight: bool
+
+    @classmethod
+    def of(cls, needs_input_grad: Sequence[bool]) -> _Needs:
+        """Reads them from the context of `_RMSNorm`: x and the residual have the same gradient."""
+        x, residual, weight, *_ = needs_input_grad
+        return cls(x or residual, weight)
 
 
 class _Gradients(NamedTuple):
@@ -251,7 +258,7 @@ class _RMSNorm(FusedFunction):
         else:
             y, rstd, x = _add_forward(x, residual, weight, options)
             outputs = y, x
-            if not any(ctx.needs_input_grad[:2]):
+            if not _Needs.of(ctx.needs_input_grad).x:
                 ctx.mark_non_differentiable(x)
         ctx.save_for_backward(x, weight, rstd)
         ctx.options = options
@@ -260,12 +267,11 @@ class _RMSNorm(FusedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor, dsummed: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:3]
-        needs = _Needs(any(needed[:2]), needed[2])
+        needs = _Needs.of(ctx.needs_input_grad)
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = _backward(dy, dsummed, x, weight, rstd, ctx.options, needs)
         # Both summands get the same tensor, as in torch: autograd casts it to each dtype, and copies before it writes.
-        return *if_needed((dx, dx, dweight), needed), None, None
+        return if_needed((dx, dx, dweight, None, None), ctx.needs_input_grad)
 
 
 def _is_fused(
