@@ -48,7 +48,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -347,7 +347,7 @@ def _policy_loss(inputs: LossInputs, options: GRPOOptions) -> LossOutput:
         items = items * (options.max_length or 1)
     tokens = items_or(options.num_tokens, n_tokens, inputs.hidden)
 
-    def total_loss(logps: Tensor, entropy: Tensor | None, *constants: Any) -> Tensor:
+    def total_loss(logps: Tensor, entropy: Tensor | None, *constants: Tensor) -> Tensor:
         rollout = Rollout(*constants)
         loss = (rollout.weights * _token_losses(logps, rollout, options)).sum() / items
         if entropy is None:

@@ -104,7 +104,7 @@ class _ModelCall(NamedTuple):
 
         Adds the load-balancing loss of the model's routers times `aux_loss_share`, and reports it as "aux_loss".
         """
-        own_loss: Any = None
+        own_loss: object = None
 
         def objective(*head: Tensor, **options: object) -> LossOutput:
             nonlocal own_loss

@@ -201,7 +201,7 @@ class LogpOptions(HeadOptions):
         return Terms(self.logit_scale, self.softcap, self.temperature, ignore_index=self.ignore_index)
 
 
-def unknown_option(name: str, option: str, value: Any, names: Collection[str], remedy: str = "") -> WrongTypeError:
+def unknown_option(name: str, option: str, value: object, names: Collection[str], remedy: str = "") -> WrongTypeError:
     """Returns the error about an unknown option, with our name for it or the nearest known one."""
     ours = filter(None, (our_name(option), our_name(value)))
     hint = ". ".join(ours) or did_you_mean(option, names) or remedy

@@ -12,7 +12,7 @@ The files `dpo` and `reference_free` define f.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ def pair_loss(
     if nll_mask is not None:
         nll_items = items_or(options.num_nll_items, nll_mask.sum(), inputs.hidden)
 
-    def total_loss(logps: Tensor, _: None, *constants: Any) -> Tensor:
+    def total_loss(logps: Tensor, _: None, *constants: Tensor) -> Tensor:
         mask, nll_mask, ref_logps, weights = Pairs(*constants)
         losses = options.pair_losses(*log_ratios(logps, mask, ref_logps, options.averages_scores).chunk(2))
         loss = (losses if weights is None else weights[: losses.shape[0]] * losses).sum() / items

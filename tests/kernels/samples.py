@@ -14,6 +14,7 @@ from ligerzoo.kernels.delta_chunks import Inputs, Prepared
 from ligerzoo.kernels.experts import ExpertSlots, Hidden, Projection, _Needs
 from ligerzoo.kernels.few_rows import _Three as Three
 from ligerzoo.kernels.gating import gating
+from ligerzoo.kernels.glu import _Needs as GLUNeeds
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.layer_norm import _Needs as LayerNormNeeds
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
@@ -126,9 +127,9 @@ def _glu_backward(device: str) -> Samples:
     batched = {"dy": half(2, 3, 33), "gate": transposed(t(2, 3, 33)), "up": t(2, 3, 33), "activation": "gelu_tanh"}
     empty = {"dy": t(0, 33), "gate": t(0, 33), "up": t(0, 33), "activation": "gelu"}
     return [
-        {**common, "needs_gate": True, "needs_up": False, "needs_y": True},
-        {**batched, "needs_gate": False, "needs_up": True, "needs_y": False},
-        {**empty, "needs_gate": True, "needs_up": True, "needs_y": True},
+        {**common, "needs": GLUNeeds(True, False, True)},
+        {**batched, "needs": GLUNeeds(False, True, False)},
+        {**empty, "needs": GLUNeeds(True, True, True)},
     ]
 
 
