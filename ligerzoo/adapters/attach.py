@@ -1,5 +1,6 @@
 """Chooses what trains: low-rank updates of some layers, or some parameters."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -9,14 +10,11 @@ from torch import nn
 from ligerzoo.adapters.module_names import lora_layers
 from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.errors import LigerzooError, did_you_mean
-from ligerzoo.hub.state import shares_head
+from ligerzoo.hub.tying import EMBEDDING_MODULE, HEAD_MODULE
 from ligerzoo.layers import Decoder, Experts, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
-
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-"""Names of the modules that every model has, or may lack."""
 
 
 def add_lora(
@@ -141,8 +139,6 @@ def modules_to_train(model: LanguageModel, patterns: Sequence[str], exclude: set
 
 def untie(model: LanguageModel, name: str) -> None:
     """Gives a module its own copy of a weight that it shares, so that training it does not change the other module."""
-    import dataclasses
-
     if name not in tied_modules(model):
         return
     weight = model.get_input_embeddings().weight
@@ -152,7 +148,7 @@ def untie(model: LanguageModel, name: str) -> None:
 
 def tied_modules(model: LanguageModel) -> tuple[str, ...]:
     """Returns the names of the embedding and the head if they share a weight."""
-    return (EMBEDDING, HEAD) if shares_head(model) else ()
+    return (EMBEDDING_MODULE, HEAD_MODULE) if model.shares_head else ()
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -13,27 +13,68 @@ or rows of the embedding only, are stored.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligerzoo.adapters.attach import EMBEDDING, HEAD, tied_modules, untie
+from ligerzoo.adapters.attach import tied_modules, untie
 from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.adapters.peft_config import PeftConfig, unmatched
 from ligerzoo.adapters.peft_tensors import PREFIX
 from ligerzoo.convert.stored_tensors import StoredTensors, assemble
-from ligerzoo.convert.tensor_slices import Shape, TensorSlice
+from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
+from ligerzoo.dtensors import full
 from ligerzoo.errors import CheckpointError
-from ligerzoo.hub.sharding import full
+from ligerzoo.hub.tying import EMBEDDING, EMBEDDING_MODULE, HEAD, HEAD_MODULE, TIED, refuse_different
 from ligerzoo.models.language_model import LanguageModel
 
 _WRAPPERS = ("", ".base_layer", ".token_adapter.base_layer")
 
 
+class TokenRows(NamedTuple):
+    """TokenRows of an embedding or head that are stored: the name of their tensor, and their token ids."""
+
+    stored_name: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class BaseWeights:
     """The weights of the base model in an adapter's file.
+
+    Attributes:
+        trained: slices of modules that were trained in full.
+        replaced: slices of embeddings and heads that are not those of the base model.
+        rows: by our module.
+        redundant: names of further tensors that PEFT may write, and does not read.
+        tied: our modules that share a weight.
+        untied: those of them that get their own.
+        shapes: of the tensors in the file, by name.
+    """
+
+    trained: tuple[TensorSlice, ...]
+    replaced: tuple[TensorSlice, ...]
+    rows: Mapping[str, TokenRows]
+    redundant: frozenset[str]
+    tied: tuple[str, ...]
+    untied: tuple[str, ...]
+    shapes: Mapping[str, Shape]
+
+    def refuse_different_tied_weights(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+        """Raises CheckpointError if the file holds different values for an embedding and head that the model ties."""
+        if self.tied and HEAD_MODULE not in self.rows:
+            names = [f"{PREFIX}{part.stored_name}" for part in self.replaced if part.name in TIED]
+            remedy = "Load the base model with tie_word_embeddings=False."
+            refuse_different({name: tensors[name] for name in names}, path, remedy)
+
+
+def plan_base_weights(
+    model: LanguageModel, config: PeftConfig, config_path: Path, names: ModuleNames, stored: Collection[str]
+) -> BaseWeights:
+    """Finds the weights of the base model in an adapter's file.
 
     Args:
         model: the base model.
@@ -42,123 +83,112 @@ class BaseWeights:
         names: all names of modules.
         stored: names of the tensors in the file.
 
-    Attributes:
-        expected: names and shapes of their tensors.
-        redundant: names of further tensors that PEFT may write, and does not read.
-
     Raises:
         CheckpointError: the config names embeddings or tokens that the model lacks.
     """
-
-    def __init__(
-        self, model: LanguageModel, config: PeftConfig, config_path: Path, names: ModuleNames, stored: Collection[str]
-    ) -> None:
-        self._model, self._config, self._names = model, config, names
-        self.tied = tied_modules(model)
-        self.expected: dict[str, Shape] = {}
-        self.redundant: set[str] = set()
-        self._trained: list[TensorSlice] = []
-        self._replaced: list[TensorSlice] = []
-        for name in self._names.shapes:
-            self._add(name, stored)
-        self._rows = self._find_rows(f"{config_path}, trainable_token_indices")
-
-    def _is_saved(self, module: str) -> bool:
-        return self._config.has_saved_module(self._names.all_of(module))
-
-    def _add(self, name: str, stored: Collection[str]) -> None:
-        parts = list(self._names.slices(name))
-        ours, (module, _, leaf) = name.rpartition(".")[0], parts[0].stored_name.rpartition(".")
-        shared = self.tied if self._config.ensure_weight_tying and ours in self.tied else ()
-        if self._is_saved(module) or any(self._is_saved(self._names.module_of(f"{other}.weight")) for other in shared):
-            self._trained += parts
-            self.expected[f"{PREFIX}{module}.{leaf}"] = parts[0].stored_shape
-            self.redundant |= {f"{PREFIX}{module}.{copy}.{leaf}" for copy in ("modules_to_save", "original_module")}
-        elif ours in (EMBEDDING, HEAD):
-            for stored_name in {f"{PREFIX}{module}{wrapper}.{leaf}" for wrapper in _WRAPPERS} & {*stored}:
-                self._replaced.append(replace(parts[0], stored_name=stored_name.removeprefix(PREFIX)))
-                self.expected[stored_name] = parts[0].stored_shape
-
-    def _trained_names(self) -> dict[str, None]:
-        return dict.fromkeys(part.name for part in self._trained)
-
-    def _find_rows(self, where: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Returns the names of the tensors with rows, and the token ids of these, by our module."""
-        present = [module for module in (EMBEDDING, HEAD) if f"{module}.weight" in self._names.shapes]
-        modules = {module: self._names.module_of(f"{module}.weight") for module in present}
-        entry = self._config.trainable_token_indices
-        all_names = [name for module in modules.values() for name in self._names.all_of(module)]
-        if isinstance(entry, Mapping) and (missing := unmatched(entry, all_names)):
-            what, expected = "not the embedding or the head", " or ".join(modules.values())
-            raise CheckpointError(what, where=where, got=missing, expected=expected)
-        rows = {
-            module: (f"{PREFIX}{name}.token_adapter.trainable_tokens_delta", indices)
-            for module, name in modules.items()
-            if (indices := self._config.token_indices(self._names.all_of(name), is_embedding=module == EMBEDDING))
-        }
-        for module, (name, indices) in rows.items():
-            size, columns = self._names.shapes[f"{module}.weight"]
-            if max(indices) >= size:
-                expected = f"less than {size}"
-                remedy = "If tokens were added, call model.resize_token_embeddings first."
-                raise CheckpointError("not a token id", where=where, got=max(indices), expected=expected, remedy=remedy)
-            if f"{module}.weight" in self._trained_names():
-                what = "the whole module is stored too, as modules_to_save says"
-                raise CheckpointError(what, where=where, got=module)
-            self.expected[name] = (len(indices), columns)
-        if self.tied and EMBEDDING in rows and rows.get(HEAD, rows[EMBEDDING])[1] == rows[EMBEDDING][1]:
-            rows.pop(HEAD, None)
-            copy = f"{PREFIX}{modules[HEAD]}.token_adapter.trainable_tokens_delta"
-            self.expected.pop(copy, None)
-            self.redundant.add(copy)
-        return rows
-
-    @property
-    def modules_with_rows(self) -> Collection[str]:
-        """Our modules of which rows are stored."""
-        return self._rows.keys()
-
-    def check(self, tensors: Mapping[str, Tensor], where: Path) -> None:
-        """Raises CheckpointError if the file holds different values for an embedding and head that the model ties."""
-        weights = [part for part in self._replaced if part.name in (f"{EMBEDDING}.weight", f"{HEAD}.weight")]
-        values = [tensors[f"{PREFIX}{part.stored_name}"] for part in weights]
-        is_one = self.tied and HEAD not in self._rows and len(values) == 2
-        if is_one and not torch.equal(*values):
-            what = "head and embedding are stored with different values, but the base model ties them"
-            raise CheckpointError(what, where=where, remedy="Load the base model with tie_word_embeddings=False.")
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the stored tensors into the model. Modules that were trained in full train again, rows do not."""
-        model = self._model
-        for name in self._trained_names():
-            if not self._config.ensure_weight_tying:
-                untie(model, name.rpartition(".")[0])
-        if HEAD in self._rows:
-            untie(model, HEAD)
-        state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-        slices = [*self._trained, *self._replaced]
-        dtypes, device = {name: tensor.dtype for name, tensor in state.items()}, torch.device("cpu")
-
-        def read(part: TensorSlice) -> Tensor:
-            return part.select(tensors[f"{PREFIX}{part.stored_name}"])
-
-        values = assemble(slices, self._names.shapes, read, dtypes=dtypes, device=device)
-        for part in self._replaced:
-            if not torch.equal(state[part.name], values[part.name].to(state[part.name].device)):
-                model.replaced_weights[part.name.rpartition(".")[0]] = None
-        for name, value in values.items():
-            state[name].copy_(value)
-        for name in self._trained_names():
-            if name in parameters:
-                parameters[name].requires_grad_(True)
-        for module, (stored_name, indices) in self._rows.items():
-            weight = state[f"{module}.weight"]
-            weight[list(indices)] = tensors[stored_name].to(weight)
-            model.replaced_weights.setdefault(module, indices)
+    tied = tied_modules(model)
+    trained = _trained_slices(config, names, tied)
+    trained_names = list(dict.fromkeys(part.name for part in trained))
+    replaced = _replaced_slices(names, trained_names, stored)
+    rows = _rows(config, names, trained_names, f"{config_path}, trainable_token_indices")
+    shapes = {f"{PREFIX}{part.stored_name}": part.stored_shape for part in (*trained, *replaced)}
+    redundant = {copy for part in trained for copy in _copies(part.stored_name)}
+    embedding = rows.get(EMBEDDING_MODULE)
+    if tied and embedding and rows.get(HEAD_MODULE, embedding).token_ids == embedding.token_ids:
+        rows.pop(HEAD_MODULE, None)
+        redundant.add(_rows_name(names.module_of(HEAD)))
+    for module, (name, token_ids) in rows.items():
+        shapes[name] = (len(token_ids), names.shapes[f"{module}.weight"][1])
+    untied = [] if config.ensure_weight_tying else [name.rpartition(".")[0] for name in trained_names]
+    untied += [HEAD_MODULE] if HEAD_MODULE in rows else []
+    return BaseWeights(trained, replaced, rows, frozenset(redundant), tied, tuple(untied), shapes)
 
 
-def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _copies(stored_name: str) -> tuple[str, ...]:
+    module, _, leaf = stored_name.rpartition(".")
+    return tuple(f"{PREFIX}{module}.{copy}.{leaf}" for copy in ("modules_to_save", "original_module"))
+
+
+def _rows_name(stored_module: str) -> str:
+    return f"{PREFIX}{stored_module}.token_adapter.trainable_tokens_delta"
+
+
+def _trained_slices(config: PeftConfig, names: ModuleNames, tied: Collection[str]) -> tuple[TensorSlice, ...]:
+    """Returns the slices of the modules that are stored as a whole. Of tied ones, both with `ensure_weight_tying`."""
+
+    def is_trained(name: str) -> bool:
+        is_one = config.ensure_weight_tying and name.rpartition(".")[0] in tied
+        same = (name, *(f"{module}.weight" for module in tied)) if is_one else (name,)
+        return any(config.has_saved_module(names.all_of(names.module_of(other))) for other in same)
+
+    return tuple(part for name in names.shapes if is_trained(name) for part in names.slices(name))
+
+
+def _replaced_slices(names: ModuleNames, trained: Collection[str], stored: Collection[str]) -> tuple[TensorSlice, ...]:
+    """Returns the slices of embeddings and heads that are stored, but not trained, under the names of wrappers."""
+    slices = []
+    for name in names.shapes:
+        if name.rpartition(".")[0] in (EMBEDDING_MODULE, HEAD_MODULE) and name not in trained:
+            part = next(names.slices(name))
+            module, _, leaf = part.stored_name.rpartition(".")
+            wrapped = (f"{module}{wrapper}.{leaf}" for wrapper in _WRAPPERS)
+            slices += [replace(part, stored_name=other) for other in wrapped if f"{PREFIX}{other}" in stored]
+    return tuple(slices)
+
+
+def _rows(config: PeftConfig, names: ModuleNames, trained: Collection[str], where: str) -> dict[str, TokenRows]:
+    """Returns the rows of the embedding and the head that are stored."""
+    present = [name for name in (EMBEDDING, HEAD) if name in names.shapes]
+    modules = {name.removesuffix(".weight"): names.module_of(name) for name in present}
+    entry = config.trainable_token_indices
+    all_names = [name for module in modules.values() for name in names.all_of(module)]
+    if isinstance(entry, Mapping) and (missing := unmatched(entry, all_names)):
+        what, expected = "not the embedding or the head", " or ".join(modules.values())
+        raise CheckpointError(what, where=where, got=missing, expected=expected)
+    rows: dict[str, TokenRows] = {}
+    for module, stored_module in modules.items():
+        token_ids = config.token_indices(names.all_of(stored_module), is_embedding=module == EMBEDDING_MODULE)
+        if not token_ids:
+            continue
+        if max(token_ids) >= (size := names.shapes[f"{module}.weight"][0]):
+            remedy = "If tokens were added, call model.resize_token_embeddings first."
+            got, expected = max(token_ids), f"less than {size}"
+            raise CheckpointError("not a token id", where=where, got=got, expected=expected, remedy=remedy)
+        if f"{module}.weight" in trained:
+            raise CheckpointError("the whole module is stored too, as modules_to_save says", where=where, got=module)
+        rows[module] = TokenRows(_rows_name(stored_module), token_ids)
+    return rows
+
+
+@torch.no_grad()
+def copy_base_weights(model: LanguageModel, plan: BaseWeights, tensors: Mapping[str, Tensor]) -> None:
+    """Copies the stored tensors into the model. Modules that were trained in full train again, rows do not."""
+    for module in plan.untied:
+        untie(model, module)
+    state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    dtypes, device = {name: tensor.dtype for name, tensor in state.items()}, torch.device("cpu")
+
+    def read(part: TensorSlice) -> Tensor:
+        return part.select(tensors[f"{PREFIX}{part.stored_name}"])
+
+    values = assemble([*plan.trained, *plan.replaced], shapes_of(state), read, dtypes=dtypes, device=device)
+    for part in plan.replaced:
+        if not torch.equal(state[part.name], values[part.name].to(state[part.name].device)):
+            model.replaced_weights[part.name.rpartition(".")[0]] = None
+    for name, value in values.items():
+        state[name].copy_(value)
+    for part in plan.trained:
+        if part.name in parameters:
+            parameters[part.name].requires_grad_(True)
+    for module, (stored_name, token_ids) in plan.rows.items():
+        weight = state[f"{module}.weight"]
+        weight[list(token_ids)] = tensors[stored_name].to(weight)
+        model.replaced_weights.setdefault(module, token_ids)
+
+
+def stored_base_weights(
+    model: LanguageModel, stored_names: ModuleNames, directory: str | Path
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Returns the tensors of an adapter's file that are not updates, and their config entries.
 
     These are modules that train in full, and embeddings and heads that are not those of the base model.
@@ -166,7 +196,7 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
     Raises:
         CheckpointError: PEFT's format cannot express them.
     """
-    stored_names, state, updated = ModuleNames(model), model.state_dict(), lora_layers(model)
+    state, updated = model.state_dict(), lora_layers(model)
     shapes = stored_names.shapes
     parts = {name: list(stored_names.slices(name)) for name in shapes}
     modules = _trained_modules(model, {name: stored_names.module_of(name) for name in shapes})
@@ -196,8 +226,7 @@ def stored_base_weights(model: LanguageModel, directory: str | Path) -> tuple[di
             raise CheckpointError(what, where=where, got="both", remedy=remedy)
         else:
             rows[stored_module] = list(indices)
-            name = f"{PREFIX}{stored_module}.token_adapter.trainable_tokens_delta"
-            tensors[name] = full(state[f"{module}.weight"]).detach()[list(indices)]
+            tensors[_rows_name(stored_module)] = full(state[f"{module}.weight"]).detach()[list(indices)]
     is_tied = any(f"{module}.weight" in names for module in tied_modules(model))
     entries: dict[str, object] = {
         "modules_to_save": modules or None,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.adapters.attach import attach, refuse_adapters, share_a
-from ligerzoo.adapters.base_weights import BaseWeights
-from ligerzoo.adapters.module_names import ModuleNames
+from ligerzoo.adapters.base_weights import copy_base_weights, plan_base_weights
+from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE, PeftConfig, read_adapter_config, unmatched
 from ligerzoo.adapters.peft_tensors import PREFIX, StoredUpdate, stored_updates, unpack_experts
 from ligerzoo.adapters.targets import Target, targets_of
@@ -19,7 +19,7 @@ from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.checkpoint import SafetensorsFile
 from ligerzoo.files.locate import locate_files
 from ligerzoo.hub.matching import check_stored_tensor
-from ligerzoo.layers.lora import LoRAOptions
+from ligerzoo.layers.lora import LoRALayer, LoRAOptions, UpdateTensors
 from ligerzoo.models.language_model import LanguageModel
 
 _TOKENS = {
@@ -63,13 +63,16 @@ def load_adapter(
     with SafetensorsFile(directory / WEIGHT_FILE) as file:
         plan = _Plan(model, config, file)
         tensors = {name: file.read(stored_name) for name, stored_name in plan.names.items()}
-    plan.base_weights.check(tensors, directory / WEIGHT_FILE)
+    plan.base_weights.refuse_different_tied_weights(tensors, directory / WEIGHT_FILE)
     model.requires_grad_(False)
-    plan.base_weights.copy(tensors)
+    copy_base_weights(model, plan.base_weights, tensors)
     pairs = [(target, options) for update, options in plan.updates for target in update.targets]
     attach(model, pairs, dora=config.use_dora, dtype=dtype)
+    layers = lora_layers(model)
     for update, _ in plan.updates:
-        _copy_update(model, update, tensors)
+        _copy_update(layers, update, tensors)
+        if update.targets[0].is_part:
+            share_a(model, update.targets)
     return [target.name for target, _ in pairs]
 
 
@@ -111,18 +114,18 @@ class _Plan:
         self._config_path = file.path.parent / CONFIG_FILE
         self._module_names = ModuleNames(model)
         self.names = self._current_names()
-        targets = targets_of(model)
+        targets = targets_of(model, self._module_names)
         if any(target.is_experts for target in targets):
             self._refuse_single_experts()
         self._refuse_unmatched_names(targets)
-        self.base_weights = BaseWeights(model, config, self._config_path, self._module_names, self.names)
+        self.base_weights = plan_base_weights(model, config, self._config_path, self._module_names, self.names)
         chosen = self._chosen(targets)
         self.updates = [(update, self._options(update)) for update in stored_updates(chosen)]
         expected: dict[str, Shape] = {}
         for update, options in self.updates:
             used = zip(update.tensor_names, update.shapes(options.rank), strict=True)
             expected |= dict(list(used)[: 3 if config.use_dora else 2])
-        self._check(expected | self.base_weights.expected)
+        self._check({**expected, **self.base_weights.shapes})
 
     def _current_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -140,7 +143,7 @@ class _Plan:
         chosen = {target for target in targets if self._is_chosen(target)}
         if self._config.ensure_weight_tying and any(target.module in self.base_weights.tied for target in chosen):
             chosen |= {target for target in targets if target.module in self.base_weights.tied}
-        if both := [target.module for target in chosen if target.module in self.base_weights.modules_with_rows]:
+        if both := [target.module for target in chosen if target.module in self.base_weights.rows]:
             what, where = "rows of a module that has an update", f"{self._config_path}, trainable_token_indices"
             expected = "modules that target_modules leaves out"
             raise CheckpointError(what, where=where, got=first_names(both), expected=expected)
@@ -183,7 +186,7 @@ class _Plan:
             ("target_parameters", config.target_parameters, parameters),
         ):
             names = [name for candidate in candidates for name in self._module_names.all_of(candidate)]
-            if missing := unmatched(given, names):
+            if missing := unmatched(given or (), names):
                 what, where = "the model has no such weight", f"{self._config_path}, {entry}"
                 expected = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
                 raise CheckpointError(what, where=where, got=missing, expected=expected, remedy=_OTHER_BASE)
@@ -202,27 +205,21 @@ class _Plan:
             raise CheckpointError("tensors are missing", where=path, got=got, remedy=remedy)
         for name, shape in expected.items():
             info = self._file.tensors[self.names[name]]
-            is_resized = name in self.base_weights.expected and info.shape[1:] == shape[1:]
+            is_resized = name in self.base_weights.shapes and info.shape[1:] == shape[1:]
             resize = f"If tokens were added, call model.resize_token_embeddings({info.shape[0]}) first."
             check_stored_tensor(info, shape, f"{path}, tensor {quote(info.name)}", resize if is_resized else None)
 
 
-def _copy_update(model: LanguageModel, update: StoredUpdate, tensors: Mapping[str, Tensor]) -> None:
+def _copy_update(layers: Mapping[str, LoRALayer], update: StoredUpdate, tensors: Mapping[str, Tensor]) -> None:
     """Copies the stored tensors of an update into the layers of its targets."""
-    a_name, b_name, magnitude_name = update.tensor_names
-    a, b, magnitudes = tensors[a_name], tensors[b_name], tensors.get(magnitude_name)
-    first = update.targets[0]
+    stored, first = update.select(tensors), update.targets[0]
+    if first.is_experts:
+        stored = UpdateTensors(*unpack_experts(stored.a, stored.b, first.shape[0], first.is_interleaved))
     with torch.no_grad():
-        if first.is_experts:
-            for name, value in zip("AB", unpack_experts(a, b, first.shape[0], first.is_interleaved), strict=True):
-                model.get_parameter(f"{first.module}.{first.parameter}_lora_{name}").copy_(value)
-            return
         for target in update.targets:
-            layer: Any = model.get_submodule(target.module)
             rows = slice(*target.rows) if target.is_part else slice(None)
-            getattr(layer, layer.a_name).copy_(a)
-            getattr(layer, layer.b_name).copy_(b[rows])
-            if magnitudes is not None:
-                layer.lora_magnitude_vector.copy_(magnitudes[rows])
-    if first.is_part:
-        share_a(model, update.targets)
+            a, b, magnitudes = layers[target.module].update_tensors(target.parameter)
+            a.copy_(stored.a)
+            b.copy_(stored.b[rows])
+            if magnitudes is not None and stored.magnitudes is not None:
+                magnitudes.copy_(stored.magnitudes[rows])

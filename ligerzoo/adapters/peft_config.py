@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from ligerzoo.entries import FLAG, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_one_of, list_of
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
@@ -47,23 +47,26 @@ _PATTERN = re.compile(r"\^?(?:\.\*\\\.)?(?:[\w.-]|\\\.|\\-)+")
 """Keys of patterns: a name, or the regular expression that PEFT writes for one, such as `.*\\.gate_up_proj`."""
 
 
+NamesOrExpression: TypeAlias = tuple[str, ...] | None
+TokenIndices: TypeAlias = Mapping[str, tuple[int, ...]] | tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """The entries that describe an adapter. The names are PEFT's.
+    """The entries that describe an adapter. The names are PEFT's, and the types say how they are read.
 
     Attributes:
         r: rank of the updates.
         lora_alpha: scaling of the updates.
-        target_modules: names of modules, or their last parts.
+        target_modules: names of modules, or their last parts; None for a regular expression, which is not evaluated.
         target_parameters: names of parameters, or their last parts.
-        exclude_modules: names or last parts of modules without updates.
+        exclude_modules: names or last parts of modules without updates; None as for `target_modules`.
         layers_to_transform: indices of layers whose `target_modules` have updates; None for all.
         layers_pattern: names of the lists of layers that are counted; None for any.
         modules_to_save: names, or their ends, of modules that are stored as a whole.
         trainable_token_indices: tokens whose rows are stored, by the name or last parts of an embedding or head; a
             sequence means those of the embedding.
         ensure_weight_tying: an embedding and a head that share a weight are stored as one.
-        has_expression: one of the two lists of modules is a regular expression, which is not evaluated.
         rank_pattern: ranks of modules with others, by name or last parts.
         alpha_pattern: `lora_alpha` of modules with others.
     """
@@ -73,17 +76,16 @@ class PeftConfig:
     lora_dropout: float = 0.0
     use_rslora: bool = False
     use_dora: bool = False
-    target_modules: tuple[str, ...] = ()
+    target_modules: NamesOrExpression = ()
     target_parameters: tuple[str, ...] = ()
-    exclude_modules: tuple[str, ...] = ()
+    exclude_modules: NamesOrExpression = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
-    trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
+    trainable_token_indices: TokenIndices = ()
     ensure_weight_tying: bool = False
-    has_expression: bool = False
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def options(self, names: Sequence[str]) -> LoRAOptions:
         """Returns the options of the update of a module or parameter of transformers.
@@ -97,7 +99,7 @@ class PeftConfig:
 
     def has_module(self, names: Sequence[str]) -> bool | None:
         """Whether a module of transformers has an update; None if only a regular expression could say."""
-        if self.has_expression:
+        if self.target_modules is None or self.exclude_modules is None:
             return None
         if _ends_with_any(names, self.exclude_modules) or self.has_saved_module(names):
             return False
@@ -150,15 +152,13 @@ def read_adapter_config(directory: Path) -> PeftConfig:
     raw = read_json(path)
     if "peft_type" not in raw:
         raise CheckpointError("no peft_type", where=path, expected='an adapter of PEFT with peft_type "LORA"')
-    values: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}}
+    values: dict[str, Any] = {}
     for name, value in raw.items():
         where = f"{path}, {quote(name)[1:-1]}"
         if name in _NEUTRAL:
             if not is_one_of(value, _NEUTRAL[name]):
                 expected = " or ".join(map(repr, _NEUTRAL[name]))
                 raise CheckpointError("not supported", where=where, got=quote(value), expected=expected)
-        elif name in ("target_modules", "exclude_modules") and isinstance(value, str):
-            values["has_expression"] = True
         elif name in _READERS:
             if value is not None:
                 values[name] = _READERS[name](value, where)
@@ -192,6 +192,10 @@ _names = partial(_listed, list_of(NAME, "a list of names"))
 _indices = partial(_listed, list_of(INTEGER, "a list of integers"))
 
 
+def _names_or_expression(value: object, where: str) -> NamesOrExpression:
+    return None if isinstance(value, str) else _names(value, where)
+
+
 def _numbers_by_name(value: object, where: str) -> dict[str, float]:
     numbers = {name: _number(number, where) for name, number in _read(_NUMBERS, value, where).items()}
     for name in numbers:
@@ -201,7 +205,7 @@ def _numbers_by_name(value: object, where: str) -> dict[str, float]:
     return {name.replace(".*\\.", "", 1).replace("\\", ""): number for name, number in numbers.items()}
 
 
-def _tokens(value: object, where: str) -> Mapping[str, tuple[int, ...]] | tuple[int, ...]:
+def _tokens(value: object, where: str) -> TokenIndices:
     if isinstance(value, dict):
         return {name: _distinct_tokens(indices, where) for name, indices in value.items()}
     return _distinct_tokens(value, where)
@@ -214,23 +218,18 @@ def _distinct_tokens(value: object, where: str) -> tuple[int, ...]:
     return indices
 
 
-_READERS: Mapping[str, Callable[[object, str], object]] = {
-    "r": _number,
-    "lora_alpha": _number,
-    "lora_dropout": _number,
-    "use_rslora": _flag,
-    "use_dora": _flag,
-    "target_modules": _names,
-    "target_parameters": _names,
-    "exclude_modules": _names,
-    "layers_to_transform": _indices,
-    "layers_pattern": _names,
-    "modules_to_save": _names,
-    "trainable_token_indices": _tokens,
-    "ensure_weight_tying": _flag,
-    "rank_pattern": _numbers_by_name,
-    "alpha_pattern": _numbers_by_name,
+_READERS_BY_TYPE: Mapping[object, Callable[[object, str], object]] = {
+    int: _number,  # `LoRAOptions` requires an integer
+    float: _number,
+    bool: _flag,
+    tuple[str, ...]: _names,
+    NamesOrExpression: _names_or_expression,
+    tuple[int, ...] | None: _indices,
+    TokenIndices: _tokens,
+    Mapping[str, int]: _numbers_by_name,
+    Mapping[str, float]: _numbers_by_name,
 }
+_READERS = {name: _READERS_BY_TYPE[kind] for name, kind in get_type_hints(PeftConfig).items()}
 
 
 def unmatched(names: Iterable[str], candidates: Sequence[str]) -> str | None:

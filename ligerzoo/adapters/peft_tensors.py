@@ -9,6 +9,7 @@ Transformers' experts are one module with two parameters. PEFT wraps it twice, a
 as those of the wrapper's `base_layer`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ligerzoo.adapters.targets import Target
 from ligerzoo.convert.tensor_slices import Shape
+from ligerzoo.layers.lora import UpdateTensors
 
 PREFIX = "base_model.model."
 
@@ -50,6 +52,15 @@ class StoredUpdate:
         if self.targets[0].is_embedding:
             a, b = ("lora_embedding_A", "lora_embedding_B")
         return f"{self.prefix}{a}", f"{self.prefix}{b}", f"{self.prefix}lora_magnitude_vector"
+
+    def select(self, tensors: Mapping[str, Tensor]) -> UpdateTensors:
+        """Returns the tensors of the update, of those of a file."""
+        a, b, magnitudes = self.tensor_names
+        return UpdateTensors(tensors[a], tensors[b], tensors.get(magnitudes))
+
+    def name_tensors(self, tensors: UpdateTensors) -> dict[str, Tensor]:
+        """Returns the tensors of the update by name: the inverse of `select`."""
+        return {name: tensor for name, tensor in zip(self.tensor_names, tensors, strict=True) if tensor is not None}
 
     def shapes(self, rank: int) -> tuple[Shape, Shape, Shape]:
         """Shapes of A, B and the magnitudes."""

@@ -2,9 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
 from ligerzoo.adapters.peft_tensors import StoredUpdate, pack_experts, stored_updates
 from ligerzoo.adapters.targets import Target, targets_of
+from ligerzoo.dtensors import full, is_sharded
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors
-from ligerzoo.hub.sharding import full, is_sharded
-from ligerzoo.layers.lora import LoRAOptions
+from ligerzoo.layers.lora import LoRALayer, LoRAOptions, UpdateTensors
 from ligerzoo.models import SequenceClassifier
 from ligerzoo.models.language_model import LanguageModel
 
@@ -42,18 +42,19 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         LigerzooError: the model has no updates.
         CheckpointError: PEFT's format cannot express the adapter, such as DoRA for some of the layers.
     """
-    layers = lora_layers(model)
-    targets = [t for t in targets_of(model) if t.module in layers and t.parameter in layers[t.module].lora]
+    layers, names = lora_layers(model), ModuleNames(model)
+    available = targets_of(model, names)
+    targets = [t for t in available if t.module in layers and t.parameter in layers[t.module].lora]
     if not targets:
         raise LigerzooError("the model has no adapter", where="save_adapter", remedy="Call add_lora(model) first.")
     updates = stored_updates(targets)
-    uses_dora = _uses_dora(model, updates, directory)
+    uses_dora = _uses_dora(layers, targets, directory)
     tensors: dict[str, Tensor] = {}
     options: dict[str, LoRAOptions] = {}
     for update in updates:
-        values, options[update.name] = _merge_parts(model, update)
-        tensors |= {name: value for name, value in zip(update.tensor_names, values, strict=True) if value is not None}
-    base_tensors, base_entries = stored_base_weights(model, directory)
+        values, options[update.name] = _as_stored(model, update, layers, available)
+        tensors |= update.name_tensors(values)
+    base_tensors, base_entries = stored_base_weights(model, names, directory)
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if isinstance(model, SequenceClassifier) else "CAUSAL_LM",
@@ -62,11 +63,11 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         "bias": "none",
         "use_dora": uses_dora,
         **_options_entries(updates, options),
-        "target_modules": _target_names(updates, model, is_parameter=False),
-        "target_parameters": _target_names(updates, model, is_parameter=True) or None,
+        "target_modules": _target_names(updates, names, available, is_parameter=False),
+        "target_parameters": _target_names(updates, names, available, is_parameter=True) or None,
         **base_entries,
     }
-    if is_sharded(dict(model.named_parameters())) and torch.distributed.get_rank() != 0:
+    if is_sharded(model.parameters()) and torch.distributed.get_rank() != 0:
         return
     with replacing_directory(directory, keep=lambda name: True) as temporary:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
@@ -77,64 +78,64 @@ def _whole(tensor: Tensor) -> Tensor:
     return full(tensor).detach()
 
 
-def _uses_dora(model: LanguageModel, updates: Sequence[StoredUpdate], directory: str | Path) -> bool:
-    dora = {_has_magnitudes(model, target) for update in updates for target in update.targets}
+def _uses_dora(layers: Mapping[str, LoRALayer], targets: Sequence[Target], directory: str | Path) -> bool:
+    dora = {layers[t.module].update_tensors(t.parameter).magnitudes is not None for t in targets}
     if len(dora) > 1:
         what = "PEFT's files hold DoRA for all weights of an adapter or for none"
         raise CheckpointError(what, where=directory, remedy="Call add_lora once, for all targets.")
     return dora == {True}
 
 
-def _has_magnitudes(model: LanguageModel, target: Target) -> bool:
-    return getattr(model.get_submodule(target.module), "lora_magnitude_vector", None) is not None
+def _as_stored(
+    model: LanguageModel, update: StoredUpdate, layers: Mapping[str, LoRALayer], available: Sequence[Target]
+) -> tuple[UpdateTensors, LoRAOptions]:
+    """Returns the tensors and options of the update of transformers' weight, which may fuse several of ours.
 
-
-def _merge_parts(model: LanguageModel, update: StoredUpdate) -> tuple[list[Tensor | None], LoRAOptions]:
-    """Returns A, B and magnitudes of the update of transformers' weight, and its options."""
+    Args:
+        model: the model.
+        update: the update.
+        layers: the model's layers with updates.
+        available: all targets of the model.
+    """
+    parts = [layers[t.module].update_tensors(t.parameter) for t in update.targets]
+    options = [layers[t.module].lora[t.parameter] for t in update.targets]
     first = update.targets[0]
-    layers: list[Any] = [model.get_submodule(target.module) for target in update.targets]
-    options: list[LoRAOptions] = [layer.lora[t.parameter] for layer, t in zip(layers, update.targets, strict=True)]
+    if first.is_part:
+        magnitudes = None if parts[0].magnitudes is None else _row_norms(model, first.stored_parameter, available)
+        return _fused(update, parts, options, magnitudes)
+    [(a, b, magnitudes)] = parts
     if first.is_experts:
-        a, b = (_whole(getattr(layers[0], f"{first.parameter}_lora_{name}")) for name in "AB")
-        return [*pack_experts(a, b, first.is_interleaved), None], options[0]
-    if not first.is_part:
-        magnitude = layers[0].lora_magnitude_vector
-        matrices = [_whole(getattr(layers[0], name)) for name in (layers[0].a_name, layers[0].b_name)]
-        return [*matrices, None if magnitude is None else _whole(magnitude)], options[0]
-    # Rows of B select the parts, columns the matrices A.
-    distinct: list[Tensor] = [_whole(a) for a in {id(layer.lora_A): layer.lora_A for layer in layers}.values()]
-    starts = dict(zip(dict.fromkeys(id(layer.lora_A) for layer in layers), _starts(distinct), strict=True))
-    b = distinct[0].new_zeros(first.stored_shape[0], sum(map(len, distinct)))
-    magnitudes = None
-    if layers[0].lora_magnitude_vector is not None:
-        magnitudes = _row_norms_of_whole(model, first)
-    rank, rslora = b.shape[1], options[0].use_rslora
-    scale = options[0].scale
-    for layer, target, own in zip(layers, update.targets, options, strict=True):
-        start = starts[id(layer.lora_A)]
-        part = _whole(layer.lora_B) * (own.scale / scale)
-        b[slice(*target.rows), start : start + own.rank] = part
-        if magnitudes is not None:
-            magnitudes[slice(*target.rows)] = _whole(layer.lora_magnitude_vector)
-    alpha = scale * (rank**0.5 if rslora else rank)
-    merged = LoRAOptions(rank=rank, alpha=alpha, use_rslora=rslora, dropout=options[0].dropout)
-    return [torch.cat(distinct), b, magnitudes], merged
+        return UpdateTensors(*pack_experts(_whole(a), _whole(b), first.is_interleaved)), options[0]
+    return UpdateTensors(_whole(a), _whole(b), None if magnitudes is None else _whole(magnitudes)), options[0]
 
 
-def _starts(matrices: Sequence[Tensor]) -> list[int]:
-    ends = torch.tensor([0, *map(len, matrices)]).cumsum(0).tolist()
-    return ends[:-1]
+def _fused(
+    update: StoredUpdate, parts: Sequence[UpdateTensors], options: Sequence[LoRAOptions], magnitudes: Tensor | None
+) -> tuple[UpdateTensors, LoRAOptions]:
+    """Returns one update of all parts: rows of B select the part, columns its matrix A. `magnitudes` are filled."""
+    matrices = {id(part.a): _whole(part.a) for part in parts}
+    ends = accumulate(map(len, matrices.values()))
+    columns = {key: slice(end - len(a), end) for (key, a), end in zip(matrices.items(), ends, strict=True)}
+    a, scale, use_rslora = torch.cat(list(matrices.values())), options[0].scale, options[0].use_rslora
+    b = a.new_zeros(update.targets[0].stored_shape[0], len(a))
+    for target, part, own in zip(update.targets, parts, options, strict=True):
+        rows = slice(*target.rows)
+        b[rows, columns[id(part.a)]] = _whole(part.b) * (own.scale / scale)
+        if magnitudes is not None and part.magnitudes is not None:
+            magnitudes[rows] = _whole(part.magnitudes)
+    rank = len(a)
+    alpha = scale * (rank**0.5 if use_rslora else rank)
+    merged = LoRAOptions(rank=rank, alpha=alpha, use_rslora=use_rslora, dropout=options[0].dropout)
+    return UpdateTensors(a, b, magnitudes), merged
 
 
-def _row_norms_of_whole(model: LanguageModel, part: Target) -> Tensor:
+def _row_norms(model: LanguageModel, stored_parameter: str, available: Sequence[Target]) -> Tensor:
     """Returns the norms of all rows of transformers' weight: the magnitudes of rows without an update."""
-    norms = torch.empty(0)
-    for target in targets_of(model):
-        if target.stored_parameter == part.stored_parameter:
-            layer: Any = model.get_submodule(target.module)
-            if not len(norms):
-                norms = torch.empty(part.stored_shape[0], device=layer.weight.device)
-            norms[slice(*target.rows)] = torch.linalg.vector_norm(_whole(layer.weight).float(), dim=1)
+    parts = [target for target in available if target.stored_parameter == stored_parameter]
+    weights: list[Tensor] = [getattr(model.get_submodule(part.module), part.parameter) for part in parts]
+    norms = torch.empty(parts[0].stored_shape[0], device=weights[0].device)
+    for part, weight in zip(parts, weights, strict=True):
+        norms[slice(*part.rows)] = torch.linalg.vector_norm(_whole(weight).float(), dim=1)
     return norms
 
 
@@ -160,15 +161,15 @@ def _plain(number: float) -> int | float:
     return int(number) if float(number).is_integer() else number
 
 
-def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_parameter: bool) -> list[str]:
+def _target_names(
+    updates: Sequence[StoredUpdate], modules: ModuleNames, available: Sequence[Target], *, is_parameter: bool
+) -> list[str]:
     """Returns the names of modules or parameters: short ones where these name no other weight, else whole ones."""
     names = {update.name for update in updates if update.targets[0].is_parameter == is_parameter}
-    targets = targets_of(model)
-    modules = ModuleNames(model)
     weights = {part.stored_name for name in modules.shapes for part in modules.slices(name)}
     others = (weights if is_parameter else {name.rpartition(".")[0] for name in weights}) - names
     # Of models with experts, PEFT takes "gate_proj" for a part of each expert's `gate_up_proj`.
-    parts = 2 if is_parameter or any(t.is_experts for t in targets) else 1
+    parts = 2 if is_parameter or any(target.is_experts for target in available) else 1
 
     def short(name: str) -> str:
         last = ".".join(name.split(".")[-parts:])

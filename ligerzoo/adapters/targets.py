@@ -72,13 +72,17 @@ class Target:
         return self.is_experts or issubclass(self.kind, Router)
 
 
-def targets_of(model: LanguageModel) -> list[Target]:
+def targets_of(model: LanguageModel, names: ModuleNames | None = None) -> list[Target]:
     """Returns all weights of a model that have updates or can have some, in the order of its modules.
 
     Without those that transformers interleaves, such as Qwen3-Next's `in_proj_qkv` and `in_proj_z`: PEFT's files could
     not describe their updates.
+
+    Args:
+        model: the model.
+        names: its names in transformers, if they are known already.
     """
-    names, updated = ModuleNames(model), lora_layers(model)
+    names, updated = names or ModuleNames(model), lora_layers(model)
     found = []
     for module_name, module in model.named_modules():
         layer = updated.get(module_name)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ligerzoo.dtensors import Box
+
 Shape = tuple[int, ...]
 
 
@@ -44,19 +46,6 @@ class TensorSlice:
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Returns the shapes of tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A box of elements of a tensor, such as the shard that one process holds.
-
-    Attributes:
-        offset: index of its first element in each dimension.
-        shape: its size in each dimension.
-    """
-
-    offset: Shape
-    shape: Shape
 
 
 def within(part: TensorSlice, box: Box) -> TensorSlice | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import CheckpointError, quote
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.layout import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE, SUPPORTED, WEIGHT_FILE, is_plain_name
@@ -105,7 +106,7 @@ def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError("not a dense tensor with data", where=where, got=got, remedy=remedy)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         remedy = "Save the model before you quantize it, or save the quantized model's state_dict() with torch.save."
-        if hasattr(tensor, "full_tensor"):
+        if is_dtensor(tensor):
             remedy = "Gather the shards of a distributed model into plain tensors before saving."
         raise CheckpointError("not a plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
 

@@ -53,7 +53,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     content = read_bytes(path)
     try:
-        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_entries)
+        value = json.loads(str(content, "utf-8-sig"), object_pairs_hook=unique_entries)
     except (ValueError, RecursionError) as error:
         raise malformed(path, "JSON", error) from error
     if not isinstance(value, dict):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, COUNT, FLAG, Values
+from ligerzoo.dtensors import is_sharded
 from ligerzoo.errors import LigerzooError, warn
 from ligerzoo.generate.option_names import NOT_IMPLEMENTED, REMEDIES, is_neutral, no_such_option
 from ligerzoo.kernels.fp8 import FP8
@@ -138,7 +139,7 @@ def check_devices(model: object, name: str | None = None, inputs: Tensor | None 
         what = "the weights are on the meta device, which stores no values"
         raise LigerzooError(what, where=where, remedy="Load them with from_pretrained.")
     weights = model.parameters() if isinstance(model, nn.Module) and hasattr(model, "unshard") else ()
-    if any(hasattr(weight, "device_mesh") for weight in weights):
+    if is_sharded(weights):
         what = "the model is sharded: each token would gather all weights from all processes"
         raise LigerzooError(what, where=where, remedy="Generate within `with ligerzoo.parallel.unsharded(model):`.")
     # Weights on a CPU may be offloaded, so that the model computes elsewhere.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,6 +16,8 @@ from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
+
+T = TypeVar("T", str, torch.dtype)
 
 
 class AutoModel:
@@ -42,11 +44,16 @@ class AutoModel:
         make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
         given: dict[str, Any] = {}
         if device is not None:
-            given["device"] = available_device(device)
+            given["device"] = device = available_device(device)
         if dtype is not None:
-            given["dtype"] = parse_dtype(dtype, where="argument dtype")
+            given["dtype"] = dtype = parse_dtype(dtype, where="argument dtype")
         model = make(config, **given)
-        _refuse_mixed_weights(model, given)
+        weights = dict(model.named_parameters())
+        if device is not None:
+            found = {name: weight.device.type for name, weight in weights.items()}
+            _refuse_others(found, device.type, type(model), "device")
+        if dtype is not None:
+            _refuse_others({name: weight.dtype for name, weight in weights.items()}, dtype, type(model), "dtype")
         return model
 
     @staticmethod
@@ -123,16 +130,14 @@ def _refuse_other_than_config(config: object) -> None:
     raise ConfigError("not a config", where="config", got=got, expected=expected, remedy=remedy)
 
 
-def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless all parameters have the given dtype and type of device."""
-    for argument, expected in given.items():
-        others: dict[str, list[str]] = {}
-        for name, parameter in model.named_parameters():
-            value = parameter.dtype if argument == "dtype" else parameter.device.type
-            if value != (expected if argument == "dtype" else expected.type):
-                others.setdefault(str(value), []).append(name)
-        if others:
-            what = f"parameters that do not have the given {argument}"
-            got = "; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items())
-            remedy = "Do not set it in the constructor: its modules get it without."
-            raise ConfigError(what, where=type(model).__name__, got=got, expected=f"{expected} in all", remedy=remedy)
+def _refuse_others(found: Mapping[str, T], given: T, model_class: type, argument: str) -> None:
+    """Raises ConfigError unless all parameters have the given dtype or type of device."""
+    others: dict[T, list[str]] = {}
+    for name, value in found.items():
+        if value != given:
+            others.setdefault(value, []).append(name)
+    if others:
+        what = f"parameters that do not have the given {argument}"
+        got = "; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items())
+        remedy = "Do not set it in the constructor: its modules get it without."
+        raise ConfigError(what, where=model_class.__name__, got=got, expected=f"{given} in all", remedy=remedy)

@@ -5,7 +5,6 @@ model on the meta device and assigns the stored tensors one by one.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import warnings
@@ -22,6 +21,7 @@ from ligerzoo.convert.fields import parse_dtype, stored_dtype
 from ligerzoo.convert.stored_tensors import assemble
 from ligerzoo.convert.tensor_slices import TensorSlice, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
+from ligerzoo.dtensors import as_shard_of, shard_of
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
@@ -29,11 +29,10 @@ from ligerzoo.files.quantized import QuantizedCheckpoint
 from ligerzoo.files.transformers_options import HUB_OPTIONS, model_options
 from ligerzoo.files.untrusted import read_json, reading_directory
 from ligerzoo.hub.description import Description, read_description
-from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, TensorSource, match_tensors
-from ligerzoo.hub.sharding import as_shard_of, shard_of
+from ligerzoo.hub.matching import Match, TensorSource, match_tensors
 from ligerzoo.hub.staging import Staging
+from ligerzoo.hub.tying import TIED, refuse_different, tie_if_equal, under_both_names
 from ligerzoo.kernels.preparation import preparing_triton
-from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -75,28 +74,15 @@ def load(
     directory = find_checkpoint(name_or_path, **hub_options)
     device = available_device(device)
     with _opened(directory, model_class, overrides) as (described, generation_config, checkpoint):
-        model, match = _match(described, model_class, checkpoint, strict=strict)
-        architecture = described.architecture
-        if dtype == "auto":
-            dtype = stored_dtype(described.raw) or _embedding_dtype(checkpoint, match.slices)
-        dtype = parse_dtype(dtype, where="argument dtype")
-        model.to(dtype)  # some layers keep tensors in fp32, such as the biases of routers
-        _keep_fp32(model, checkpoint, match.slices, architecture)
+        model, match = _plan(described, model_class, checkpoint, dtype, strict=strict)
         if shard is not None:
-            _refuse_computed_tensors(model, match, checkpoint.directory)
-            _refuse_different_tied_weights(model, match, checkpoint)
+            _refuse_unshardable(model, match, checkpoint)
             shard(model)
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
             weights = _read(checkpoint, match.slices, model.state_dict(), device)
-        names = (name for name in checkpoint.tensors if architecture.is_extra_tensor(name, match.num_layers))
-        extra_tensors = {name: checkpoint.read(name) for name in names}
-
-    weights |= {name: weights[TIED[name]] for name in match.tied}
-    if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
-        model = architecture.build(described.config, model_class, device)
-    weights |= {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items() if name in match.missing}
-    model.load_state_dict(weights, assign=True)
+        is_extra = described.architecture.is_extra_tensor
+        extra_tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if is_extra(name, match.num_layers)}
+    model = _fill(model, weights, match, lambda: described.architecture.build(described.config, model_class, device))
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(checkpoint.directory, type(model), match), stacklevel=3)
     raw = described.raw
@@ -125,35 +111,71 @@ def _opened(
         yield described, generation_config, checkpoint
 
 
-def _match(
-    described: Description, model_class: type[Model], checkpoint: Checkpoint, *, strict: bool
+def _plan(
+    described: Description,
+    model_class: type[Model],
+    checkpoint: Checkpoint,
+    dtype: str | torch.dtype,
+    *,
+    strict: bool,
 ) -> tuple[Model, Match]:
-    """Builds the model without weights, and compares it with the files.
-
-    Names the overrides in an error about the files if the files fit config.json without them.
-    """
+    """Builds the model without weights, in the dtypes to load, and finds its tensors in the files."""
     try:
-        return _match_exactly(described, model_class, checkpoint, strict=strict)
+        model, match = _match(described, model_class, checkpoint, strict=strict)
     except CheckpointError as error:
-        overrides = described.overrides
-        if not overrides:
+        explained = _explain_overrides(error, described, model_class, checkpoint)
+        if explained is None:
             raise
-        try:
-            alone = described.without_overrides()
-            _match_exactly(alone, model_class, checkpoint, strict=True)
-        except (CheckpointError, ConfigError):
-            raise error from None
-        changed = [name for name, value in overrides.items() if getattr(alone.config, name) != value]
-        arguments = ", ".join(f"{name}={overrides[name]!r}" for name in changed)
-        stored = ", ".join(f"{name}={getattr(alone.config, name)!r}" for name in changed)
-        remedy = f"The files have {stored}, as config.json says. Leave out the argument"
-        if error.what != "wrong shape":
-            remedy += ", or load with strict=False to initialize or leave out the tensors"
-        where, got, expected = f"argument {arguments}, {error.where}", error.got, error.expected
-        raise CheckpointError(error.what, where=where, got=got, expected=expected, remedy=f"{remedy}.") from error
+        raise explained from error
+    if dtype == "auto":
+        dtype = stored_dtype(described.raw) or _embedding_dtype(checkpoint, match.slices)
+    model.to(parse_dtype(dtype, where="argument dtype"))  # some layers keep tensors in fp32, such as routers' biases
+    _keep_fp32(model, checkpoint, match.slices, described.architecture)
+    return model, match
 
 
-def _match_exactly(
+def _fill(model: Model, weights: dict[str, Tensor], match: Match, build: Callable[[], Model]) -> Model:
+    """Returns a model with the weights that were read, and with the tensors that only the constructor computes.
+
+    Args:
+        model: on the meta device.
+        weights: by name; without tied ones that are stored once, and without missing ones.
+        match: how they were found.
+        build: builds the model on its device.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    weights = under_both_names(weights) if match.tied else weights
+    is_incomplete = match.missing or has_tensors_outside_state_dict(model)
+    if is_incomplete and not all(weight.is_meta for weight in weights.values()):
+        model = build()
+    weights |= {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items() if name in match.missing}
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def _explain_overrides(
+    error: CheckpointError, described: Description, model_class: type[LanguageModel], checkpoint: Checkpoint
+) -> CheckpointError | None:
+    """Returns an error about the files that names the overrides; None unless the files fit config.json without them."""
+    overrides = described.overrides
+    if not overrides:
+        return None
+    try:
+        alone = described.without_overrides()
+        _match(alone, model_class, checkpoint, strict=True)
+    except (CheckpointError, ConfigError):
+        return None
+    changed = [name for name, value in overrides.items() if getattr(alone.config, name) != value]
+    arguments = ", ".join(f"{name}={overrides[name]!r}" for name in changed)
+    stored = ", ".join(f"{name}={getattr(alone.config, name)!r}" for name in changed)
+    remedy = f"The files have {stored}, as config.json says. Leave out the argument"
+    if error.what != "wrong shape":
+        remedy += ", or load with strict=False to initialize or leave out the tensors"
+    where, got, expected = f"argument {arguments}, {error.where}", error.got, error.expected
+    return CheckpointError(error.what, where=where, got=got, expected=expected, remedy=f"{remedy}.")
+
+
+def _match(
     described: Description, model_class: type[Model], checkpoint: Checkpoint, *, strict: bool
 ) -> tuple[Model, Match]:
     layers = getattr(described.config, "all_layers", 0)
@@ -235,25 +257,20 @@ def _read(
     return {name: as_shard_of(parameters[name], weight) for name, weight in weights.items()}
 
 
-def _refuse_computed_tensors(model: LanguageModel, match: Match, directory: Path) -> None:
-    """Raises CheckpointError if a tensor is not in the files: building the model would allocate all weights."""
+def _refuse_unshardable(model: LanguageModel, match: Match, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if a tensor is not in the files, or if tied weights have different values.
+
+    Building the model to compute a tensor would allocate all weights. Shards of tied weights cannot be compared.
+    """
     if match.missing or has_tensors_outside_state_dict(model):
         what = "tensors that only the constructor computes cannot be loaded in shards"
         got = first_names(match.missing) or f"buffers or attributes of {type(model).__name__}"
         remedy = "Load the model with from_pretrained, save it, and load that; or shard it after loading."
-        raise CheckpointError(what, where=directory, got=got, remedy=remedy)
-
-
-def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError if the files hold different weights for head and embedding, which the config ties."""
-    stored = {part.name: part for part in match.slices if part.name in TIED}
-    if not model.config.tie_word_embeddings or len(stored) < 2:
-        return
-    values = [checkpoint.read_slice(part.stored_name, part.stored_index) for part in stored.values()]
-    if not torch.equal(*values):
-        what = "head and embedding are stored with different values, but config.json ties them"
-        where = f"{checkpoint.directory}, tie_word_embeddings"
-        raise CheckpointError(what, where=where, got=True, remedy="Load with tie_word_embeddings=False.")
+        raise CheckpointError(what, where=checkpoint.directory, got=got, remedy=remedy)
+    if model.config.tie_word_embeddings:
+        stored = {part.name: part for part in match.slices if part.name in TIED}.values()
+        weights = {part.stored_name: checkpoint.read_slice(part.stored_name, part.stored_index) for part in stored}
+        refuse_different(weights, checkpoint.directory, "Load with tie_word_embeddings=False.")
 
 
 def has_tensors_outside_state_dict(model: LanguageModel) -> bool:
@@ -274,26 +291,3 @@ def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:
     if match.unexpected:
         parts.append(f"tensors that {model_class.__name__} lacks, which are left out: {first_names(match.unexpected)}")
     return f"{directory}: {'; '.join(parts)}. model.origin.missing and model.origin.unexpected list all."
-
-
-def tie_if_equal(model: LanguageModel, raw: dict[str, object]) -> dict[str, object]:
-    """Ties the head to the embedding if the config says so and their weights are equal.
-
-    If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the
-    returned config.json.
-    """
-    if not (model.config.tie_word_embeddings and isinstance(model, CausalLM)):
-        return raw
-    parameters = model.state_dict()
-    head, embedding = parameters[HEAD], parameters[EMBEDDING]
-    if head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
-        model.tie_weights()
-        return raw
-    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)  # type: ignore[type-var]
-    return _untied({**raw, "tie_word_embeddings": False})
-
-
-def _untied(raw: Mapping[str, object]) -> dict[str, object]:
-    """Sets `tie_word_embeddings` to False at every level of config.json that has it."""
-    untied = {name: False if name == "tie_word_embeddings" else value for name, value in raw.items()}
-    return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in untied.items()}

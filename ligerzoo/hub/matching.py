@@ -13,9 +13,8 @@ from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo
+from ligerzoo.hub.tying import EMBEDDING, HEAD, TIED
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

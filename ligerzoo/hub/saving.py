@@ -13,12 +13,13 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
 from ligerzoo.convert.stored_tensors import StoredTensors
+from ligerzoo.dtensors import is_sharded
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
-from ligerzoo.hub.matching import TIED
-from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
+from ligerzoo.hub.sharding import GatheredTensors, write_gathered
 from ligerzoo.hub.state import as_stored, refuse_other_names, refuse_other_values
+from ligerzoo.hub.tying import under_both_names
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -59,8 +60,10 @@ def save(
         CheckpointError: The directory cannot be written, or a tensor cannot be stored, or the weights have other names
             or shapes than those that the model's class builds.
     """
-    state = model.state_dict() if state_dict is None else _with_both_tied_weights(state_dict, model)
-    if is_main_process is False and not is_sharded(state):
+    state: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
+    if state_dict is not None and model.config.tie_word_embeddings:
+        state = under_both_names(state_dict)
+    if is_main_process is False and not is_sharded(state.values()):
         return
     architecture = architecture_of_model(model)
     _refuse_other_config(model, architecture)
@@ -85,13 +88,6 @@ def save(
     else:
         meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)
-
-
-def _with_both_tied_weights(state: Mapping[str, Tensor], model: LanguageModel) -> Mapping[str, Tensor]:
-    """Adds a tied weight that a state dict has under one name only."""
-    if not model.config.tie_word_embeddings:
-        return state
-    return {**state, **{TIED[name]: state[name] for name in TIED if name in state and TIED[name] not in state}}
 
 
 def _refuse_other_weights(state_dict: Mapping[str, Tensor]) -> None:

@@ -1,77 +1,21 @@
-"""Parameters that are DTensors, as those of FSDP2 and tensor parallel models: gathering, sharding and saving them.
-
-All ranks must call these functions with the same parameters in the same order, because gathering communicates.
-"""
+"""Saves parameters that are DTensors, as those of FSDP2 and tensor parallel models, gathered one by one."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ligerzoo.convert.stored_tensors import ComputedTensors
-from ligerzoo.convert.tensor_slices import Box
+from ligerzoo.dtensors import full, largest_mesh
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint_writer import write_checkpoint, writing_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
-
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Returns whether a tensor is a DTensor, without the import of torch.distributed, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a tensor is a DTensor."""
-    return any(map(is_dtensor, tensors.values()))
-
-
-def full(tensor: Tensor) -> Tensor:
-    """Returns all of a tensor: gathers a DTensor, on the device of its mesh."""
-    if not is_dtensor(tensor):
-        return tensor
-    on_mesh: Any = tensor.detach().to(tensor.device_mesh.device_type)  # the shards may be offloaded to the CPU
-    gathered: Tensor = on_mesh.full_tensor()
-    return gathered
-
-
-def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Returns this rank's shard of a value, as a DTensor with the placements of the parameter."""
-    from torch.distributed.tensor import distribute_tensor
-
-    assert is_dtensor(parameter)
-    return distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def shard_of(parameter: Tensor) -> Box:
-    """Returns which elements of a parameter this rank holds: all of them unless it is a DTensor."""
-    if not is_dtensor(parameter):
-        return Box((0,) * parameter.ndim, tuple(parameter.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return Box(tuple(offset), tuple(shape))
-
-
-def as_shard_of(parameter: Tensor, local: Tensor) -> Tensor:
-    """Returns a DTensor like the parameter with this rank's elements; `local` itself unless it is a DTensor."""
-    if not is_dtensor(parameter):
-        return local
-    placed, layout = (parameter.device_mesh, parameter.placements), (parameter.shape, parameter.stride())
-    return type(parameter).from_local(local, *placed, run_check=False, shape=layout[0], stride=layout[1])
-
-
-def largest_mesh(tensors: Iterable[Tensor]) -> DeviceMesh:
-    """Returns the largest mesh of the DTensors among some tensors."""
-    return max((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), key=lambda mesh: mesh.size())
 
 
 class GatheredTensors(ComputedTensors):

@@ -15,8 +15,9 @@ from ligerzoo.convert.stored_tensors import assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.hub.description import naming_source
-from ligerzoo.hub.loading import has_tensors_outside_state_dict, tie_if_equal
-from ligerzoo.hub.matching import HEAD, TIED, TensorSource, match_tensors
+from ligerzoo.hub.loading import has_tensors_outside_state_dict
+from ligerzoo.hub.matching import TensorSource, match_tensors
+from ligerzoo.hub.tying import HEAD, tie_if_equal, under_both_names
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -66,7 +67,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     by_parameter = groupby(match.slices, key=lambda part: part.name)
     take = _copied if copy else _shared
     weights = {name: take(list(parts), tensors, shapes) for name, parts in by_parameter}
-    weights |= {name: weights[TIED[name]] for name in match.tied}
+    weights = under_both_names(weights) if match.tied else weights
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(weights[name].requires_grad)  # load_state_dict sets that of the weight to this
     model.load_state_dict(weights, assign=True)

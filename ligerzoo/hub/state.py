@@ -11,9 +11,11 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.stored_tensors import StoredTensors, assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
+from ligerzoo.dtensors import full, is_dtensor, is_sharded, local, shard_like
 from ligerzoo.errors import CheckpointError, first_names
-from ligerzoo.hub.matching import EMBEDDING, HEAD, TensorSource, match_tensors
-from ligerzoo.hub.sharding import GatheredTensors, full, is_dtensor, is_sharded, shard_like
+from ligerzoo.hub.matching import TensorSource, match_tensors
+from ligerzoo.hub.sharding import GatheredTensors
+from ligerzoo.hub.tying import HEAD, TIED, is_tied, refuse_different
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -86,8 +88,10 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
         got = f"no {first_names(match.missing)}"
         raise CheckpointError("tensors are missing", where="state", got=got, remedy=source.if_missing)
     _refuse_parameters_without_data(parameters)
-    if shares_head(model):
-        _refuse_different_tied_weights(state, slices)
+    if model.shares_head:
+        tied = {part.stored_name: state[part.stored_name] for part in slices if part.name in TIED}
+        remedy = "For independent weights, build the model with tie_word_embeddings=False."
+        refuse_different(tied, "state", remedy)
     state = _apart_from(parameters, state, slices)
     with torch.no_grad():
         for name, parts in groupby(slices, key=lambda part: part.name):
@@ -139,31 +143,13 @@ def as_stored(
         origin = None
     layout = origin.layout if origin else architecture.layouts(model.config)[0]
     tensors = dict(state)
-    if _is_tied(model, state):
+    if is_tied(model, state):
         for name in origin.tied if origin else (HEAD,):
             del tensors[name]
     extra_tensors = origin.extra_tensors if origin else {}
     slices = [*layout.slices(shapes_of(tensors)), *Layout().slices(shapes_of(extra_tensors))]
-    kind = tensors_class or (GatheredTensors if is_sharded(tensors) else StoredTensors)
+    kind = tensors_class or (GatheredTensors if is_sharded(tensors.values()) else StoredTensors)
     return kind(slices, {**tensors, **extra_tensors})
-
-
-def shares_head(model: LanguageModel) -> bool:
-    """Returns whether the head and the embedding are the same parameter."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
-def _is_tied(model: LanguageModel, state: Mapping[str, Tensor]) -> bool:
-    """Returns whether the config ties the head to the embedding, and their weights are equal."""
-    if not model.config.tie_word_embeddings or HEAD not in state:
-        return False
-    if is_sharded(state):  # a comparison of DTensors would communicate
-        return shares_head(model)
-    head, embedding = state[HEAD].detach(), state[EMBEDDING].detach()
-    if type(head) is not type(embedding):  # one of them is quantized
-        return False
-    return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
 
 
 def refuse_other_values(state: Mapping[str, Tensor], where: str) -> None:
@@ -193,15 +179,6 @@ def _refuse_parameters_without_data(parameters: Mapping[str, Tensor]) -> None:
         raise CheckpointError(what, where="model", got=first_names(empty), remedy=remedy)
 
 
-def _refuse_different_tied_weights(state: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
-    given = [part.stored_name for part in slices if part.name in (HEAD, EMBEDDING)]
-    if len(given) == 2 and not torch.equal(*(full(state[name]) for name in given)):
-        what = "tied weights have different values"
-        where = f"state, tensors {given[0]!r} and {given[1]!r}"
-        remedy = "For independent weights, build the model with tie_word_embeddings=False."
-        raise CheckpointError(what, where=where, expected="equal tensors, or one of them", remedy=remedy)
-
-
 def _apart_from(
     parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], slices: Iterable[TensorSlice]
 ) -> Mapping[str, Tensor]:
@@ -220,8 +197,8 @@ def _apart_from(
 
 
 def _storage(tensor: Tensor) -> tuple[torch.device, int]:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local.device, local.untyped_storage().data_ptr()
+    own = local(tensor)
+    return own.device, own.untyped_storage().data_ptr()
 
 
 def _is_same(stored: Tensor, parameter: Tensor, part: TensorSlice) -> bool:

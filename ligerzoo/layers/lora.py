@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,14 @@ class LoRAOptions:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
+class UpdateTensors(NamedTuple):
+    """The tensors of an update: A, B and, with DoRA, magnitudes of rows."""
+
+    a: Tensor
+    b: Tensor
+    magnitudes: Tensor | None = None
+
+
 class LoRALayer(nn.Module):
     """Base class of layers with low-rank updates; `adapt.adapt` makes them.
 
@@ -92,6 +100,10 @@ class LoRALayer(nn.Module):
         super().init_weights(std)  # type: ignore[misc]
         for parameter in self.lora:
             self.init_update(parameter)
+
+    def update_tensors(self, parameter: str) -> UpdateTensors:
+        """Returns the parameters of an update."""
+        raise NotImplementedError
 
     def merged_weight(self, parameter: str) -> Tensor:
         """Returns W' in the dtype of W: computed in fp32 (fp64 for fp64) and rounded once."""
@@ -181,6 +193,9 @@ class LoRAMatrixLayer(LoRALayer):
         """Returns x after dropout; None without dropout."""
         # On a CPU and on meta, F.dropout keeps a mask in the dtype of x. This one is bool everywhere, as on a GPU.
         return torch.native_dropout(x, self.lora_dropout, True)[0] if self.lora_dropout else None
+
+    def update_tensors(self, parameter: str) -> UpdateTensors:
+        return UpdateTensors(getattr(self, self.a_name), getattr(self, self.b_name), self.lora_magnitude_vector)
 
     def merged_weight(self, parameter: str) -> Tensor:
         with torch.no_grad():
@@ -350,6 +365,9 @@ class LoRAExperts(LoRALayer, Experts):
         updates = self.update("gate_up_proj"), self.update("down_proj")
         biases = self.gate_up_proj_bias, self.down_proj_bias
         return lora_experts_mlp(*routes, *weights, *updates, *biases, activation=self.activation, backend=self.backend)
+
+    def update_tensors(self, parameter: str) -> UpdateTensors:
+        return UpdateTensors(*(getattr(self, f"{parameter}_lora_{name}") for name in "AB"))
 
     def merged_weight(self, parameter: str) -> Tensor:
         weight, options = dequantized(getattr(self, parameter)), self.lora[parameter]

@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
 from ligerzoo.kernels.recompute import Recompute
@@ -104,7 +105,7 @@ def on_meta(model: CausalLM) -> CausalLM:
         raise LigerzooError("not a causal language model", where="model", got=type(model).__name__, expected=expected)
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if hasattr(tensor, "device_mesh"):
+        if is_dtensor(tensor):
             remedy = "Plan before sharding; apply_activation_plan works on both."
             raise LigerzooError("the weights are sharded", where="model", remedy=remedy)
         memo[id(tensor)] = _meta_tensor(tensor)
@@ -168,7 +169,7 @@ def simulate(
         handles = [model.model.register_forward_hook(lambda *_: tracker.mark())]
         handles += [layer.register_forward_pre_hook(count.enter_block) for layer in model.model.layers]
         handles += [model.model.norm.register_forward_pre_hook(count.enter_block)]
-        if gpus > 1 and not _is_tied(model):  # the head is gathered until its backward
+        if gpus > 1 and not model.shares_head:  # the head is gathered until its backward
             handles.append(model.get_output_embeddings().register_forward_pre_hook(partial(_hold_head, tracker)))
         handles += [
             parameter.register_post_accumulate_grad_hook(count.add_gradient)  # type: ignore[no-untyped-call]
@@ -253,17 +254,13 @@ def _weight_bytes(model: CausalLM, gpus: int) -> int:
     if gpus == 1:
         return total
     blocks = sum(_nbytes(layer.parameters()) for layer in model.model.layers)
-    return total // gpus + (total - blocks if _is_tied(model) else 0)
+    return total // gpus + (total - blocks if model.shares_head else 0)
 
 
 def _gathered_bytes(model: CausalLM, keeps_gathered: bool) -> int:
     """Returns the bytes of blocks that FSDP2 has gathered at a time, or whose gradients it has not yet scattered."""
     blocks = [_nbytes(layer.parameters()) for layer in model.model.layers]
     return sum(blocks) + (FSDP_BLOCKS - 1) * max(blocks) if keeps_gathered else FSDP_BLOCKS * max(blocks)
-
-
-def _is_tied(model: CausalLM) -> bool:
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _hold_head(tracker: Tracker, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:

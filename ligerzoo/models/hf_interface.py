@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ligerzoo.dtensors import is_sharded
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.layers import Decoder
@@ -67,6 +68,12 @@ class HFInterface(nn.Module):
         """Returns the language-model head; None if the model has none."""
         return None
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether the language-model head and the embedding are the same parameter."""
+        head = self.get_output_embeddings()
+        return head is not None and head.weight is self.get_input_embeddings().weight
+
     def tie_weights(self) -> None:
         """Shares the weights that the config ties: none without a language-model head."""
 
@@ -112,7 +119,7 @@ class HFInterface(nn.Module):
         if size <= (last := max(self.placeholders, default=-1)):
             what = "fewer rows than the placeholder token ids of images and videos need"
             raise LigerzooError(what, where="new_num_tokens", got=size, expected=f"at least {last + 1}")
-        if any(hasattr(weight, "device_mesh") for weight in weights):
+        if is_sharded(weights):
             raise LigerzooError(
                 "the weights are sharded", where="resize_token_embeddings", remedy="Resize before sharding."
             )

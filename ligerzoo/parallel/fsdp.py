@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import LigerzooError, first_names
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.copy_engines import CopyEngineReduceScatter, use_copy_engines
@@ -98,7 +98,7 @@ def shard_model(
     """
     if prefetch is not None and prefetch < 0:
         raise LigerzooError("not a number of groups", where="prefetch", got=prefetch, expected="0 or more, or None")
-    if sharded := [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]:
+    if sharded := [name for name, weight in model.named_parameters() if is_dtensor(weight)]:
         got = f"DTensors in {first_names(sharded, 3)}"
         raise LigerzooError("the model is sharded already", where="shard_model", got=got)
     mesh = default_mesh() if mesh is None else mesh
@@ -153,7 +153,7 @@ def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 def _shard_ends(model: LanguageModel, blocks: Sequence[FSDPModule], shard: Any) -> list[FSDPModule]:
     """Shards embedding and head, unless they share their weight; returns all groups in the order of the forward."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and head.weight is embedding.weight:
+    if model.shares_head:
         return list(blocks)
     groups = [shard(embedding, True), *blocks]
     groups[0].set_unshard_in_backward(False)
@@ -176,7 +176,7 @@ def _trained_dtype(model: nn.Module, module: nn.Module) -> torch.dtype | None:
     names = {weight: name for name, weight in model.named_parameters()}
     by_dtype: dict[torch.dtype, str] = {}
     for weight in module.parameters():
-        if weight.requires_grad and not isinstance(weight, DTensor):
+        if weight.requires_grad and not is_dtensor(weight):
             by_dtype.setdefault(weight.dtype, names[weight])
     if len(by_dtype) > 1:
         what = "trainable parameters of several dtypes in one group"

@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ligerzoo import hub
+from ligerzoo.dtensors import as_shard_of, is_dtensor, shard_of
 from ligerzoo.errors import LigerzooError
-from ligerzoo.hub.sharding import as_shard_of, shard_of
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.fsdp import shard_model
@@ -85,7 +84,7 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
             remedy = "Define init_weights(std) in its class, or initialize the model before sharding it."
             raise LigerzooError("has no init_weights", where=f"{type(module).__name__} {module_name!r}", remedy=remedy)
         for name, weight in own.items():
-            device = device_of(weight.device_mesh) if isinstance(weight, DTensor) else weight.device
+            device = device_of(weight.device_mesh) if is_dtensor(weight) else weight.device
             whole = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)
             module._parameters[name] = nn.Parameter(whole, weight.requires_grad)
         for name, buffer in module.named_buffers(recurse=False):

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ligerzoo.convert.tensor_slices import TensorSlice, within
+from ligerzoo.dtensors import as_shard_of, full, is_dtensor, is_sharded, largest_mesh, local, shard_of
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.untrusted import read_json
-from ligerzoo.hub.sharding import as_shard_of, full, is_dtensor, is_sharded, largest_mesh, shard_of, write_gathered
+from ligerzoo.hub.sharding import write_gathered
 from ligerzoo.parallel.processes import control_group, gather_objects
 
 OPTIMIZER_FILE = "optimizer.json"
@@ -48,7 +49,7 @@ def save_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
             written.
     """
     names = _parameter_names(model)
-    processes = dist.get_world_size() if any(map(is_dtensor, names)) else 1
+    processes = dist.get_world_size() if is_sharded(names) else 1
     content: dict[str, Any] = {"processes": processes, "groups": [], "values": {}, "on_cpu": []}
     whole: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
@@ -142,7 +143,7 @@ def save_tensors(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
     Raises:
         CheckpointError: The directory cannot be written.
     """
-    if is_sharded(tensors):
+    if is_sharded(tensors.values()):
         gathered = _States(tensors, {}, 1)
         write_gathered(directory, gathered, {}, meta=gathered.meta, mesh=largest_mesh(tensors.values()))
     else:
@@ -171,8 +172,7 @@ def load_tensors(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
             box = shard_of(tensor)
             part = within(TensorSlice(name, expected[name], name), box)
             if part is not None:
-                own = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
-                own.copy_(checkpoint.read(name)[part.stored_index])
+                local(tensor).copy_(checkpoint.read(name)[part.stored_index])
 
 
 class _States(Mapping[str, Tensor]):
@@ -245,7 +245,7 @@ def _like(current: object, value: Any) -> Any:
 
 
 def _refuse_unstorable(name: str, value: Tensor, weight: Tensor) -> None:
-    own: Tensor = value.to_local() if is_dtensor(value) else value
+    own = local(value)
     problem, expected = None, "a plain tensor, or a DTensor of one"
     if type(own) not in (Tensor, nn.Parameter):
         problem = type(own).__name__

@@ -168,8 +168,7 @@ def check_tied_weights(model: CausalLM) -> None:
     Raises:
         ConfigError: The weights are separate.
     """
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if model.config.tie_word_embeddings and head is not embedding:
+    if model.config.tie_word_embeddings and not model.shares_head:
         what = "the head is separate from the embedding, although config.json ties them"
         remedy = "Call model.tie_weights() before the optimizer is made."
         raise ConfigError(what, where=type(model).__name__, remedy=remedy)

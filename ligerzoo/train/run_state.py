@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ligerzoo import adapters
+from ligerzoo.dtensors import local
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError, first_names
 from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
 from ligerzoo.files.slots import delete_leftovers
@@ -338,11 +338,7 @@ def weights_that_are_not_finite(model: CausalLM) -> list[str]:
 
     Waits for the GPU.
     """
-    own = {
-        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    own = {name: local(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     largest = [
         (name, torch.linalg.vector_norm(weight.detach(), torch.inf).double())
         for name, weight in own.items()

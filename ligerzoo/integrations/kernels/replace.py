@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from ligerzoo.dtensors import is_dtensor
 
 Options: TypeAlias = Mapping[str, Any]
 """The constants of a forward, by name."""
@@ -113,7 +114,7 @@ def reason_to_keep(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "another library has replaced the instance's forward"
     for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             return "its parameters are sharded: call apply before sharding the model"
         if not parameter.is_floating_point():
             return f"its parameters are {parameter.dtype}".replace("torch.", "")

@@ -17,6 +17,7 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError, first_names
+from ligerzoo.hub.tying import under_both_names
 from ligerzoo.integrations.transformers.backbone import Backbone, Model
 from ligerzoo.integrations.transformers.config import hf_config, values, with_changes
 
@@ -123,7 +124,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         source = self.model.zoo_model
         config = with_changes(source.config, self.config, self._config_before)
         model: Model = self.architecture.build(config, type(source), "meta")
-        given = self._with_tied_names(self.state_dict() if state is None else state)
+        given = under_both_names(self.state_dict() if state is None else state, self.all_tied_weights_keys)
         slices = list(self.model.names.slices(shapes_of(model.state_dict())))
         names, expected = given.keys(), {part.stored_name for part in slices}
         if names != expected:
@@ -157,7 +158,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         own = super().state_dict()
         names = own.keys()
         if state_dict.keys() <= names and not self._is_transposed(state_dict, own):
-            state = self._with_tied_names(state_dict)
+            state = under_both_names(state_dict, self.all_tied_weights_keys)
             missing = [name for name in names if name not in state]
             if strict and missing:
                 raise CheckpointError("weights are missing", where="state_dict", got=f"no {first_names(missing)}")
@@ -174,15 +175,6 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
             return False
         stored = shapes_of(self.to_zoo_model().hf_state_dict())
         return all(stored.get(name) == shape for name, shape in shapes_of(state_dict).items())
-
-    def _with_tied_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `state` with a weight that it has under one of two tied names under both."""
-        named = dict(state)
-        for pair in self.all_tied_weights_keys.items():
-            for name, other in (pair, pair[::-1]):
-                if name in state:
-                    named.setdefault(other, state[name])
-        return named
 
     def save_pretrained(
         self,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.dtensors import is_dtensor, shard_at
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.philox import WORDS
 from ligerzoo.kernels.stochastic_rounding import FIRST_KEY
@@ -140,29 +141,20 @@ def scalar_on(device: torch.device, value: float | Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Returns this process's shard of a DTensor, and other tensors unchanged."""
-    return tensor if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "to_local", lambda: tensor)()
-
-
 def first_group(parameter: Tensor) -> int:
     """Groups of 4 elements before this process's shard of a parameter; 0 if it is whole.
 
     Random bits belong to groups. So shards along the first dimension round as the whole parameter does, if their
     sizes are multiples of 4.
     """
-    if local(parameter) is parameter:
+    if not is_dtensor(parameter):
         return 0
-    sharded: Any = parameter
-    return cdiv(_first_element(tuple(parameter.shape), sharded.device_mesh, sharded.placements), WORDS)
+    return cdiv(_first_element(tuple(parameter.shape), parameter.device_mesh, parameter.placements), WORDS)
 
 
 @lru_cache(maxsize=4096)
 def _first_element(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> int:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     index = 0
-    for position, size in zip(offset, shape, strict=True):
+    for position, size in zip(shard_at(shape, mesh, placements).offset, shape, strict=True):
         index = index * size + position
     return index

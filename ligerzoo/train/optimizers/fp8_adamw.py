@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ligerzoo.dtensors import local
 from ligerzoo.kernels import adamw_update_fp8
 from ligerzoo.kernels.adamw_fp8 import scale_count
 from ligerzoo.kernels.fp8 import FP8
-from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, local
+from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate
 from ligerzoo.train.optimizers.groups import Group
 from ligerzoo.train.optimizers.stochastic_adamw import (
     AdamWNumbers,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import POSITIVE_OR_NONE, check
+from ligerzoo.dtensors import is_dtensor, local
 from ligerzoo.tensor_checks import require_tensor
-from ligerzoo.train.optimizers.device_optimizer import local
 
 _EPS = 1e-6
 
@@ -83,16 +83,15 @@ def _global_norm(gradients: list[Tensor]) -> Tensor:
 
 def _sharding(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:
     """Returns the mesh of a DTensor and the mesh dimensions that it is sharded over; (None, ()) for plain tensors."""
-    if local(gradient) is gradient:
+    if not is_dtensor(gradient):
         return None, ()
-    sharded: Any = gradient
-    if any(placement.is_partial() for placement in sharded.placements):
+    if any(placement.is_partial() for placement in gradient.placements):
         raise ValueError(
-            f"clip_grad_norm: a gradient has placements {sharded.placements}, a partial sum; expected gradients that "
+            f"clip_grad_norm: a gradient has placements {gradient.placements}, a partial sum; expected gradients that "
             "are sharded or replicated"
         )
-    dimensions = [i for i, placement in enumerate(sharded.placements) if not placement.is_replicate()]
-    return sharded.device_mesh, tuple(dimensions)
+    dimensions = [i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return gradient.device_mesh, tuple(dimensions)
 
 
 class SkipNonFinite:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ligerzoo.checks import check, one_of
+from ligerzoo.dtensors import as_shard_of, full, local, shard_like
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.stochastic_rounding import store
 from ligerzoo.layers import Experts, LMHead
-from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, first_group, local
+from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, first_group
 from ligerzoo.train.optimizers.groups import Group, embedding_tables, parameter_groups
 from ligerzoo.train.optimizers.stochastic_adamw import AdamWNumbers, adamw_defaults, adamw_state, update_adamw
 
@@ -154,7 +155,7 @@ class Muon(DeviceOptimizer):
             orthogonal = torch.split(orthogonalize(torch.cat(blocks)), [len(block) for block in blocks])
             factor = lr * _scale(group["scale"], *blocks[0].shape[-2:])
             for update, matrices in zip(batch, orthogonal, strict=True):
-                change = _shard_like(matrices.reshape(update.parameter.shape), update.parameter)
+                change = local(shard_like(update.parameter, matrices.reshape(update.parameter.shape)))
                 _apply(group, update, change, lr, factor, skip)
 
     @staticmethod
@@ -164,7 +165,7 @@ class Muon(DeviceOptimizer):
         local_gradient = local(gradient).to(buffer.dtype)
         averaged = local(buffer).lerp(local_gradient, 1 - momentum)
         store(local(buffer), averaged, skip)
-        return _whole(local_gradient.lerp(averaged, momentum), update.parameter)
+        return full(as_shard_of(update.parameter, local_gradient.lerp(averaged, momentum)))
 
 
 def _batches(updates: list[ParamUpdate]) -> Iterator[list[ParamUpdate]]:
@@ -187,27 +188,6 @@ def _scale(scale: LearningRateScale, rows: int, columns: int) -> float:
     if scale == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
-
-
-def _whole(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Gathers a tensor that is sharded as the parameter is, if it is sharded."""
-    if local(parameter) is parameter:
-        return shard
-    from torch.distributed.tensor import DTensor
-
-    sharded: Any = parameter
-    layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard, sharded.device_mesh, sharded.placements, run_check=False, **layout).full_tensor()
-
-
-def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Returns this process's shard of a whole tensor, if the parameter is sharded."""
-    if local(parameter) is parameter:
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    sharded: Any = parameter
-    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
 
 
 def _apply(group: Group, update: ParamUpdate, change: Tensor, lr: Tensor, factor: Tensor, skip: Tensor | None) -> None:

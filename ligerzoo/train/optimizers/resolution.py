@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.train.optimizers.device_optimizer import local
+from ligerzoo.dtensors import local
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ligerzoo.checks import FLAG, NOT_NEGATIVE, check, integer
+from ligerzoo.dtensors import local
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.cuda_graph import side_by_side
-from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, ParamUpdate, first_group, local
+from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, ParamUpdate, first_group
 from ligerzoo.train.optimizers.groups import Group
 
 SEED = integer(0, 2**30)

@@ -1,0 +1,95 @@
+"""Parameters that are DTensors, as those of FSDP2 and tensor parallel models: their shards, gathered and placed.
+
+All ranks must call `full` and `shard_like` with the same parameters in the same order, because they may communicate.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of elements of a tensor, such as the shard that one process holds.
+
+    Attributes:
+        offset: index of its first element in each dimension.
+        shape: its size in each dimension.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Returns whether a tensor is a DTensor, without the import of torch.distributed, which takes a second."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether a tensor is a DTensor."""
+    return any(map(is_dtensor, tensors))
+
+
+def largest_mesh(tensors: Iterable[Tensor]) -> DeviceMesh:
+    """Returns the largest mesh of the DTensors among some tensors."""
+    return max((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), key=lambda mesh: mesh.size())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this process's shard of a DTensor, and other tensors unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Returns all of a tensor: gathers a DTensor, on the device of its mesh."""
+    if not is_dtensor(tensor):
+        return tensor
+    on_mesh: Any = tensor.detach().to(tensor.device_mesh.device_type)  # the shards may be offloaded to the CPU
+    gathered: Tensor = on_mesh.full_tensor()
+    return gathered
+
+
+def shard_of(parameter: Tensor) -> Box:
+    """Returns which elements of a parameter this rank holds: all of them unless it is a DTensor."""
+    if not is_dtensor(parameter):
+        return Box((0,) * parameter.ndim, tuple(parameter.shape))
+    return shard_at(parameter.shape, parameter.device_mesh, parameter.placements)
+
+
+def shard_at(shape: Iterable[int], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Box:
+    """Returns which elements of a DTensor this rank holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return Box(tuple(offset), tuple(sizes))
+
+
+def as_shard_of(parameter: Tensor, local: Tensor) -> Tensor:
+    """Returns a DTensor like the parameter with this rank's elements; `local` itself unless it is a DTensor."""
+    if not is_dtensor(parameter):
+        return local
+    placed, layout = (parameter.device_mesh, parameter.placements), (parameter.shape, parameter.stride())
+    return type(parameter).from_local(local, *placed, run_check=False, shape=layout[0], stride=layout[1])
+
+
+def shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Returns a DTensor like the parameter with this rank's elements of `whole`; `whole` unless it is a DTensor."""
+    if not is_dtensor(parameter):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
