@@ -62,6 +62,16 @@ NAME = JsonType[str]("a name", lambda value: isinstance(value, str), bool)
 OBJECT = JsonType[Entries]("an object", lambda value: isinstance(value, Mapping), problem="not an object")
 
 
+def object_entry(raw: Entries, name: str) -> Entries:
+    """Returns an entry that must be an object; an empty one if it is absent or null."""
+    return OBJECT.entry(raw, name) or {}
+
+
+def flag_entry(raw: Entries, name: str) -> bool:
+    """Returns an entry that must be true or false; False if it is absent or null."""
+    return FLAG.entry(raw, name) or False
+
+
 def is_one_of(value: object, accepted: Iterable[object]) -> bool:
     """Returns whether JSON writes a value like an accepted one: 1 is not true, and 128.0 is not 128."""
     return any(type(value) is type(other) and repr(value) == repr(other) for other in accepted)

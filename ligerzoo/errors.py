@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, Self
 
 
@@ -96,6 +96,13 @@ def did_you_mean(name: object, names: Iterable[str]) -> str | None:
     """Returns a remedy that asks for the nearest of `names`, or None if none is similar."""
     nearest = difflib.get_close_matches(name, list(names), n=1) if isinstance(name, str) else []
     return f"Did you mean {nearest[0]!r}?" if nearest else None
+
+
+def unknown_names(
+    names: Iterable[str], known: Collection[str], similar: Iterable[str] = ()
+) -> Iterator[tuple[str, str | None]]:
+    """Yields the names that are not known, each with the remedy of `did_you_mean`, also for `similar` names."""
+    return ((name, did_you_mean(name, [*known, *similar])) for name in names if name not in known)
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:

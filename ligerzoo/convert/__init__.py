@@ -9,9 +9,11 @@ from importlib import import_module
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import FAMILIES
+from ligerzoo.convert.fields import is_classifier
 from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.registration import check_arguments, check_unused
-from ligerzoo.convert.sequence_classifier import classifier_architecture
+from ligerzoo.convert.sequence_classifier import classifier_architecture, read_classifier
+from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
@@ -97,6 +99,37 @@ def _find(attribute: str, cls: type) -> Architecture | None:
     package, _, module = cls.__module__.rpartition(".")
     own = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_TYPES else []
     return next((found for found in (*_REGISTERED.values(), *own) if getattr(found, attribute) is cls), None)
+
+
+def architecture_to_load(raw: Entries, model_class: type[LanguageModel], options: Entries) -> tuple[Architecture, type]:
+    """Returns the architecture of a checkpoint, and the class of its config.
+
+    The latter is the architecture's, or that of a registered subclass of its model class.
+
+    Args:
+        raw: config.json.
+        model_class: expected class of the model, or a subclass of the user.
+        options: arguments of the user, of which those about labels count if the model is to be a classifier.
+
+    Raises:
+        ConfigError: No architecture has the name in config.json, or `model_class` is unrelated to it.
+    """
+    architecture = architecture_of(raw.get("model_type"))
+    if issubclass(model_class, SequenceClassifier):
+        architecture = read_classifier(architecture, raw, options)
+    elif is_classifier(raw):
+        what, where, got = "the checkpoint is a sequence classifier", "architectures", raw["architectures"]
+        expected, remedy = "a causal language model", "Load it with AutoModelForSequenceClassification."
+        raise ConfigError(what, where=where, got=got, expected=expected, remedy=remedy)
+    if issubclass(architecture.model_class, model_class):
+        return architecture, architecture.config_class
+    if issubclass(model_class, architecture.model_class):
+        config_class = architecture_for(model_class).config_class
+        if issubclass(config_class, architecture.config_class):
+            return architecture, config_class
+    what, got = "the checkpoint has another architecture", repr(architecture.model_type)
+    remedy = f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained."
+    raise ConfigError(what, where="model_type", got=got, expected=model_class.__name__, remedy=remedy)
 
 
 def register_architecture(

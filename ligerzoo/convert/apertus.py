@@ -4,9 +4,9 @@ transformers ignores `post_norm`, `qk_norm` and `mlp_bias`. Values that should c
 """
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, rope_fields
+from ligerzoo.convert.fields import rope_fields
 from ligerzoo.convert.layout import Layout, Rename
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, object_entry
 from ligerzoo.models.apertus import ApertusConfig
 
 

@@ -10,6 +10,7 @@ import torch
 from ligerzoo import models
 from ligerzoo.convert.fields import (
     build_config,
+    convert_overrides,
     is_classifier,
     partial_rotary_factor,
     refuse,
@@ -166,7 +167,7 @@ class Architecture:
             values |= {} if factor is None else {"partial_rotary_factor": factor}
         if "rope_theta" in names:
             values |= self.read_rope(entries, config_class.rope_theta)
-        return build_config(config_class, {**values, **(overrides or {})})
+        return build_config(config_class, values | convert_overrides(overrides or {}, config_class))
 
     def config_to_hf(self, config: object) -> dict[str, object]:
         """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read.

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Union, get_args, get_origin
 
 import torch
 
-from ligerzoo.entries import FLAG, OBJECT, Entries, shown
+from ligerzoo.entries import Entries, flag_entry, object_entry, shown
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.config import DecoderConfig, field_types
 
@@ -155,16 +155,6 @@ def _json_type(value: object) -> str:
         case Mapping():
             return "an object"
     return "a list"
-
-
-def object_entry(raw: Entries, name: str) -> Entries:
-    """Returns an entry of config.json that must be an object; an empty one if it is absent or null."""
-    return OBJECT.entry(raw, name) or {}
-
-
-def flag_entry(raw: Entries, name: str) -> bool:
-    """Returns an entry of config.json that must be true or false; False if it is absent or null."""
-    return FLAG.entry(raw, name) or False
 
 
 class RopeFields(TypedDict):

@@ -6,10 +6,10 @@ classification head (`vision_use_head`), which no forward uses; it is kept when 
 """
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
-from ligerzoo.convert.fields import first_given, object_entry, refuse
+from ligerzoo.convert.fields import first_given, refuse
 from ligerzoo.convert.gemma3_text import ARCHITECTURE as TEXT
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, object_entry
 from ligerzoo.models.gemma3 import Gemma3Config
 
 _TOP_LEVEL = {

@@ -4,8 +4,8 @@ Tensor names match ours. The rotary embedding's entry in config.json also holds 
 """
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, rope_entry, rope_fields, shared_fields
-from ligerzoo.entries import Entries
+from ligerzoo.convert.fields import rope_entry, rope_fields, shared_fields
+from ligerzoo.entries import Entries, object_entry
 from ligerzoo.models.ministral3 import Ministral3Config
 
 _QUERY_SCALING = ("original_max_position_embeddings", "llama_4_scaling_beta")

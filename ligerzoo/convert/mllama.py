@@ -5,9 +5,9 @@ transformers 4 (hub checkpoints, and files written by transformers 5) or those o
 """
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_given, object_entry, refuse
+from ligerzoo.convert.fields import first_given, refuse
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, object_entry
 from ligerzoo.models.mllama import MllamaConfig
 
 

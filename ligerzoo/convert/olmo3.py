@@ -1,8 +1,8 @@
 """Converter for OLMo 3 checkpoints. Tensor names match ours."""
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, rope_of_layer_types
-from ligerzoo.entries import Entries
+from ligerzoo.convert.fields import rope_of_layer_types
+from ligerzoo.entries import Entries, object_entry
 from ligerzoo.models.olmo3 import Olmo3Config
 
 

@@ -9,9 +9,9 @@ that transformers 5 saves in its in-memory layout.
 from functools import partial
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry, rope_fields
+from ligerzoo.convert.fields import first_given, refuse, rope_entry, rope_fields
 from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, flag_entry, object_entry
 from ligerzoo.models.vision_lm import VisionLMConfig
 
 VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

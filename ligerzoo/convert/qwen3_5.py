@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, refuse
+from ligerzoo.convert.fields import refuse
 from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.qwen3_5_text import ACCEPTED, KEPT_FP32, PREDICTION_HEAD
 from ligerzoo.convert.qwen3_vl import qwen3_vision
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, object_entry
 
 
 def _read_entries(raw: Entries, *, architecture: Architecture) -> dict[str, object]:

@@ -8,7 +8,7 @@ tensors, and store its query, key and value projections as one tensor.
 from functools import partial
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
-from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
+from ligerzoo.convert.fields import first_given, refuse, rope_entry
 from ligerzoo.convert.layout import Layout, ModuleRules, Rename
 from ligerzoo.convert.qwen2_vl import (
     MODULES,
@@ -17,7 +17,7 @@ from ligerzoo.convert.qwen2_vl import (
     read_sectioned_rope,
     refuse_other_tower_rotation,
 )
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, flag_entry, object_entry
 from ligerzoo.models.qwen3_vision import Qwen3VisionLMConfig
 
 LAYOUT = Layout(

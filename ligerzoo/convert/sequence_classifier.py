@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import CLASSIFIER_SUFFIX, is_classifier, object_entry
-from ligerzoo.entries import OBJECT, Entries, JsonType
+from ligerzoo.convert.fields import CLASSIFIER_SUFFIX, is_classifier
+from ligerzoo.entries import OBJECT, Entries, JsonType, object_entry
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.building import building
 from ligerzoo.models.language_model import LanguageModel
@@ -92,7 +92,7 @@ def read_classifier(causal_lm: Architecture, raw: Entries, options: Entries) -> 
     Args:
         causal_lm: the architecture that config.json names.
         raw: config.json.
-        options: those of `LABEL_OPTIONS` that the user gives.
+        options: arguments of the user, of which those of `LABEL_OPTIONS` count.
 
     Raises:
         ConfigError: the entries or options are invalid or contradict each other.
@@ -110,7 +110,7 @@ def read_labels(raw: Entries, options: Entries) -> Labels:
     Raises:
         ConfigError: an entry or option is invalid, or the options contradict each other.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: options[name] for name in LABEL_OPTIONS if options.get(name) is not None}
     for name, kind in _NAMES.items():
         kind.entry(given, name)
     stored = {name: raw[name] for name in LABEL_OPTIONS if raw.get(name) is not None}

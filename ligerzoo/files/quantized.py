@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.entries import NAME, OBJECT, Entries, check_one_of, is_one_of, list_of
-from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, quote
+from ligerzoo.entries import NAME, OBJECT, check_one_of, is_one_of, list_of
+from ligerzoo.errors import CheckpointError, ConfigError, quote, unknown_names
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo
 from ligerzoo.files.quantized_formats import FORMATS, Index, QuantizedFormat
 
@@ -76,32 +76,21 @@ def read_quantization(raw: Mapping[str, Any], accepted: Collection[str]) -> Quan
         expected = " or ".join(["no entry", *(f"quant_method {name!r}" for name in sorted(accepted))])
         got = f"quant_method {method!r}" if is_object else repr(entry)
         raise ConfigError("not supported", where=ENTRY, got=got, expected=expected, remedy=_REMEDY)
-    _check_entries(entry, FORMATS[method])
-    return Quantization(method, _excluded_modules(entry))
-
-
-def _check_entries(entry: Entries, stored_as: QuantizedFormat) -> None:
-    """Raises ConfigError for an entry that is missing, unknown, or has an unsupported value."""
-    names = ["quant_method", *_LIST_NAMES, *stored_as.entries]
-    for name, value in entry.items():
+    stored_as = FORMATS[method]
+    for name, values in stored_as.entries.items():
         where = f"{ENTRY}, {name}"
-        if name not in names:
-            remedy = did_you_mean(name, names) or _REMEDY
-            raise ConfigError("unknown entry", where=where, got=repr(value), remedy=remedy)
-        if name in stored_as.entries and value is not None:
-            check_one_of(value, stored_as.entries[name], where, _REMEDY)
-    for name in stored_as.required:
-        if entry.get(name) is None:
-            expected = " or ".join(map(repr, stored_as.entries[name]))
-            raise ConfigError("missing", where=f"{ENTRY}, {name}", expected=expected, remedy=_REMEDY)
-
-
-def _excluded_modules(entry: Entries) -> tuple[str, ...]:
-    given = [name for name in _LIST_NAMES if entry.get(name) is not None]
-    lists = {name: _MODULES.read(entry[name], f"{ENTRY}, {name}") for name in given}
-    if len(lists) == 2 and set(lists[_LIST_NAMES[0]]) != set(lists[_LIST_NAMES[1]]):
+        if entry.get(name) is not None:
+            check_one_of(entry[name], values, where, _REMEDY)
+        elif name in stored_as.required:
+            raise ConfigError("missing", where=where, expected=" or ".join(map(repr, values)), remedy=_REMEDY)
+    for name, nearest in unknown_names(entry, ["quant_method", *_LIST_NAMES, *stored_as.entries]):
+        where, got, remedy = f"{ENTRY}, {name}", repr(entry[name]), nearest or _REMEDY
+        raise ConfigError("unknown entry", where=where, got=got, remedy=remedy)
+    given = {name: entry[name] for name in _LIST_NAMES if entry.get(name) is not None}
+    lists = [_MODULES.read(names, f"{ENTRY}, {name}") for name, names in given.items()]
+    if len(lists) == 2 and set(lists[0]) != set(lists[1]):
         raise ConfigError(f"contradicts {_LIST_NAMES[0]}", where=f"{ENTRY}, {_LIST_NAMES[1]}")
-    return tuple(next(iter(lists.values()), ()))
+    return Quantization(method, tuple(lists[0] if lists else ()))
 
 
 def dequantized_infos(tensors: Mapping[str, TensorInfo], pairs: Mapping[str, QuantizedTensor]) -> dict[str, TensorInfo]:

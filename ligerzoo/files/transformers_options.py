@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 import torch
 
 from ligerzoo.entries import OBJECT, is_one_of
-from ligerzoo.errors import ConfigError, did_you_mean
+from ligerzoo.errors import ConfigError, unknown_names
 
 
 class HubOptions(TypedDict, total=False):
@@ -138,12 +138,10 @@ def text_options(options: Mapping[str, Any], where: str, *names: str) -> HubOpti
     Raises:
         ConfigError: an option is unknown, or a value has no meaning here.
     """
-    accepted = [*HUB_OPTIONS, *names]
     others = _others(options, _OF_TEXT)
-    for name in [name for name in others if name not in HUB_OPTIONS]:
-        expected = f"one of {', '.join(accepted)}"
-        remedy = did_you_mean(name, [*accepted, *_OF_TEXT])
-        raise ConfigError("unknown", where=f"{where}, argument {name}", expected=expected, remedy=remedy)
+    for name, nearest in unknown_names(others, HUB_OPTIONS, [*names, *_OF_TEXT]):
+        where, expected = f"{where}, argument {name}", f"one of {', '.join([*HUB_OPTIONS, *names])}"
+        raise ConfigError("unknown", where=where, expected=expected, remedy=nearest)
     return cast("HubOptions", others)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Unpack
 
-from ligerzoo.convert import architecture_for, architecture_of
+from ligerzoo.convert import architecture_to_load
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import convert_overrides, is_classifier, refuse, stored_dtype
-from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
+from ligerzoo.convert.fields import refuse, stored_dtype
+from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS
 from ligerzoo.entries import Entries
-from ligerzoo.errors import ConfigError, did_you_mean
+from ligerzoo.errors import ConfigError, unknown_names
 from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, read_quantization
@@ -25,6 +25,12 @@ from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
+
+_OPTIONS = [
+    option.name
+    for option in inspect.signature(LanguageModel.from_pretrained).parameters.values()
+    if option.kind is option.KEYWORD_ONLY
+]
 
 
 @dataclass(frozen=True)
@@ -84,22 +90,17 @@ def read_description(
             override is not a field of the config, or has an invalid value.
     """
     with naming_source(path, overrides):
-        architecture = architecture_of(raw.get("model_type"))
+        architecture, config_class = architecture_to_load(raw, model_class, overrides)
         quantization = read_quantization(raw, architecture.quantized_formats)
-        if quantization:  # the loaded weights are not quantized, nor the saved ones
+        if quantization is not None:  # the loaded weights are not quantized, nor the saved ones
             raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
         label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
-        labels = {name: overrides[name] for name in label_options if name in overrides}
-        overrides = {name: value for name, value in overrides.items() if name not in labels}
-        if label_options:
-            architecture = read_classifier(architecture, raw, labels)
-        elif is_classifier(raw):
-            what, where, got = "the checkpoint is a sequence classifier", "architectures", raw["architectures"]
-            expected, remedy = "a causal language model", "Load it with AutoModelForSequenceClassification."
-            raise ConfigError(what, where=where, got=got, expected=expected, remedy=remedy)
-        config_class = _config_class(architecture, model_class)
-        _refuse_unknown_overrides(overrides, config_class, label_options)
-        config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
+        overrides = {name: given for name, given in overrides.items() if name not in label_options}
+        fields = [field.name for field in dataclasses.fields(config_class)]
+        for name, nearest in unknown_names(overrides, fields, [*_OPTIONS, *label_options]):
+            expected = f"an option of from_pretrained or a field of {config_class.__name__}"
+            raise ConfigError("unknown", where=name, expected=expected, remedy=nearest)
+        config = architecture.config_from_hf(raw, config_class, overrides)
         refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))  # null is false in transformers
         stored_dtype(raw)  # raises if it is invalid
         return Description(path, raw, architecture, config, quantization, overrides)
@@ -129,31 +130,3 @@ def naming_source(source: object, arguments: Collection[str] = ()) -> Iterator[N
         name = re.match(r"\w*", str(error.where))
         where = f"argument {error.where}" if name and name[0] in arguments else f"{source}, {error.where}"
         raise error.moved_to(where) from error
-
-
-def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:
-    """Returns the config class to load: the architecture's, or that of a registered subclass of its model class.
-
-    Raises:
-        ConfigError: `model_class` is unrelated to the architecture.
-    """
-    if issubclass(architecture.model_class, model_class):
-        return architecture.config_class
-    if issubclass(model_class, architecture.model_class):
-        config_class = architecture_for(model_class).config_class
-        if issubclass(config_class, architecture.config_class):
-            return config_class
-    what = "the checkpoint has another architecture"
-    got = repr(architecture.model_type)
-    remedy = f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained."
-    raise ConfigError(what, where="model_type", got=got, expected=model_class.__name__, remedy=remedy)
-
-
-def _refuse_unknown_overrides(overrides: Entries, config_class: type, label_options: tuple[str, ...]) -> None:
-    fields = [field.name for field in dataclasses.fields(config_class)]
-    parameters = inspect.signature(LanguageModel.from_pretrained).parameters.values()
-    options = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
-    for name in [name for name in overrides if name not in fields]:
-        expected = f"an option of from_pretrained or a field of {config_class.__name__}"
-        remedy = did_you_mean(name, [*fields, *options, *label_options])
-        raise ConfigError("unknown", where=name, expected=expected, remedy=remedy)

@@ -101,12 +101,12 @@ def _opened(
     directory: Path, model_class: type[LanguageModel], overrides: Mapping[str, object]
 ) -> Iterator[tuple[Description, dict[str, object], QuantizedCheckpoint]]:
     """Reads config.json and generation_config.json and opens the weights: files of one version of the directory."""
+    path, generation_path = directory / CONFIG_FILE, directory / GENERATION_FILE
     with contextlib.ExitStack() as files:
         with reading_directory(directory):
-            raw = read_json(directory / CONFIG_FILE)
-            has_generation_config = os.path.lexists(directory / GENERATION_FILE)
-            generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
-            described = read_description(raw, directory / CONFIG_FILE, model_class, overrides)
+            raw = read_json(path)
+            generation_config = read_json(generation_path) if os.path.lexists(generation_path) else {}
+            described = read_description(raw, path, model_class, overrides)
             checkpoint = files.enter_context(QuantizedCheckpoint(directory, described.quantization))
         yield described, generation_config, checkpoint
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, checked_objects, normalized_messages
 from ligerzoo.text.rendered import Rendered
@@ -126,12 +126,11 @@ def check_variables(
     if not variables:
         return
     accepted = template.variables - _SET_BY_OPTIONS
-    for name in variables:
-        if name not in accepted:
-            own = sorted(accepted.difference(options, named))
-            what = "neither an option nor a variable that the chat template reads"
-            expected = f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}"
-            raise TokenizerError(what, where=name, expected=expected, remedy=did_you_mean(name, [*options, *own]))
+    own = sorted(accepted.difference(options, named))
+    for name, nearest in unknown_names(sorted(variables.keys() - accepted), own, options):
+        what = "neither an option nor a variable that the chat template reads"
+        expected = f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}"
+        raise TokenizerError(what, where=name, expected=expected, remedy=nearest)
 
 
 class OpenMessage:

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self, Unpack, get_args
 import torch
 
 from ligerzoo.checks import AT_LEAST_1, is_number, one_of
-from ligerzoo.errors import ConfigError, TokenizerError, did_you_mean
+from ligerzoo.errors import ConfigError, TokenizerError, unknown_names
 from ligerzoo.files.atomic import replace_files
 from ligerzoo.files.transformers_options import TextOptions, text_options
 from ligerzoo.files.untrusted import reading_directory
@@ -527,11 +527,9 @@ def _attribute(name: str, value: object) -> object:
 
 def refuse_unknown(options: Mapping[str, object], accepted: Sequence[str], what: str) -> None:
     """Raises TokenizerError for the first option that is not accepted."""
-    for name in options:
-        if name not in accepted:
-            remedy = did_you_mean(name, accepted)
-            expected = None if remedy else ", ".join(accepted)
-            raise TokenizerError(f"not an option of {what}", where=name, expected=expected, remedy=remedy)
+    for name, nearest in unknown_names(options, accepted):
+        expected = None if nearest else ", ".join(accepted)
+        raise TokenizerError(f"not an option of {what}", where=name, expected=expected, remedy=nearest)
 
 
 def _as_lists(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Generic, Self, SupportsIndex, TypeVar, overload
 import torch
 from tokenizers import AddedToken
 
-from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.backend import Backend
 from ligerzoo.text.special_text import SpecialText
 from ligerzoo.text.tokenizer_files import NAMED_TOKENS, TokenizerFiles
@@ -189,12 +189,10 @@ class Vocabulary:
             special_tokens_dict = {"extra_special_tokens": special_tokens_dict}
         lists = ("extra_special_tokens", "additional_special_tokens")
         where, names = "special_tokens_dict", (*NAMED_TOKENS, *lists)
+        for name, nearest in unknown_names(special_tokens_dict, names):
+            what, expected = "not a name of special tokens", None if nearest else ", ".join(names)
+            raise TokenizerError(what, where=where, got=repr(name), expected=expected, remedy=nearest)
         for name, value in special_tokens_dict.items():
-            if name not in names:
-                remedy = did_you_mean(name, names)
-                expected = None if remedy else ", ".join(names)
-                what = "not a name of special tokens"
-                raise TokenizerError(what, where=where, got=repr(name), expected=expected, remedy=remedy)
             if name in lists and not isinstance(value, list | tuple):
                 got = reprlib.repr(value)
                 raise TokenizerError("not a list of tokens", where=f"{where}, {name}", got=got, expected="a list")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ligerzoo.convert import architecture_of
 from ligerzoo.convert.fields import convert_overrides
-from ligerzoo.errors import ConfigError, did_you_mean, first_names
+from ligerzoo.errors import ConfigError, first_names, unknown_names
 from ligerzoo.files.atomic import replace_files
 from ligerzoo.text.tokenizer import Tokenizer
 
@@ -33,10 +33,9 @@ def new_config(model_type: str, tokenizer: Tokenizer, fields: Mapping[str, Any])
     architecture = architecture_of(model_type)
     config_class = architecture.config_class
     names = [field.name for field in dataclasses.fields(config_class)]
-    for name in fields:
-        if name not in names:
-            expected = f"a field of {config_class.__name__}: {first_names(names, 50)}"
-            raise ConfigError("unknown field", where=name, expected=expected, remedy=did_you_mean(name, names))
+    for name, nearest in unknown_names(fields, names):
+        expected = f"a field of {config_class.__name__}: {first_names(names, 50)}"
+        raise ConfigError("unknown field", where=name, expected=expected, remedy=nearest)
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,

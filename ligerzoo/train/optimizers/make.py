@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import check, one_of
-from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.errors import LigerzooError, unknown_names
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES, OPTIMIZERS, imported
 from ligerzoo.train.optimizers.stochastic_adamw import AdamWNumbers
 
@@ -61,10 +61,10 @@ def make_optimizer(
     row = OPTIMIZERS[name]
     make = imported(row.maker or "")
     accepted = inspect.signature(make).parameters.keys() - {"params", "state_format"}
-    if unknown := sorted(options.keys() - accepted):
+    for unknown, nearest in unknown_names(sorted(options), accepted):
         expected = ", ".join(sorted(accepted - {"lr", "betas", "eps", "weight_decay"}))
-        what, remedy = f"{name!r} has no option {unknown[0]!r}", did_you_mean(unknown[0], accepted)
-        raise LigerzooError(what, where="make_optimizer", expected=expected, remedy=remedy)
+        what = f"{name!r} has no option {unknown!r}"
+        raise LigerzooError(what, where="make_optimizer", expected=expected, remedy=nearest)
     AdamWNumbers(lr, betas, eps, weight_decay).check("make_optimizer")
     groups = parameters
     if isinstance(parameters, nn.Module):
