@@ -99,10 +99,10 @@ def did_you_mean(name: object, names: Iterable[str]) -> str | None:
 
 
 def unknown_names(
-    names: Iterable[str], known: Collection[str], similar: Iterable[str] = ()
+    names: Iterable[str], accepted: Collection[str], similar: Iterable[str] = ()
 ) -> Iterator[tuple[str, str | None]]:
-    """Yields the names that are not known, each with the remedy of `did_you_mean`, also for `similar` names."""
-    return ((name, did_you_mean(name, [*known, *similar])) for name in names if name not in known)
+    """Yields the names that are not accepted, each with the remedy of `did_you_mean`, also for `similar` names."""
+    return ((name, did_you_mean(name, [*accepted, *similar])) for name in names if name not in accepted)
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:

@@ -109,7 +109,7 @@ def architecture_to_load(raw: Entries, model_class: type[LanguageModel], options
     Args:
         raw: config.json.
         model_class: expected class of the model, or a subclass of the user.
-        options: arguments of the user, of which those about labels count if the model is to be a classifier.
+        options: arguments of the user, of which a classifier reads those about labels.
 
     Raises:
         ConfigError: No architecture has the name in config.json, or `model_class` is unrelated to it.
