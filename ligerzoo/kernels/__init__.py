@@ -35,6 +35,8 @@ from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
+from ligerzoo.kernels.packed_attention import packed_attention
+from ligerzoo.kernels.packing import Packing, pack_documents
 from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.route import Routing, route, route_sigmoid
@@ -52,6 +54,7 @@ __all__ = [
     "GatedActivation",
     "LowRank",
     "LowRankTerms",
+    "Packing",
     "Reduction",
     "Routing",
     "SampledTokens",
@@ -88,6 +91,8 @@ __all__ = [
     "linears",
     "lora_experts_mlp",
     "lora_linears",
+    "pack_documents",
+    "packed_attention",
     "residual_rms_norm",
     "rms_norm",
     "rope",

@@ -19,13 +19,14 @@ Shapes: B batch, T queries, S keys, N query heads, K key heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, next_power_of_2, uses_triton
+from ligerzoo.kernels.fused_attention import AttentionKernel, TorchAttention, attention_kernel
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
@@ -33,9 +34,6 @@ from ligerzoo.kernels.strided import strided
 from ligerzoo.tensor_checks import check_floats
 
 _TILE = 4096  # elements of a program
-_ALIGNMENT = 8  # head sizes that the kernels of a GPU take are multiples of it
-
-AttentionKernel = Literal["cudnn", "flash", "cpu"]
 
 
 def reference(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -122,7 +120,7 @@ def _launch(out: Tensor) -> tuple[int, int, int]:
 
 
 @register("apply_sinks", fake=lambda out: out.new_empty(out.shape))
-def _forward(out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> Tensor:
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> Tensor:
     """out: (B, T, N, D), lse: (B, N, T) -> (B, T, N, D), contiguous."""
     if not triton:
         return reference(out, lse, sinks).contiguous()
@@ -149,7 +147,7 @@ def _backward(dy: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, triton: bool)
 
 
 @register("sink_gradients", fake=lambda lse: (lse.new_empty(lse.shape), lse.new_empty(lse.shape)))
-def _sink_gradients(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+def sink_gradients(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
     """Returns dl and l' from the output with sinks."""
     if not triton:
         wide = accumulation_dtype(y.dtype)
@@ -170,7 +168,7 @@ def _launch_backward(
     _backward_kernel[programs](*inputs, dout, dlse, joint, _Sizes(*values.shape[1:]), tokens, dim, num_warps=4)
 
 
-def _sink_gradient(dlse: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradient(dlse: Tensor, sinks: Tensor) -> Tensor:
     return -dlse.sum((0, 2)).to(sinks.dtype)
 
 
@@ -179,7 +177,7 @@ class _ApplySinks(FusedFunction):
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> Tensor:
         ctx.save_for_backward(out, lse, sinks)
         ctx.triton = triton
-        return _forward(out, lse, sinks, triton)
+        return add_sinks(out, lse, sinks, triton)
 
     @staticmethod
     @once_differentiable
@@ -187,7 +185,7 @@ class _ApplySinks(FusedFunction):
         needs_out, needs_lse, needs_sinks, _ = ctx.needs_input_grad
         out, lse, sinks = ctx.saved_tensors
         dout, dlse = _backward(dy, out, lse, sinks, ctx.triton)
-        dsinks = _sink_gradient(dlse, sinks) if needs_sinks else None
+        dsinks = sink_gradient(dlse, sinks) if needs_sinks else None
         return dout if needs_out else None, dlse if needs_lse else None, dsinks, None
 
 
@@ -218,76 +216,26 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, backend: Backend = "
     return _ApplySinks.apply(out, lse, sinks, uses_triton(out, lse, sinks, backend=backend))
 
 
-def attention_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> AttentionKernel | None:
-    """Returns the fastest kernel of torch for `sink_attention` with these tensors; None if none supports them.
-
-    Kernels for a GPU support fp16 and bf16, that for a CPU fp32 and fp64.
-    """
-    if under_transform() or not q.dtype == k.dtype == v.dtype:
-        return None
-    if q.device.type == "cpu":
-        return "cpu" if q.dtype in (torch.float32, torch.float64) else None
-    if not q.is_cuda or q.shape[-1] % _ALIGNMENT:
-        return None
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
-    if torch.backends.cuda.can_use_cudnn_attention(params):
-        return "cudnn"
-    return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None
-
-
 class _SinkAttention(FusedFunction):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, is_causal: bool,
-        name: AttentionKernel, triton: bool,
-    ) -> Tensor:  # fmt: skip
-        aten, group = torch.ops.aten, q.shape[2] // k.shape[2]
-        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        seed = offset = None
-        if name == "cudnn":
-            out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-                *heads_first, None, True, 0.0, is_causal, False, scale=scale
-            )
-        elif name == "flash":
-            out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-                *heads_first, 0.0, is_causal, False, scale=scale
-            )
-        else:
-            heads_first[1:] = (x.repeat_interleave(group, 1) for x in heads_first[1:])
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, is_causal, scale=scale)
-        y = _forward(out.transpose(1, 2), lse.view(lse.shape[:3]), sinks, triton)
-        ctx.save_for_backward(q, k, v, sinks, y, lse, seed, offset)
-        ctx.options = scale, is_causal, name, triton
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, attention: TorchAttention, triton: bool
+    ) -> Tensor:
+        out, lse = attention.forward(*(x.transpose(1, 2) for x in (q, k, v)))
+        y = add_sinks(out.transpose(1, 2), lse, sinks, triton)
+        ctx.save_for_backward(q, k, v, sinks, y, lse)
+        ctx.options = attention, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, y, lse, seed, offset = ctx.saved_tensors
-        scale, is_causal, name, triton = ctx.options
-        dlse, joint = _sink_gradients(dy, y, lse.view(lse.shape[:3]), sinks, triton)
-        dsinks = _sink_gradient(dlse, sinks) if ctx.needs_input_grad[3] else None
-        aten, joint = torch.ops.aten, joint.view(lse.shape)
-        dout, *heads_first, out = (x.transpose(1, 2) for x in (dy, q, k, v, y))
-        max_q, max_k = q.shape[1], k.shape[1]
-        if name == "cudnn":
-            gradients = aten._scaled_dot_product_cudnn_attention_backward(
-                dout, *heads_first, out, joint, seed, offset, None, None, None, max_q, max_k, 0.0, is_causal,
-                scale=scale,
-            )  # fmt: skip
-        elif name == "flash":
-            gradients = aten._scaled_dot_product_flash_attention_backward(
-                dout, *heads_first, out, joint, None, None, max_q, max_k, 0.0, is_causal, seed, offset, scale=scale
-            )
-        else:
-            group, n_kv_heads = q.shape[2] // k.shape[2], k.shape[2]
-            heads_first[1:] = (x.repeat_interleave(group, 1) for x in heads_first[1:])
-            dq, *repeated = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, *heads_first, out, joint, 0.0, is_causal, scale=scale
-            )
-            gradients = dq, *(x.unflatten(1, (n_kv_heads, group)).sum(2) for x in repeated)
-        return *(x.transpose(1, 2) for x in gradients), dsinks, None, None, None, None
+        q, k, v, sinks, y, lse = ctx.saved_tensors
+        attention, triton = ctx.options
+        dlse, joint = sink_gradients(dy, y, lse, sinks, triton)
+        dsinks = sink_gradient(dlse, sinks) if ctx.needs_input_grad[3] else None
+        gradients = attention.backward(*(x.transpose(1, 2) for x in (dy, q, k, v, y)), joint)
+        return *(x.transpose(1, 2) for x in gradients), dsinks, None, None
 
 
 def sink_attention(
@@ -337,9 +285,9 @@ def sink_attention(
     if kernel is None:
         raise ValueError(
             f"sink_attention: {q.dtype} on {q.device} with head size {q.shape[-1]}; expected bf16 or fp16 and a "
-            f"multiple of {_ALIGNMENT} on a GPU, or fp32 on a CPU. Use ligerzoo.layers.attend"
+            f"multiple of 8 on a GPU, or fp32 on a CPU. Use ligerzoo.layers.attend"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     triton = uses_triton(q, sinks, backend=backend)
-    return _SinkAttention.apply(q, k, v, sinks, scale, is_causal, kernel, triton)
+    return _SinkAttention.apply(q, k, v, sinks, TorchAttention(kernel, scale, is_causal), triton)

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import apply_sinks, decode_attention, sink_attention
-from ligerzoo.kernels.attention_sinks import attention_kernel
+from ligerzoo.kernels import apply_sinks, decode_attention, packed_attention, sink_attention
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.fp8 import FP8, from_storage
+from ligerzoo.kernels.fused_attention import attention_kernel
 from ligerzoo.layers.attention_on_meta import attention_on_meta
+from ligerzoo.layers.documents import Documents
 from ligerzoo.layers.masks import AttentionMask, Mask, as_additive, single_query_interval
 
 # Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
@@ -59,6 +60,11 @@ class AttentionCall(NamedTuple):
     def scores(self) -> int:
         """T * S."""
         return self.q.shape[1] * self.k.shape[1]
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents of a `CausalMask`, if the host knows them."""
+        return getattr(self.mask, "documents", None)
 
     @property
     def is_differentiable(self) -> bool:
@@ -132,6 +138,37 @@ def _decode_kernel(call: AttentionCall) -> Tensor:
         call.q[:, 0], keys, values, *interval, scale=call.scale, softcap=call.softcap, sinks=call.sinks
     )
     return out[:, None]
+
+
+def _can_pack(call: AttentionCall) -> bool:
+    """Whether documents, known to the host, run in batches: if that is faster than FlexAttention, or must be exact.
+
+    Raises:
+        ValueError: the documents must be exact, and cuDNN cannot compute this attention.
+    """
+    documents = call.documents
+    if documents is None or not (documents.exact or (_is_long(call) and call.softcap is None)):
+        return False
+    window = call.mask.window  # type: ignore[union-attr]
+    reasons = {
+        "padding within a row": documents.rows is None,
+        f"a window of {window} tokens and documents of up to {documents.longest}": (
+            window is not None and window < documents.longest
+        ),
+        f"a soft cap of {call.softcap}": call.softcap is not None,
+        f"{call.q.dtype} on {call.q.device.type} and a head size of {call.q.shape[-1]}": (
+            attention_kernel(*call[:3], True) != "cudnn"
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds and documents.exact:
+            raise ValueError(f"exact attention: got {reason}; expected what cuDNN computes. Use exact=False")
+    return not any(reasons.values()) and (documents.exact or documents.packing_pays)
+
+
+def _packed(call: AttentionCall) -> Tensor:
+    assert call.documents is not None
+    return packed_attention(*call[:3], call.documents.packing, scale=call.scale, sinks=call.sinks)
 
 
 def _is_long(call: AttentionCall) -> bool:
@@ -286,6 +323,7 @@ class Path(NamedTuple):
 
 PATHS = (
     Path(_decodes, _decode_kernel),
+    Path(_can_pack, _packed),
     Path(_is_long, _flex_attention),
     Path(_is_half_on_cpu, _in_fp32),
     Path(_needs_scores, _reference),

@@ -5,18 +5,20 @@ Shapes: B batch, T tokens in the call, S keys that attention receives (cached an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import any_true
+from ligerzoo.kernels.autograd import any_true, under_transform
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context_inputs import check_context_inputs
+from ligerzoo.layers.documents import Documents, segments, spans, unpadded
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import CausalMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
@@ -99,6 +101,7 @@ _ATTRIBUTES = (
     "cache",
     "_full_mask",
     "padding_mask",
+    "documents",
     "cache_position",
     "segment_start",
     "last_visible",
@@ -131,6 +134,8 @@ class Context:
             boundary are padding.
         cache: the KV cache of earlier tokens; layers append the new tokens to it.
         outputs: what layers store. Default: router logits only.
+        exact: give packed documents, and texts with padding at their ends, the attention that they have alone, to the
+            bit, even where another way is faster. Default positions then count no padding.
 
     Attributes:
         rows: B.
@@ -146,11 +151,12 @@ class Context:
         cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
         outputs: as given.
+        documents: what attends to each other in packed or padded rows; None if the host does not know it.
         router_logits, attentions, hidden_states: those of `outputs`.
 
     Raises:
         TypeError: an input has another type.
-        ValueError: the shapes, dtypes or values of the inputs are inconsistent.
+        ValueError: the shapes, dtypes or values of the inputs are inconsistent, or `exact` is not possible for them.
     """
 
     def __init__(
@@ -161,20 +167,28 @@ class Context:
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         outputs: LayerOutputs | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         check_context_inputs(x, attention_mask, position_ids, cu_seqlens, cache)
         self.rows, self.tokens = x.shape[:2]
         self.cache = cache
         self._full_mask: Tensor | Mask | None = None
         self.padding_mask: Tensor | None = None
+        self.documents: Documents | None = None
+        find_documents = partial(Documents, tokens=self.tokens, device=x.device, exact=exact)
+        reads_values = cache is None and _reads_values()
         if isinstance(attention_mask, Mask) or (attention_mask is not None and attention_mask.ndim == 4):
             self._full_mask = attention_mask
         elif attention_mask is not None:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
             is_checked = self.tokens > 1 or (cache is not None and cache.exact)
-            if is_checked and not torch.compiler.is_compiling() and not _masks_any(self.padding_mask):
-                self.padding_mask = None
+            if is_checked and not torch.compiler.is_compiling():
+                if not _masks_any(self.padding_mask):
+                    self.padding_mask = None
+                elif reads_values:
+                    self.documents = find_documents(partial(unpadded, self.padding_mask))
         if cache is not None and cache.exact and not (self._full_mask is None and self.padding_mask is None):
             raise ValueError(
                 "attention_mask: got padding or a 4-D mask, with an exact cache; expected no padding. Pass rows of one "
@@ -189,11 +203,21 @@ class Context:
             self._packed_end = bounds[-1]
             segment = torch.searchsorted(bounds, self.cache_position, right=True) - 1
             self.segment_start = bounds[segment]
+            if reads_values and (exact or cu_seqlens.device.type == "cpu"):
+                self.documents = find_documents(lambda: [spans(cu_seqlens.tolist())])
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
-            self.segment_start = _segment_starts(position_ids)
+            is_start = _begins_segment(position_ids)
+            found = is_start.cpu() if reads_values else None  # a host sync
+            if _has_any(is_start if found is None else found):
+                index = torch.arange(self.tokens, device=is_start.device)
+                self.segment_start = (index * is_start).cummax(1).values
+                if found is not None:
+                    self.documents = find_documents(partial(segments, found, self.rows))
+        if exact:
+            self.documents = self._exact_documents(find_documents)
         self.has_default_positions = position_ids is None
         if position_ids is None:
-            position_ids = self._segment_positions()
+            position_ids = self.token_positions() if exact else self._segment_positions()
         self.position_ids = position_ids
         self.cross_attention_inputs: object | None = None
         self.deepstack: AddedFeatures | None = None
@@ -227,6 +251,29 @@ class Context:
     @hidden_states.setter
     def hidden_states(self, value: list[Tensor] | None) -> None:
         self.outputs.hidden_states = value
+
+    def _exact_documents(self, find_documents: Callable[..., Documents]) -> Documents | None:
+        """Returns the documents of an exact context, of which each row without padding is one; None with a cache.
+
+        Raises:
+            ValueError: the host does not know them, or attention to the cache is not exact.
+        """
+        is_whole = self.padding_mask is None and self._full_mask is None and self.segment_start is None
+        got = None
+        if self.cache is not None and not self.cache.exact:
+            got = "a cache that is not exact"
+        elif torch.compiler.is_compiling():
+            got = "compiled code"
+        elif self.documents is None and not is_whole:
+            got = "a 4-D mask, or packing or padding whose values are not read"
+        if got is not None:
+            raise ValueError(
+                f"exact: got {got}; expected packed rows, or rows with padding at their ends, in eager mode. Use "
+                "exact=False"
+            )
+        if self.cache is not None or self.documents is not None:
+            return self.documents
+        return find_documents(lambda: [spans([0, self.tokens])] * self.rows)
 
     def fork(self) -> Context:
         """Returns a copy with separate, empty outputs, for a layer that is recomputed in the backward pass."""
@@ -345,7 +392,9 @@ class Context:
             last = last if is_causal else torch.minimum(last, query + window - 1)
         padding_mask = None if self.padding_mask is None else _slice_keys(self.padding_mask, offset, keys)
         if is_causal and self.last_visible is None and self.tokens == keys and offset == 0:
-            return CausalMask(query, first, keys, padding_mask, window, self.segment_start)
+            return CausalMask(query, first, keys, padding_mask, window, self.segment_start, self.documents)
+        if self.documents is not None and self.documents.exact:
+            raise ValueError("exact: got attention to later tokens; expected causal attention. Use exact=False")
         return Mask(query, first, last, keys, padding_mask)
 
 
@@ -370,6 +419,11 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
     return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
 
 
+def _reads_values() -> bool:
+    """Whether a context may read the values of its inputs."""
+    return _assumed is None and not (torch.compiler.is_compiling() or under_transform())
+
+
 def _masks_any(padding_mask: Tensor) -> bool:
     return any_true(~padding_mask) if _assumed is None else _assumed.has_padding
 
@@ -379,10 +433,8 @@ def _begins_segment(position_ids: Tensor) -> Tensor:
     return F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
 
 
-def _segment_starts(position_ids: Tensor) -> Tensor | None:
-    """Returns the index of the first token of each token's segment, (B or 1, T); None if there is one segment."""
-    is_start = _begins_segment(position_ids)
-    if not torch.compiler.is_compiling() and not (any_true(is_start) if _assumed is None else _assumed.has_segments):
-        return None
-    index = torch.arange(is_start.shape[1], device=is_start.device)
-    return (index * is_start).cummax(1).values
+def _has_any(is_start: Tensor) -> bool:
+    """Whether a token begins a segment; in compiled code, whether one may."""
+    if torch.compiler.is_compiling():
+        return True
+    return any_true(is_start) if _assumed is None else _assumed.has_segments

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.layers.documents import Documents
+
 _BLOCK = 128
 
 
@@ -162,14 +164,21 @@ class CausalMask(Mask):
         query, first, keys, padding_mask: see `Mask`.
         window: tokens that a token sees, including itself; None for no window.
         segment_start: (B or 1, T) int64, the first key of each token's segment; None for one segment.
+        documents: the segments, or the texts between padding; None if the host does not know them.
     """
 
     def __init__(
-        self, query: Tensor, first: Tensor, keys: int, padding_mask: Tensor | None, window: int | None,
+        self,
+        query: Tensor,
+        first: Tensor,
+        keys: int,
+        padding_mask: Tensor | None,
+        window: int | None,
         segment_start: Tensor | None,
-    ) -> None:  # fmt: skip
+        documents: Documents | None = None,
+    ) -> None:
         super().__init__(query, first, query, keys, padding_mask)
-        self.window, self.segment_start = window, segment_start
+        self.window, self.segment_start, self.documents = window, segment_start, documents
 
     def _mask_mod(self) -> Callable[..., Tensor]:
         start = None if self.segment_start is None else self.segment_start.int()  # half the bytes to load

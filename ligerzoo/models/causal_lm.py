@@ -103,6 +103,7 @@ class CausalLM(Generative, LanguageModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_router_logits: bool | None = None,
+        exact: bool = False,
         **modalities: Any,
     ) -> CausalLMOutput:
         """Computes the logits, or the loss if labels are given.
@@ -134,6 +135,8 @@ class CausalLM(Generative, LanguageModel):
                 which materializes them.
             output_router_logits: return the router logits of each MoE layer and add the load-balancing loss to the
                 loss. Default: the config's `output_router_logits`.
+            exact: give packed documents, and texts with padding at their ends, the attention that they have alone, to
+                the bit, as sampling with `exact=True` does. By default they have it where that is faster.
             modalities: further inputs of the architecture; see its `embed`.
 
         Raises:
@@ -148,7 +151,7 @@ class CausalLM(Generative, LanguageModel):
         hidden, context = self.run_decoder(
             x, attention_mask, position_ids, past_key_values=past_key_values, use_cache=use_cache,
             cu_seqlens=cu_seqlens, output_hidden_states=output_hidden_states, output_attentions=output_attentions,
-            output_router_logits=output_router_logits, **modalities,
+            output_router_logits=output_router_logits, exact=exact, **modalities,
         )  # fmt: skip
         if labels is not None and shift_labels is None:
             shift_labels = shifted_labels(labels, context.segment_start)

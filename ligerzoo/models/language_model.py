@@ -104,6 +104,7 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_router_logits: bool | None = None,
+        exact: bool = False,
         **modalities: Any,
     ) -> tuple[Tensor, Context]:
         """Runs the decoder without a head. The arguments after `x` are those of `forward`.
@@ -129,7 +130,7 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         outputs = LayerOutputs(**{name: [] for name, flag in stores.items() if flag})
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values, outputs)
+        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values, outputs, exact=exact)
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
         hidden = self.model(self.embed(x, context, **modalities), context)

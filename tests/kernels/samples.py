@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import ClampedSwiGLU, route
+from ligerzoo.kernels import ClampedSwiGLU, pack_documents, route
 from ligerzoo.kernels.causal_conv import ConvInputs
 from ligerzoo.kernels.decode_attention import VisibleKeys
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared
 from ligerzoo.kernels.experts import ExpertSlots, Hidden, Projection, _Needs
 from ligerzoo.kernels.few_rows import _Three as Three
+from ligerzoo.kernels.fused_attention import TorchAttention, attention_kernel
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.glu import _Needs as GLUNeeds
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.layer_norm import _Needs as LayerNormNeeds
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
+from ligerzoo.kernels.packed_attention import _Results as Results
 from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds
 from ligerzoo.kernels.rms_norm import _Options as Options
@@ -406,6 +408,28 @@ def _sink_gradients(device: str) -> Samples:
     return [{"y": sample.pop("out"), **sample} for sample in samples]
 
 
+def _packed_attention(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16 if device == "cuda" else torch.float32)
+    fused, joint = device == "cuda" or INTERPRETING, t(1, 70, 4, 16)
+    rows = pack_documents([[(0, 3), (3, 1)], [(1, 8)]], 9, device), pack_documents([[(0, 65), (65, 5)]], 70, device)
+    operands = [(t(2, 9, 4, 16), t(2, 9, 2, 16), t(2, 9, 2, 16)), (joint[:, :, :2], joint[:, :, 2:3], joint[:, :, 3:])]
+    kernel = attention_kernel(*operands[0], True)
+    assert kernel is not None
+    common = {"attention": TorchAttention(kernel, 0.3, is_causal=True), "triton": fused}
+    return [
+        {"q": q, "k": k, "v": v, "packing": packing, **common}
+        for (q, k, v), packing in zip(operands, rows, strict=True)
+    ]
+
+
+def _packed_attention_backward(device: str) -> Samples:
+    samples = _packed_attention(device)
+    for sample in samples:
+        out, lse = OPS["packed_attention"](*sample.values())
+        sample["results"] = Results(torch.ones_like(out), out, lse)
+    return samples
+
+
 def _delta_inputs(device: str, batch: int = 1, dtype: torch.dtype = torch.float32, **others: Any) -> Inputs:
     t = partial(new, device=device, dtype=dtype)
     fused = t(batch, 5, 24)  # the tokens are views of it
@@ -553,6 +577,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "apply_sinks": _apply_sinks,
     "apply_sinks_backward": _apply_sinks_backward,
     "sink_gradients": _sink_gradients,
+    "packed_attention": _packed_attention,
+    "packed_attention_backward": _packed_attention_backward,
     "decode_experts": _decode_experts,
     "delta_rule_forward": _delta_rule_forward,
     "delta_rule_backward": _delta_rule_backward,

@@ -100,6 +100,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "down_bias": torch.randn(3, 6),
     },
     "lora_linears": {"x": X},
+    "packed_attention": {**{name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")}, "sinks": torch.randn(4)},
     "residual_rms_norm": {"x": X, "weight": W},
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
@@ -129,6 +130,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "latent_decode_attention": {"scale": 1.0},
     "linears": {"weights": [HEAD]},
     "lora_linears": {"weights": [HEAD], "biases": [None], "updates": [None]},
+    "packed_attention": {"packing": kernels.pack_documents([[(0, 3)], [(0, 2)]], 3)},
     "round_stochastically": {"target": X.bfloat16(), "step": torch.ones(()), "key": 2**32},
     "route": {"num_experts_per_token": 2},
     "route_sigmoid": {"num_experts_per_token": 2},
@@ -144,7 +146,7 @@ NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 
 def test_every_public_function_with_tensors_is_listed() -> None:
     functions = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
-    assert functions == {*ARGUMENTS, "set_logits_budget", "linears"}  # see test_linears
+    assert functions == {*ARGUMENTS, "set_logits_budget", "linears", "pack_documents"}  # see test_linears
 
 
 @pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name]])

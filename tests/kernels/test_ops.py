@@ -30,6 +30,8 @@ ON_ANY_MACHINE = {
     "experts_gate_up",
     "linear_cross_entropy_sweep",
     "linear_divergence_sweep",
+    "packed_attention",
+    "packed_attention_backward",
     "scaled",
     "sink_gradients",
 }

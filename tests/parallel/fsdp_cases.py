@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from ligerzoo import AutoModel, hub
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.checkpoint import Checkpoint
+from ligerzoo.layers import attention_paths
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from ligerzoo.parallel import (
     accumulating,
@@ -201,6 +202,23 @@ def mixed_precision(rank: int) -> None:
     half.model.layers[1].mlp.up_proj.float()
     with pytest.raises(LigerzooError, match=r"layers\.1\.\S+ in torch.bfloat16, \S+up_proj.weight in torch.float32"):
         shard_model(half)
+
+
+def packed(rank: int) -> None:
+    """Packed documents in batches have the loss and gradients of FlexAttention, with and without recomputation."""
+    ids = torch.arange(24)[None] % 7 + rank
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(10), torch.arange(14)])[None]}
+    torch.manual_seed(0)
+    model = shard_model(Llama(tiny(initializer_range=0.3)))
+    loss, expected = gradients(model, [inputs], 22)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_paths, "attention_kernel", lambda *_: "cudnn")
+        for checkpoints in (False, True):
+            model.gradient_checkpointing_enable() if checkpoints else None
+            model.zero_grad()
+            other, actual = gradients(model, [{**inputs, "exact": True}], 22)
+            assert other == pytest.approx(loss, rel=1e-5)
+            compare(actual, expected, "packed")
 
 
 def release(rank: int) -> None:

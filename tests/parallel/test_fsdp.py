@@ -79,7 +79,15 @@ def test_shards_and_replicas(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [process.collectives, process.accumulate, process.mixed_precision, process.initialize, process.release]
+    "work",
+    [
+        process.collectives,
+        process.accumulate,
+        process.mixed_precision,
+        process.packed,
+        process.initialize,
+        process.release,
+    ],
 )
 def test_steps(work: Any) -> None:
     on_all_processes(work)

@@ -1,0 +1,91 @@
+"""Torch's fused attention kernels, called without autograd: forward returns the logsumexp, backward takes it.
+
+`scaled_dot_product_attention` hides the logsumexp. With it, an operation around a kernel can have its own backward:
+attention with sinks gives the kernel's backward another logsumexp, packed attention other rows.
+
+Shapes: B batch, T queries, S keys, N query heads, K key heads, D head size. Heads come before tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.autograd import under_transform
+
+_ALIGNMENT = 8  # head sizes that the kernels of a GPU take are multiples of it
+
+AttentionKernel = Literal["cudnn", "flash", "cpu"]
+
+
+class TorchAttention(NamedTuple):
+    """How a kernel of torch computes softmax(q k^T * scale) v.
+
+    Attributes:
+        kernel: "cudnn", "flash" (both for fp16 and bf16 on a GPU) or "cpu" (fp32 and fp64).
+        scale: factor of the scores.
+        is_causal: a query attends to the keys up to its own, which requires T = S.
+    """
+
+    kernel: AttentionKernel
+    scale: float
+    is_causal: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N, T, D), (B, K, S, D) twice -> the output, (B, N, T, D), and the logsumexp of the scores, (B, N, T)."""
+        aten = torch.ops.aten
+        if self.kernel == "cudnn":
+            out, lse = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, self.is_causal, False, scale=self.scale
+            )[:2]
+        elif self.kernel == "flash":
+            out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.is_causal, False, scale=self.scale)[
+                :2
+            ]
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.is_causal, scale=self.scale)
+        return out, lse.view(lse.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v."""
+        aten, max_q, max_k = torch.ops.aten, q.shape[2], k.shape[2]
+        if self.kernel == "cpu":
+            heads, group = k.shape[1], q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            dq, *repeated = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, self.is_causal, scale=self.scale
+            )
+            dk, dv = (x.unflatten(1, (heads, group)).sum(2) for x in repeated)
+            return dq, dk, dv
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)  # state of the random numbers
+        if self.kernel == "cudnn":
+            gradients = aten._scaled_dot_product_cudnn_attention_backward(
+                dout, q, k, v, out, lse[..., None], no_dropout, no_dropout, None, None, None, max_q, max_k, 0.0,
+                self.is_causal, scale=self.scale,
+            )  # fmt: skip
+        else:
+            gradients = aten._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse, None, None, max_q, max_k, 0.0, self.is_causal, no_dropout, no_dropout,
+                scale=self.scale,
+            )  # fmt: skip
+        return gradients
+
+
+def attention_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> AttentionKernel | None:
+    """Returns the fastest kernel for these tensors, (B, T, N, D) and (B, S, K, D) twice; None if none supports them."""
+    if under_transform() or not q.dtype == k.dtype == v.dtype:
+        return None
+    if q.device.type == "cpu":
+        return "cpu" if q.dtype in (torch.float32, torch.float64) and q.shape[-1] == v.shape[-1] else None
+    if not q.is_cuda or q.shape[-1] % _ALIGNMENT:
+        return None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
+    if torch.backends.cuda.can_use_cudnn_attention(params):
+        return "cudnn"
+    return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None

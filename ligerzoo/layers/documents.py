@@ -1,0 +1,73 @@
+"""The documents of packed rows, or the texts between padding: which tokens attend to each other, known to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.packing import Packing, Span, cost, flex_cost, pack_documents
+
+Rows = Sequence[Sequence[Span]]
+
+
+class Documents:
+    """The documents of B rows of T tokens.
+
+    Args:
+        rows: returns the documents of each row, or None if padding divides one. Called once, when attention needs them.
+        tokens: T.
+        device: of the tensors that attention reads.
+        exact: give each document the attention that it has alone, to the bit, where another way is faster too.
+    """
+
+    def __init__(
+        self, rows: Callable[[], Rows | None], tokens: int, device: torch.device, *, exact: bool = False
+    ) -> None:
+        self._read, self.tokens, self.device, self.exact = rows, tokens, device, exact
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """The documents of each row; None if padding divides one. At first, a host sync where they are on a GPU."""
+        return self._read()
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max((length for spans in self.rows or () for _, length in spans), default=0)
+
+    @cached_property
+    def packing(self) -> Packing:
+        """The plan of `ligerzoo.kernels.packed_attention`."""
+        return pack_documents(self.rows or (), self.tokens, self.device)
+
+    @cached_property
+    def packing_pays(self) -> bool:
+        """Whether `packed_attention` is faster than FlexAttention."""
+        return cost(self.rows or ()) <= flex_cost(self.rows or (), self.tokens)
+
+
+def segments(is_start: Tensor, rows: int) -> Rows:
+    """The documents that begin where `is_start`, (B or 1, T) bool, is True, and with a row."""
+    tokens = is_start.shape[1]
+    bounds = [[0, *row.nonzero()[:, 0].tolist(), tokens] for row in is_start.cpu()]
+    return [spans(row) for row in bounds] * (rows // len(bounds))
+
+
+def spans(bounds: Sequence[int]) -> list[Span]:
+    """The documents between boundaries."""
+    return [(start, end - start) for start, end in pairwise(bounds)]
+
+
+def unpadded(padding_mask: Tensor) -> Rows | None:
+    """The text of each row of a padding mask, (B, T) bool; None if padding divides one."""
+    found = []
+    for row in padding_mask.cpu():
+        index = row.nonzero()[:, 0].tolist()
+        if index and index[-1] - index[0] + 1 != len(index):
+            return None
+        found.append([(index[0], len(index))] if index else [])
+    return found

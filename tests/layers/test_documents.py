@@ -1,0 +1,147 @@
+"""Packed documents and padded texts in batches of cuDNN's attention, here of torch's kernel for a CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import packed_attention
+from ligerzoo.layers import attention_paths, documents
+from ligerzoo.layers.context import Context
+from ligerzoo.models import Gemma2, Gemma2Config, GptOss, GptOssConfig, Llama, LlamaConfig, Mistral, MistralConfig
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """Lets a CPU pack; collects the batches of each call."""
+    found: list[list[list[int]]] = []
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, packing: documents.Packing, **options: object) -> Tensor:
+        found.append(packing.batches.tolist())
+        return packed_attention(q, k, v, packing, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention_paths, "attention_kernel", lambda *_: "cudnn")
+    monkeypatch.setattr(attention_paths, "packed_attention", recorded)
+    return found
+
+
+def packed_positions(*rows: list[int]) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+@pytest.mark.parametrize("model_class, config", [(Llama, LlamaConfig), (GptOss, GptOssConfig)])
+def test_packed_rows(model_class: type[Llama], config: type[LlamaConfig], calls: list[list[list[int]]]) -> None:
+    more = {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 8} if model_class is GptOss else {}
+    model = model_class(config(**SIZES, **more), dtype=torch.float32)
+    ids = torch.randint(60, (2, 40))
+    positions = packed_positions([20, 1, 19], [30, 1, 1, 1, 7])
+    expected = model(ids, position_ids=positions, labels=ids).loss
+    assert not calls
+    loss = model(ids, position_ids=positions, labels=ids, exact=True).loss
+    assert calls == [[[4, 64]]] * 2  # documents of one token need no batch
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    weights = list(model.parameters())
+    for got, want in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padded_rows(side: str, calls: list[list[list[int]]]) -> None:
+    model = Llama(LlamaConfig(**SIZES), dtype=torch.float32)
+    ids, mask = torch.randint(60, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
+    if side != "left":
+        mask[0, 12:], mask[2, 19:] = 0, 0
+    if side != "right":
+        mask[0, :5], mask[1, :3] = 0, 0
+    expected = model(ids, mask).logits
+    logits = model(ids, mask, exact=True).logits
+    assert len(calls) == 2
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_cu_seqlens(calls: list[list[list[int]]]) -> None:
+    model, ids = Llama(LlamaConfig(**SIZES), dtype=torch.float32), torch.randint(60, (1, 20))
+    bounds = torch.tensor([0, 6, 7, 17])
+    logits, expected = (model(ids, cu_seqlens=bounds, exact=exact).logits[:, :17] for exact in (True, False))
+    assert len(calls) == 2
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_of_the_longest_document_has_no_effect(calls: list[list[list[int]]]) -> None:
+    model, ids = Mistral(MistralConfig(**SIZES, sliding_window=10), dtype=torch.float32), torch.randint(60, (1, 20))
+    positions = packed_positions([10, 4, 6])
+    logits, expected = (model(ids, position_ids=positions, exact=exact).logits for exact in (True, False))
+    assert len(calls) == 2
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="a window of 10 tokens and documents of up to 11"):
+        model(ids, position_ids=packed_positions([11, 9]), exact=True)
+
+
+def test_what_cannot_be_exact_is_refused(calls: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, positions = torch.randint(60, (1, 20)), packed_positions([10, 10])
+    capped = Gemma2(Gemma2Config(**SIZES, head_dim=8), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"a soft cap of 50\.0"):
+        capped(ids, position_ids=positions, exact=True)
+    model, mask = Llama(LlamaConfig(**SIZES), dtype=torch.float32), torch.ones(1, 20, dtype=torch.int64)
+    mask[0, 5] = 0
+    with pytest.raises(ValueError, match="padding within a row"):
+        model(ids, mask, exact=True)
+    with pytest.raises(ValueError, match="got a 4-D mask, or packing"):
+        model(ids, torch.ones(1, 1, 20, 20, dtype=torch.bool), exact=True)
+    with pytest.raises(ValueError, match="got a cache that is not exact"):
+        model(ids, mask, use_cache=True, exact=True)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"torch\.float32 on cpu and a head size of 8"):
+        model(ids, position_ids=positions, exact=True)
+
+
+def test_whole_rows_are_exact_without_packing(calls: list[list[list[int]]]) -> None:
+    model, ids = Llama(LlamaConfig(**SIZES), dtype=torch.float32), torch.randint(60, (2, 20))
+    assert torch.equal(model(ids, exact=True).logits, model(ids).logits)
+    assert not calls
+    windowed = Mistral(MistralConfig(**SIZES, sliding_window=19), dtype=torch.float32)
+    with pytest.raises(ValueError, match="a window of 19 tokens and documents of up to 20"):
+        windowed(ids, exact=True)
+
+
+def test_padding_does_not_move_positions(calls: list[list[list[int]]]) -> None:
+    """In exact forwards, a text has the angles that it has alone."""
+    ids, mask = torch.randint(60, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    context = Context(ids, mask, exact=True)
+    assert context.position_ids.tolist() == [list(range(9)), [0, 0, 0, 0, *range(5)]]
+    assert Context(ids, mask).position_ids.tolist() == [list(range(9))]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activation_checkpointing(recomputes: bool, calls: list[list[list[int]]]) -> None:
+    """Backward recomputes blocks with the plan of the forward."""
+    model, ids = Llama(LlamaConfig(**SIZES), dtype=torch.float32), torch.randint(60, (1, 40))
+    if recomputes:
+        model.gradient_checkpointing_enable()
+    positions = packed_positions([20, 20])
+    loss = model(ids, position_ids=positions, labels=ids, exact=True).loss
+    loss.backward()
+    assert len(calls) == (4 if recomputes else 2)
+    model.gradient_checkpointing_disable()
+    expected = torch.autograd.grad(model(ids, position_ids=positions, labels=ids).loss, list(model.parameters()))
+    for parameter, want in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_faster_way_is_chosen() -> None:
+    def pays(lengths: list[int]) -> bool:
+        starts = torch.zeros(1, sum(lengths), dtype=torch.bool)
+        starts[0, torch.tensor(lengths).cumsum(0)[:-1]] = True
+        found = Context(torch.zeros(1, sum(lengths)).long(), position_ids=packed_positions(lengths)).documents
+        assert found is not None
+        assert found.rows == documents.segments(starts, 1)
+        return found.packing_pays
+
+    assert pays([2048] * 4)
+    assert pays([4000, 3000, 1192])
+    assert not pays([100] * 82)
