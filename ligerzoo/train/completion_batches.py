@@ -39,6 +39,7 @@ class CompletionBatch:
         advantages: (S,) fp32.
         sampler_logps: (S, L) fp32, log-probabilities of the tokens when they were sampled; 0 for padding.
         tokens: number of tokens of the rows without padding and completions that are not trained.
+        exact: give each completion the bits that it has alone, as exact sampling does.
     """
 
     inputs: dict[str, Tensor]
@@ -48,6 +49,7 @@ class CompletionBatch:
     advantages: Tensor
     sampler_logps: Tensor
     tokens: int
+    exact: bool = False
 
     @property
     def trained_tokens(self) -> int:
@@ -115,6 +117,7 @@ def _batch(rows: list[list[SampledCompletion]], pad_token_id: int) -> Completion
         torch.tensor([one.advantage for one in completions]),
         pad_sequence([torch.tensor(one.logps) for one in completions], batch_first=True),
         sum(len(one.input_ids) for one in completions if one.trained_tokens),
+        all(one.is_exact for one in completions),
     )
 
 
@@ -201,4 +204,4 @@ def _forward(model: CausalLM, batch: CompletionBatch, function: Callable[..., An
         return function(hidden.flatten(0, 1)[predictors], weight, targets, **options)
 
     inputs = {name: tensor.to(device) for name, tensor in batch.inputs.items()}
-    return model(**inputs, objective=objective)
+    return model(**inputs, exact=batch.exact, objective=objective)

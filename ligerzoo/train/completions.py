@@ -32,6 +32,7 @@ class SampledCompletion(Sample):
         finish_reason: "stop" after an end-of-sequence token, "length" after the largest number of new tokens.
         reward: NaN before the reward function has run.
         advantage: what weights the completion in the loss; NaN before it is computed.
+        is_exact: whether `logps` are those of the policy in one forward of the whole text, to the bit.
     """
 
     prompt: PromptSample
@@ -40,6 +41,7 @@ class SampledCompletion(Sample):
     finish_reason: str
     reward: float = math.nan
     advantage: float = math.nan
+    is_exact: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -86,6 +88,7 @@ class CompletionSampler:
         ends = {*token_ids(model, "eos_token_id", None), tokenizer.eos_token_id} - {None}
         self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
         self._padding, self._temperature = padding_token(tokenizer, model.input_vocab_size), temperature
+        self._is_exact = exact
         self._generate = partial(
             model.generate,
             max_new_tokens=max_new_tokens,
@@ -139,6 +142,7 @@ class CompletionSampler:
                 text=self.tokenizer.decode(new, skip_special_tokens=True),
                 logps=all_logps[:length],
                 finish_reason=reason,
+                is_exact=self._is_exact,
             )
 
 
