@@ -1,7 +1,7 @@
 """Typed reading of untrusted JSON: config.json, adapter_config.json, indices of weights, files of tokenizers.
 
-    FLAG.read(value, where)         # the value, as a bool
-    FLAG.entry(raw, "use_dora")     # the same of an entry; None if it is absent or null
+    BOOLEAN.read(value, where)         # the value, as a bool
+    BOOLEAN.entry(raw, "use_dora")     # the same of an entry; None if it is absent or null
 
 Every other value is an error of one form, with the entry, the value and what is expected.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar, cast
 
-from ligerzoo.checks import Values, is_integer, is_number
+from ligerzoo.checks import FLAG, Values, is_integer, is_number
 from ligerzoo.errors import ConfigError, LigerzooError, quote
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def list_of(items: JsonType[T], expected: str, problem: str = "invalid value") -
     return JsonType(expected, _is_list, lambda value: all(map(items.accepts, value)), problem=problem)
 
 
-FLAG = JsonType[bool]("true or false", lambda value: isinstance(value, bool))
+BOOLEAN = JsonType[bool]("true or false", FLAG.has_type)
 NUMBER = JsonType[float]("a number", is_number)
 INTEGER = JsonType[int]("an integer", is_integer)
 NAME = JsonType[str]("a name", lambda value: isinstance(value, str), bool)
@@ -69,7 +69,7 @@ def object_entry(raw: Entries, name: str) -> Entries:
 
 def flag_entry(raw: Entries, name: str) -> bool:
     """Returns an entry that must be true or false; False if it is absent or null."""
-    return FLAG.entry(raw, name) or False
+    return BOOLEAN.entry(raw, name) or False
 
 
 def is_one_of(value: object, accepted: Iterable[object]) -> bool:

@@ -1,6 +1,5 @@
 """The drawing of the packages and their imports."""
 
-import ast
 import xml.etree.ElementTree as ET
 
 from tools import house
@@ -14,11 +13,6 @@ def test_arrows_leave_out_imports_that_follow_from_others() -> None:
 
 def test_a_package_is_above_all_that_it_imports() -> None:
     assert house.floors(GRAPH) == {"bottom": 0, "middle": 1, "aside": 1, "top": 2}
-
-
-def test_lazy_imports_are_not_drawn() -> None:
-    source = "import ligerzoo.files\nif x:\n    from ligerzoo.hub import load\ndef f():\n    import ligerzoo.cli\n"
-    assert list(house.eager_imports(ast.parse(source))) == ["ligerzoo.files", "ligerzoo.hub.load"]
 
 
 def test_boxes_do_not_overlap() -> None:

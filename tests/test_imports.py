@@ -5,16 +5,16 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import ligerzoo
 from ligerzoo.models.registry import ARCHITECTURES
+from tools.structure import Import, imports
 
 ROOT = Path(__file__).parent.parent
 FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("ligerzoo/**/*.py"))}
@@ -76,25 +76,6 @@ EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["option
 OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"] | EXTRAS["low-bit"] | EXTRAS["tracking"] | EXTRAS["data"]
 
 
-class Import(NamedTuple):
-    name: str  # dotted, down to what is imported: "ligerzoo.layers.Attention"
-    line: int
-    lazy: bool
-
-
-def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
-    match node:
-        case ast.Import():
-            yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
-        case ast.ImportFrom():
-            module = "." * node.level + (node.module or "")
-            yield from (Import(f"{module}.{alias.name}", node.lineno, lazy) for alias in node.names)
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            lazy = True
-    for child in ast.iter_child_nodes(node):
-        yield from imports(child, lazy)
-
-
 @cache
 def imports_of(source: str) -> tuple[Import, ...]:
     return tuple(imports(ast.parse(source)))
@@ -146,25 +127,6 @@ def complaints(files: Mapping[str, str]) -> list[str]:
 def test_imports_point_one_way() -> None:
     found = complaints(FILES)
     assert not found, "\n".join(found)
-
-
-def test_no_module_imports_itself_in_a_circle() -> None:
-    """Counts eager imports only: a lazy one cannot fail while modules are being imported."""
-    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): FILES[file] for file in FILES}
-
-    def module(name: str) -> str:
-        return name if name in modules else module(name.rpartition(".")[0])
-
-    graph = {
-        name: {
-            module(one.name) for one in imports(ast.parse(source)) if one.name.startswith("ligerzoo") and not one.lazy
-        }
-        for name, source in modules.items()
-    }
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("imported", sorted(ARROWS))

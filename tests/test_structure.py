@@ -27,6 +27,12 @@ def test_circles_include_imports_within_functions() -> None:
     assert found == [["ligerzoo.a", "ligerzoo.b", "ligerzoo.c"]]
 
 
+def test_imports_within_functions_are_lazy() -> None:
+    source = "import ligerzoo.files\nif x:\n    from ligerzoo.hub import load\ndef f():\n    import ligerzoo.cli\n"
+    found = [("ligerzoo.files", 1, False), ("ligerzoo.hub.load", 3, False), ("ligerzoo.cli", 5, True)]
+    assert list(structure.imports(ast.parse(source))) == found
+
+
 def test_public_names_are_repeated_only_at_the_top_level_of_modules() -> None:
     found = structure.repeated_names(
         package(a="def f(): ...\nclass C: ...\ndef _g(): ...", b="class C:\n    def f(self): ...\ndef _g(): ...")

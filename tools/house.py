@@ -11,33 +11,20 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from statistics import mean
 from textwrap import wrap
 from xml.sax.saxutils import escape
 
-from tools.structure import ROOT, Module, modules
+from tools.structure import ROOT, Module, imports, modules
 
 DRAWING = ROOT / "docs" / "house.svg"
 WIDTH, HEIGHT, GAP, BEND, RISE = 180, 60, 30, 40, 110
 """Of a box, between boxes of a floor, of an arrow between boxes, and from floor to floor."""
 
 Graph = Mapping[str, set[str]]
-
-
-def eager_imports(node: ast.AST) -> Iterator[str]:
-    """The dotted names that a module imports when it is itself imported."""
-    for child in ast.iter_child_nodes(node):
-        match child:
-            case ast.Import():
-                yield from (alias.name for alias in child.names)
-            case ast.ImportFrom():
-                yield from (f"{child.module}.{alias.name}" for alias in child.names)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                continue
-        yield from eager_imports(child)
 
 
 def packages(package: Mapping[str, Module]) -> dict[str, str]:
@@ -57,7 +44,8 @@ def imported_packages(package: Mapping[str, Module], names: Mapping[str, str]) -
     for name, module in package.items():
         importer = name.split(".")[1] if "." in name else ""
         if importer in graph:
-            found = {dotted.split(".")[1] for dotted in eager_imports(module.tree) if dotted.startswith("ligerzoo.")}
+            eager = [one.name for one in imports(module.tree) if not one.lazy]
+            found = {name.split(".")[1] for name in eager if name.startswith("ligerzoo.")}
             graph[importer] |= (found & graph.keys()) - {importer}
     return graph
 

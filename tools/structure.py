@@ -17,6 +17,7 @@ import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,20 @@ class Module(NamedTuple):
     tree: ast.Module
 
 
+class Import(NamedTuple):
+    """An import.
+
+    Attributes:
+        name: dotted, down to what is imported: "ligerzoo.layers.Attention".
+        line: its line.
+        lazy: within a function, or for type checkers alone.
+    """
+
+    name: str
+    line: int
+    lazy: bool
+
+
 def modules() -> dict[str, Module]:
     """The package's modules by name; a package's name is that of its __init__.py."""
     found = {}
@@ -60,29 +75,30 @@ def lines_per_package(package: Mapping[str, Module]) -> Counter[str]:
     return lines
 
 
-def imports(module: Module, package: Mapping[str, Module]) -> Iterator[str]:
+def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
+    """The imports in a syntax tree."""
+    match node:
+        case ast.Import():
+            yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
+        case ast.ImportFrom():
+            module = "." * node.level + (node.module or "")
+            yield from (Import(f"{module}.{alias.name}", node.lineno, lazy) for alias in node.names)
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            lazy = True
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, lazy)
+
+
+def imported_modules(module: Module, package: Mapping[str, Module]) -> set[str]:
     """The names of the modules that a module imports, anywhere in its file."""
-    is_package = module.path.name == "__init__.py"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in package)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.name.split(".")
-                kept = parts[: len(parts) - node.level + is_package]
-                base = ".".join([*kept, base] if base else kept)
-            for alias in node.names:
-                submodule = f"{base}.{alias.name}"
-                if submodule in package:
-                    yield submodule
-                elif base in package:
-                    yield base
+    prefixes = (list(accumulate(name.split("."), "{}.{}".format)) for name, *_ in imports(module.tree))
+    found = (next((name for name in reversed(names) if name in package), module.name) for names in prefixes)
+    return {*found} - {module.name}
 
 
 def circles(package: Mapping[str, Module]) -> list[list[str]]:
     """The groups of modules that import each other (strongly connected components of the imports), largest first."""
-    graph = {name: set(imports(module, package)) - {name} for name, module in package.items()}
+    graph = {name: imported_modules(module, package) for name, module in package.items()}
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
-from ligerzoo.entries import FLAG, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_one_of, list_of
+from ligerzoo.entries import BOOLEAN, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_one_of, list_of
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
 from ligerzoo.files.locate import ADAPTER_CONFIG_FILE
 from ligerzoo.files.untrusted import read_json
@@ -187,7 +187,7 @@ def _listed(kind: JsonType[list[T]], value: object, where: str) -> tuple[T, ...]
     return tuple(values)
 
 
-_number, _flag = partial(_read, NUMBER), partial(_read, FLAG)
+_number, _flag = partial(_read, NUMBER), partial(_read, BOOLEAN)
 _names = partial(_listed, list_of(NAME, "a list of names"))
 _indices = partial(_listed, list_of(INTEGER, "a list of integers"))
 

@@ -3,21 +3,16 @@
 from importlib import import_module
 from typing import Any
 
-from ligerzoo.models.registry import ARCHITECTURES
+from ligerzoo.models.registry import ARCHITECTURES, VISION_CONFIGS
 
 # Imported at first use, so that a model imports only its own modules. Type checkers read __init__.pyi, which
 # `python -m tools.architectures` writes from this table.
 _MODULES = {
+    **VISION_CONFIGS,
     **{name: module for module, cls in ARCHITECTURES.items() for name in (cls, f"{cls}Config")},
     "CausalLM": "causal_lm",
     "CausalLMOutput": "output",
-    "Gemma3VisionConfig": "gemma3",
     "Labels": "sequence_classifier",
-    "MllamaVisionConfig": "mllama",
-    "Qwen2VLVisionConfig": "qwen2_vl",
-    "Qwen2_5VLVisionConfig": "qwen2_5_vl",
-    "Qwen3VLVisionConfig": "qwen3_vision",
-    "Qwen3VisionConfig": "qwen3_vision",
     "SequenceClassifier": "sequence_classifier",
     "SequenceClassifierOutput": "output",
 }

@@ -49,3 +49,13 @@ ARCHITECTURES = {
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` that name an architecture of another name."""
+
+VISION_CONFIGS = {
+    "Gemma3VisionConfig": "gemma3",
+    "MllamaVisionConfig": "mllama",
+    "Qwen2VLVisionConfig": "qwen2_vl",
+    "Qwen2_5VLVisionConfig": "qwen2_5_vl",
+    "Qwen3VLVisionConfig": "qwen3_vision",
+    "Qwen3VisionConfig": "qwen3_vision",
+}
+"""The modules of the configs of vision towers."""

@@ -13,10 +13,11 @@ import torch
 from ligerzoo.checks import instances, one_of
 from ligerzoo.errors import LigerzooError, quote
 from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read
+from ligerzoo.text.chat import CHAT_OPTIONS
 from ligerzoo.text.messages import trying_text_arguments, with_parsed_arguments
 from ligerzoo.text.rendered import Rendered
 from ligerzoo.text.special_text import SpecialTokens
-from ligerzoo.text.tokenizer import CHAT_OPTIONS, Tokenizer
+from ligerzoo.text.tokenizer import Tokenizer
 
 _SPECIAL_TOKENS = one_of(("text", "control"))._replace(expected='"text" or "control"')
 _MESSAGES = instances("a list of messages", lambda value: isinstance(value, list) and value != [])

@@ -1,17 +1,22 @@
-"""Rendering of a conversation by a chat template: which template, which variables, and special tokens as text."""
+"""Conversations -> texts -> model inputs: which chat template, which variables, and special tokens as text."""
 
+import inspect
 import reprlib
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.chat_template import ChatTemplate
+from ligerzoo.text.encoder import Encoder, refuse_unknown
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, checked_objects, normalized_messages
+from ligerzoo.text.padding import BatchEncoding, Columns
 from ligerzoo.text.rendered import Rendered
-from ligerzoo.text.special_text import SpecialTokens
-from ligerzoo.text.vocabulary import Vocabulary
+from ligerzoo.text.special_text import SpecialTokens, token_mask
+from ligerzoo.text.tokenizer_files import PaddingSide, TokenizerFiles
+from ligerzoo.text.truncation import Truncation, TruncationStrategy, truncation_of
 
 _NO_TEMPLATE = (
     "Base models have none: use the instruction-tuned variant of the model, or pass the source of a template as "
@@ -19,6 +24,8 @@ _NO_TEMPLATE = (
 )
 _SET_BY_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of templates that options set."""
+_FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
+"""What `tokenizer_kwargs` of `apply_chat_template` may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,63 +83,6 @@ class RenderOptions:
         raise TokenizerError(what, where=where, expected=expected, remedy=remedy)
 
 
-def render(conversation: object, options: RenderOptions, template: ChatTemplate, vocabulary: Vocabulary) -> Rendered:
-    """Renders a conversation, and finds the special tokens in it that are text.
-
-    Args:
-        conversation: a list of messages.
-        options: the options.
-        template: the chat template.
-        vocabulary: has the special tokens, which are variables of the template too.
-
-    Raises:
-        TokenizerError: as `Tokenizer.apply_chat_template`, or the template changes the text of a block.
-    """
-    values: dict[str, Any] = {
-        "messages": normalized_messages(conversation),
-        "tools": None if options.tools is None else checked_objects(options.tools, "tools"),
-        "documents": None if options.documents is None else checked_objects(options.documents, "documents"),
-    }
-    variables = dict(options.variables or {})
-    is_text = options.special_tokens == "text"
-    if is_text:
-        values, variables = vocabulary.special_text.mark(values), vocabulary.special_text.mark(variables)
-    open_message = None
-    if options.continue_final_message:
-        open_message = OpenMessage(values["messages"], options.continue_final_message, template.source)
-        values["messages"] = open_message.messages
-    values["add_generation_prompt"] = options.add_generation_prompt
-    variables = {**vocabulary.special_tokens, **variables, **values}
-    spans = None
-    if options.finds_spans and template.has_generation_blocks:
-        text, spans = template.render_spans(variables)
-    else:
-        text = template.render(variables)
-    text = text if open_message is None else open_message.cut(text)
-    return vocabulary.special_text.unmark(text, spans) if is_text else Rendered(text, spans, None)
-
-
-def check_variables(
-    variables: Mapping[str, object] | None, template: ChatTemplate, named: Collection[str], options: Collection[str]
-) -> None:
-    """Raises TokenizerError if the template does not read a variable: it would have no effect.
-
-    Args:
-        variables: the user's variables.
-        template: the chat template.
-        named: names of special tokens.
-        options: names of the options that are not variables.
-    """
-    if not variables:
-        return
-    accepted = template.variables - _SET_BY_OPTIONS
-    own = sorted(accepted.difference(options, named))
-    for name, nearest in unknown_names(sorted(variables.keys() - accepted), own, options):
-        what = "neither an option nor a variable that the chat template reads"
-        expected = f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}"
-        raise TokenizerError(what, where=name, expected=expected, remedy=nearest)
-
-
 class OpenMessage:
     """The last message of a conversation, which the model continues: a tag at its end shows where the prompt ends.
 
@@ -186,3 +136,196 @@ class OpenMessage:
             raise TokenizerError("the chat template changes the last message", where=self._where)
         keeps_spaces = rendered.startswith(self._tag, end)
         return rendered[:end] if keeps_spaces else rendered[:end].rstrip()
+
+
+class ChatRenderer(Encoder):
+    """Renders conversations by chat templates, and encodes them.
+
+    Args:
+        files: see `Tokenizer`.
+
+    Attributes:
+        chat_templates: see `Tokenizer`.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        super().__init__(files)
+        self.chat_templates = files.chat_templates()
+
+    def set_chat_template(self, source: str, where: str) -> None:
+        """Replaces all chat templates by one, which `save_pretrained` writes.
+
+        Args:
+            source: the jinja source.
+            where: its file, for error messages.
+        """
+        self.chat_templates = {"default": ChatTemplate(source, where)}
+        self.files = self.files.with_chat_template(source)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, object]] | Sequence[Sequence[Mapping[str, object]]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        special_tokens: SpecialTokens = "control",
+        tokenize: bool = True,
+        padding: bool | Literal["longest", "max_length", "do_not_pad"] | None = None,
+        truncation: TruncationStrategy = False,
+        max_length: int | None = None,
+        padding_side: PaddingSide | None = None,
+        return_tensors: Literal["pt"] | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        tokenizer_kwargs: Mapping[str, object] | None = None,
+        **variables: Any,
+    ) -> Any:
+        """Renders the prompt of a conversation with the checkpoint's chat template, and encodes it.
+
+        The options are those of transformers. No special tokens are added to the template's output.
+
+        Args:
+            conversation: a conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
+                Entries whose value is None are dropped. Reasoning may be called "reasoning_content", "reasoning" or
+                "thinking".
+            tools: JSON schemas of the functions that the model may call.
+            documents: documents for retrieval-augmented generation, each with "title" and "text".
+            chat_template: a name in `self.chat_templates`, or the source of a template. None uses "tool_use" if `tools`
+                are given and that template exists, else "default".
+            add_generation_prompt: whether to end the prompt with the beginning of the model's answer.
+            continue_final_message: whether the prompt ends within the last message, which the model then continues. A
+                string names the field of the message that it continues, such as "reasoning_content".
+            special_tokens: what a special token means that is written in messages, tools, documents or variables:
+                "control" for the special token, as in transformers; "text" for its characters, so that untrusted text
+                cannot end a message.
+            tokenize: whether to return token ids instead of text. The options below have no effect without.
+            padding: see `__call__`.
+            truncation: see `__call__`.
+            max_length: see `__call__`.
+            padding_side: see `__call__`.
+            return_tensors: see `__call__`.
+            return_dict: whether to return the dictionary of `__call__`, or only `input_ids`. None means True for
+                several conversations, with `return_tensors` and with `return_assistant_tokens_mask`.
+            return_assistant_tokens_mask: whether to return `assistant_masks`: 1 for tokens in the `{% generation %}`
+                blocks of the template, the assistant's text. Warns if the template has none.
+            tokenizer_kwargs: further options of `__call__`: `pad_to_multiple_of`, `padding_side`,
+                `return_attention_mask` and `return_offsets_mapping`.
+            variables: further variables that the template reads, such as `enable_thinking`. They take precedence over
+                special tokens. Others are refused by name; transformers ignores them.
+
+        Returns:
+            With `tokenize=False` a text, or a list of texts for several conversations. Otherwise the ids, or a
+            dictionary; see `return_dict`.
+
+        Raises:
+            TokenizerError: the conversation is empty, or an option is unknown or does not go with another one; the
+                template does not exist, fails, refuses the messages, or exceeds the time or memory limit.
+        """
+        is_batch = isinstance(conversation, Sequence) and bool(conversation) and isinstance(conversation[0], Sequence)
+        conversations: Sequence[Any] = conversation if is_batch else [conversation]
+        if any(isinstance(one, Sequence) and not one for one in conversations):
+            raise TokenizerError("the conversation is empty", where="messages", expected="at least one message")
+        if return_assistant_tokens_mask and not (tokenize and return_dict is not False and not continue_final_message):
+            what = "does not go with tokenize=False, return_dict=False or continue_final_message"
+            raise TokenizerError(what, where="return_assistant_tokens_mask")
+        options = RenderOptions(
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            special_tokens=special_tokens,
+            finds_spans=return_assistant_tokens_mask,
+            variables=variables,
+        )
+        rendered = [self._rendered(one, options) for one in conversations]
+        if not tokenize:
+            texts = [one.text for one in rendered]
+            return texts if is_batch else texts[0]
+        if return_assistant_tokens_mask and rendered[0].spans is None:
+            warnings.warn("the chat template has no {% generation %} block: assistant_masks are 0", stacklevel=2)
+        further: dict[str, Any] = {} if padding_side is None else {"padding_side": padding_side}
+        further |= tokenizer_kwargs or {}
+        refuse_unknown(further, _FURTHER_OPTIONS, "tokenizer_kwargs")
+        limit = self._limit(max_length)
+        inputs = self._encode_chats(rendered, truncation_of(truncation, limit, self.truncation_side))
+        if not further.pop("return_offsets_mapping", False):
+            del inputs["offset_mapping"]
+        if not return_assistant_tokens_mask:
+            del inputs["assistant_masks"]
+        padding = return_tensors is not None if padding is None else padding
+        padded = self.pad(inputs, padding=padding, max_length=limit, return_tensors=return_tensors, **further)
+        if not is_batch and return_tensors is None:
+            padded = BatchEncoding({name: rows[0] for name, rows in padded.items()})
+        if return_dict is None:
+            return_dict = is_batch or return_tensors is not None or return_assistant_tokens_mask
+        return padded if return_dict else padded["input_ids"]
+
+    def _encode_chats(self, rendered: list[Rendered], truncation: Truncation | None) -> Columns:
+        columns: Columns = {"input_ids": [], "offset_mapping": [], "assistant_masks": []}
+        for one in rendered:
+            ids, offsets = self.encode_rendered(one)
+            kept = slice(None) if truncation is None else truncation.slice(len(ids))
+            columns["input_ids"].append(ids[kept])
+            columns["offset_mapping"].append(offsets[kept])
+            columns["assistant_masks"].append(token_mask(offsets[kept], one.spans or []))
+        return columns
+
+    def render_chat(self, conversation: Sequence[Mapping[str, object]], **options: Any) -> Rendered:
+        """Renders a conversation, and finds the special tokens in it that are text.
+
+        Args:
+            conversation: see `apply_chat_template`.
+            options: those of `RenderOptions`.
+
+        Returns:
+            The text with the characters of blocks and of special tokens that are text; `encode_rendered` encodes it.
+
+        Raises:
+            TokenizerError: as `apply_chat_template`, or the template changes the text of a block.
+        """
+        return self._rendered(conversation, RenderOptions(**options))
+
+    def _rendered(self, conversation: object, options: RenderOptions) -> Rendered:
+        template = options.choose(self.chat_templates, self.backend.where)
+        self._check_variables(options.variables or {}, template)
+        values: dict[str, Any] = {
+            "messages": normalized_messages(conversation),
+            "tools": None if options.tools is None else checked_objects(options.tools, "tools"),
+            "documents": None if options.documents is None else checked_objects(options.documents, "documents"),
+        }
+        variables = dict(options.variables or {})
+        is_text = options.special_tokens == "text"
+        if is_text:
+            values, variables = self.special_text.mark(values), self.special_text.mark(variables)
+        open_message = None
+        if options.continue_final_message:
+            open_message = OpenMessage(values["messages"], options.continue_final_message, template.source)
+            values["messages"] = open_message.messages
+        values["add_generation_prompt"] = options.add_generation_prompt
+        variables = {**self.special_tokens, **variables, **values}
+        spans = None
+        if options.finds_spans and template.has_generation_blocks:
+            text, spans = template.render_spans(variables)
+        else:
+            text = template.render(variables)
+        text = text if open_message is None else open_message.cut(text)
+        return self.special_text.unmark(text, spans) if is_text else Rendered(text, spans, None)
+
+    def _check_variables(self, variables: Mapping[str, object], template: ChatTemplate) -> None:
+        """Raises TokenizerError if the template does not read a variable: it would have no effect."""
+        if not variables:
+            return
+        accepted = template.variables - _SET_BY_OPTIONS
+        own = sorted(accepted.difference(CHAT_OPTIONS, self.special_tokens))
+        for name, nearest in unknown_names(sorted(variables.keys() - accepted), own, CHAT_OPTIONS):
+            what = "neither an option nor a variable that the chat template reads"
+            expected = f"an option, or one of the template's variables {', '.join(own) or '(it has none)'}"
+            raise TokenizerError(what, where=name, expected=expected, remedy=nearest)
+
+
+CHAT_OPTIONS = inspect.signature(ChatRenderer.apply_chat_template).parameters.keys() - {"self", "variables"}
+"""Names of the options of `apply_chat_template`, which variables of templates cannot have."""

@@ -1,15 +1,12 @@
-"""The processor families, one file for each. `FAMILIES` is the one list of them."""
+"""The processor families, one file for each model family, with its classes in `FAMILIES`."""
 
-from ligerzoo.vision.families.gemma3 import Gemma3ProcessorFamily
-from ligerzoo.vision.families.mllama import MllamaProcessorFamily
-from ligerzoo.vision.families.qwen2_vl import Qwen2_5VLProcessorFamily, Qwen2VLProcessorFamily
-from ligerzoo.vision.families.qwen3_vl import Qwen3VLProcessorFamily
+from importlib import import_module
+from pkgutil import iter_modules
+
 from ligerzoo.vision.family import ProcessorFamily
 
-FAMILIES: tuple[type[ProcessorFamily], ...] = (
-    Gemma3ProcessorFamily,
-    MllamaProcessorFamily,
-    Qwen2VLProcessorFamily,
-    Qwen2_5VLProcessorFamily,
-    Qwen3VLProcessorFamily,
+FAMILIES: tuple[type[ProcessorFamily], ...] = tuple(
+    family
+    for module in sorted(module.name for module in iter_modules(__path__))
+    for family in import_module(f"{__name__}.{module}").FAMILIES
 )

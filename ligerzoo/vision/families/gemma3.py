@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import integer
-from ligerzoo.entries import FLAG
+from ligerzoo.entries import BOOLEAN
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.settings import MAX_SIDE, POSITIVE, ProcessorFiles, Settings
@@ -52,7 +52,7 @@ class Gemma3Preprocessor:
         """
         return cls(
             side=settings.side(224),
-            do_pan_and_scan=settings.read("do_pan_and_scan", FLAG, False),
+            do_pan_and_scan=settings.read("do_pan_and_scan", BOOLEAN, False),
             min_crop_size=settings.read("pan_and_scan_min_crop_size", integer(1, MAX_SIDE), 256),
             max_num_crops=settings.read("pan_and_scan_max_num_crops", integer(1, 64), 4),
             min_ratio=settings.read("pan_and_scan_min_ratio_to_activate", POSITIVE, 1.2),
@@ -133,3 +133,6 @@ class Gemma3ProcessorFamily(ProcessorFamily):
     def derived_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns `token_type_ids`, int64 (B, T): 1 at image tokens, which attend to each other in both directions."""
         return {"token_type_ids": torch.eq(inputs["input_ids"], self._soft_id).long()}
+
+
+FAMILIES = (Gemma3ProcessorFamily,)

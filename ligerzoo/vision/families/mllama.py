@@ -185,3 +185,6 @@ def _segment_ends(position_ids: Tensor | None, input_ids: Tensor) -> Tensor:
     starts = torch.arange(tokens).masked_fill(position_ids != 0, tokens)
     following = torch.cat([starts[:, 1:], torch.full((len(starts), 1), tokens)], 1)
     return following.flip(1).cummin(1).values.flip(1)
+
+
+FAMILIES = (MllamaProcessorFamily,)

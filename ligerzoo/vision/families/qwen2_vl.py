@@ -225,3 +225,6 @@ class Qwen2_5VLProcessorFamily(Qwen2VLProcessorFamily):
         inputs, replacements = super().preprocess_videos(videos, fps)
         seconds = [self.videos.temporal_patch_size / frames for frames in fps]
         return PreprocessedMedia({**inputs, "second_per_grid_ts": torch.tensor(seconds)}, replacements)
+
+
+FAMILIES = (Qwen2VLProcessorFamily, Qwen2_5VLProcessorFamily)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import integer
-from ligerzoo.entries import FLAG
+from ligerzoo.entries import BOOLEAN
 from ligerzoo.errors import ImageError
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
         settings.require("cap_pixels_per_frame", False)
         settings.require("num_frames", None)
         size, pixels, frames = settings.section("size"), integer(1, MAX_PIXELS), integer(1, _MAX_FRAMES)
-        is_sampled = settings.read("do_sample_frames", FLAG, True)
+        is_sampled = settings.read("do_sample_frames", BOOLEAN, True)
         return cls._from_settings(
             settings,
             patch_size=16,
@@ -137,3 +137,6 @@ class Qwen3VLProcessorFamily(Qwen2VLProcessorFamily):
             grids.append((t, h, w))
         inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
         return PreprocessedMedia(inputs, replacements)
+
+
+FAMILIES = (Qwen3VLProcessorFamily,)
