@@ -30,7 +30,7 @@ from tests.covering import representatives
 
 ROOT = Path(__file__).parent.parent
 VISION_MODEL = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
-COMMANDS = ("info", "generate", "chat", "serve", "convert", "fuse", "demo")
+COMMANDS = ("info", "generate", "chat", "serve", "convert", "fuse", "demo", "parity")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

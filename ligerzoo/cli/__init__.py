@@ -17,6 +17,7 @@ from ligerzoo.cli.demo import add_demo
 from ligerzoo.cli.evaluate import add_evaluate
 from ligerzoo.cli.generate import add_chat, add_generate
 from ligerzoo.cli.info import add_info
+from ligerzoo.cli.parity import add_parity
 from ligerzoo.cli.serve import add_serve
 from ligerzoo.cli.train import add_config, add_tokenize, add_tokenizer, add_train, methods_with, training_method
 from ligerzoo.errors import did_you_mean, line_for_user
@@ -93,7 +94,7 @@ environment:
     for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_fuse, add_demo):
         add_command(subparsers)
     add_train(subparsers, training_method(arguments))
-    for add_command in (add_evaluate, add_tokenizer, add_tokenize, add_config):
+    for add_command in (add_evaluate, add_parity, add_tokenizer, add_tokenize, add_config):
         add_command(subparsers)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

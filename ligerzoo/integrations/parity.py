@@ -1,0 +1,385 @@
+"""Our model of a checkpoint against transformers' model, module by module, on one text.
+
+    report = compare("org/name", {"input_ids": ids})
+    print(report)           # errors of the hidden states of each layer, and the first module that differs
+    report.first            # its name and error; None if rounding explains all differences
+
+Modules of both models are one pair if they hold the same tensors of the checkpoint; their names do not matter. Each is
+compared alone: it gets the input of transformers' module, and its parts' outputs are replaced by those of transformers,
+so that errors do not add up. What a module computes between its parts is compared by the inputs of these parts.
+
+Rounding explains as much as a change of all inputs by an ulp changes the outputs of transformers' module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging
+
+from ligerzoo.convert import architecture_of_model
+from ligerzoo.convert.tensor_slices import shapes_of
+from ligerzoo.errors import LigerzooError
+from ligerzoo.hub import AutoModel
+from ligerzoo.models import CausalLM
+
+ALLOWED = 8.0
+"""How many times what an ulp of the inputs changes an error may be: rounding happens within modules, too. For tiny
+models of all architectures it is up to 1.3 times."""
+
+HEAD = "lm_head"
+"""Name of the module whose output are the logits, after scales and soft caps that may be part of it or not."""
+
+LAYER = re.compile(r"model\.([a-z_]+|layers\.\d+)")
+"""Names of the embedding, the blocks and the final norm of our decoders."""
+
+Side = Literal["input", "output"]
+
+
+class Point(NamedTuple):
+    """Where in a forward a tensor is compared.
+
+    Attributes:
+        module: our module's name.
+        side: the first input of the module, or its first output.
+        call: index of the module's call.
+    """
+
+    module: str
+    side: Side
+    call: int
+
+
+Trace = dict[Point, Tensor]
+"""The tensors of a forward, in order."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from that of transformers' model.
+
+    Attributes:
+        name: the module that computed it; for the input of a module, the module around it.
+        what: "output", or the name of the part whose input it is.
+        error: mean of the relative errors of the tokens (of their squares, and the root of it).
+        rounding: the error that rounding explains.
+    """
+
+    name: str
+    what: str
+    error: float
+    rounding: float
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether rounding explains the error; not if it is NaN."""
+        return self.error <= ALLOWED * self.rounding
+
+    def as_json(self) -> dict[str, object]:
+        """The fields, with None for an error that is not finite, and whether rounding explains it."""
+        error = self.error if math.isfinite(self.error) else None
+        return {**asdict(self), "error": error, "explained": self.is_explained}
+
+    def __str__(self) -> str:
+        what = "its output" if self.what == "output" else f"what it passes to {self.what}"
+        return f"{self.name}: {what} has a relative error of {self.error:.1e}; rounding explains {self.rounding:.1e}"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The comparison of a model with transformers' model.
+
+    Attributes:
+        layers: errors of the embeddings, of the hidden states after each layer and of the logits, when both models run
+            unchanged. Errors of a layer are part of all later ones.
+        modules: errors of each module for the input of transformers' module, in order of execution.
+        skipped: modules with parameters that did not run, such as a vision tower without an image.
+        tokens: of the text.
+    """
+
+    layers: tuple[Difference, ...]
+    modules: tuple[Difference, ...]
+    skipped: tuple[str, ...]
+    tokens: int
+
+    @property
+    def first(self) -> Difference | None:
+        """The first module that differs; the first layer, if none does so alone; None without a difference."""
+        differences = (one for one in (*self.modules, *self.layers) if not one.is_explained)
+        return next(differences, None)
+
+    def as_json(self) -> dict[str, object]:
+        """Returns what `ligerzoo parity --json` prints."""
+        return {
+            "equal": self.first is None,
+            "first": None if self.first is None else self.first.as_json(),
+            "layers": [one.as_json() for one in self.layers],
+            "modules": [one.as_json() for one in self.modules],
+            "skipped": list(self.skipped),
+            "tokens": self.tokens,
+        }
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.layers)
+        lines = [f"{'hidden states after':{width}}  error    of rounding"]
+        lines += [f"{row.name:{width}}  {row.error:.1e}  {row.rounding:.1e}" for row in self.layers]
+        if self.skipped:
+            lines.append(f"not run, and so not compared: {', '.join(self.skipped)}")
+        count = f"{len({row.name for row in self.modules})} modules on {self.tokens} tokens"
+        verdict = f"equal up to rounding: {count}" if self.first is None else f"different, of {count}: {self.first}"
+        return "\n".join([*lines, verdict])
+
+
+def compare(
+    name_or_path: str | Path,
+    inputs: Mapping[str, Tensor],
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Parity:
+    """Loads a checkpoint in transformers and here, one after the other, and compares them on one text.
+
+    Args:
+        name_or_path: directory or hub id of a causal language model.
+        inputs: arguments of our model: `input_ids`, (1, T); and, for a model that reads images, what its processor
+            returns.
+        revision: branch, tag or commit on the hub.
+        dtype: of both models.
+        device: of both models.
+
+    Raises:
+        LigerzooError: transformers does not have the architecture, or the models share no modules.
+    """
+    ours = AutoModel.from_pretrained(name_or_path, revision=revision, dtype=dtype, device=device)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    theirs = _load_theirs(name_or_path, revision, dtype).to(device).eval()
+    return compare_models(ours, theirs, inputs)
+
+
+def _load_theirs(name_or_path: str | Path, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    load = {"pretrained_model_name_or_path": str(name_or_path), "revision": revision, "trust_remote_code": False}
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(**load)
+        except ValueError as error:
+            what = "transformers does not have the architecture"
+            raise LigerzooError(what, where=name_or_path, got=str(error).split("\n")[0]) from error
+        auto_class = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        return auto_class.from_pretrained(**load, dtype=dtype, attn_implementation="eager")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides warnings and progress bars of transformers."""
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def compare_models(ours: CausalLM, theirs: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Parity:
+    """`compare` for two models in evaluation mode, of one device and dtype."""
+    pairs = module_pairs(ours, theirs)
+    layers = [name for name in pairs if LAYER.fullmatch(name)]
+    if not layers:
+        what = "the models share no modules"
+        got, expected = (", ".join(list(model.state_dict())[:2]) for model in (ours, theirs))
+        raise LigerzooError(what, where="parity", got=got, expected=expected)
+    their_modules = {name: theirs.get_submodule(their_name) for name, their_name in pairs.items()}
+    our_modules = {name: ours.get_submodule(name) for name in pairs}
+    their_run, our_run = (
+        TracedModel(theirs, their_modules, _with_types(theirs, inputs)),
+        TracedModel(ours, our_modules, inputs),
+    )
+    trace = their_run.trace()
+    alone = _differences(our_run.trace(trace), trace, their_run.trace(trace, change=True))
+    whole = _differences(our_run.only(layers).trace(), trace, their_run.trace(change=True))
+    return Parity(
+        tuple(one for one in whole if one.what == "output"),
+        tuple(alone),
+        tuple(_not_run(pairs, layers, {point.module for point in trace})),
+        inputs["input_ids"].shape[1],
+    )
+
+
+def _with_types(theirs: nn.Module, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The inputs, and the kinds of the tokens, which transformers' models of images need."""
+    kinds = {"mm_token_type_ids", "token_type_ids"} & set(inspect.signature(theirs.forward).parameters)
+    if len(inputs) == 1 or not kinds:
+        return inputs
+    ids, config = inputs["input_ids"], theirs.config
+    image = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    types = (ids == image).int() + 2 * (ids == getattr(config, "video_token_id", None)).int()  # type: ignore[attr-defined]
+    return {**inputs, **dict.fromkeys(kinds, types)}
+
+
+def _not_run(names: Iterable[str], layers: Collection[str], run: Collection[str]) -> Iterator[str]:
+    """Yields the layers that did not run, and other modules that are not part of a compared one."""
+    covered = set(run)
+    for name in names:  # outer ones first
+        if name not in covered and (name in layers or not any(name.startswith(f"{other}.") for other in covered)):
+            covered.add(name)
+            yield name
+
+
+def module_pairs(ours: CausalLM, theirs: PreTrainedModel) -> dict[str, str]:
+    """Returns the name of their module that holds the same tensors, by the name of ours; outer modules first."""
+    our_shapes, their_shapes = shapes_of(ours.state_dict()), shapes_of(theirs.state_dict())
+    layout = architecture_of_model(ours).layout_of(ours.config, their_shapes, our_shapes)
+    stored = defaultdict(set)
+    holders = defaultdict(set)
+    for part in layout.slices(our_shapes):
+        stored[part.name].add(part.stored_name)
+        holders[part.stored_name].add(part.name)
+    found: dict[frozenset[str], list[str]] = defaultdict(list)
+    for name, module in _called_modules(theirs):
+        found[frozenset(f"{name}.{own}" for own in module.state_dict())].append(name)
+    pairs = {}
+    for name, module in _called_modules(ours):
+        own = {f"{name}.{tensor}" for tensor in module.state_dict()}
+        tensors = frozenset().union(*(stored[tensor] for tensor in own))
+        is_whole = all(holders[tensor] <= own for tensor in tensors)
+        if own and is_whole and found[tensors]:
+            candidates = found[tensors]
+            pairs[name] = candidates.pop(0) if len(candidates) > 1 else candidates[0]
+    return pairs
+
+
+def _called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, part) for name, part in model.named_modules() if name and not isinstance(part, nn.ModuleList))
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model with its inputs, and the modules whose inputs and outputs are recorded, by our names."""
+
+    model: nn.Module
+    modules: Mapping[str, nn.Module]
+    inputs: Mapping[str, Tensor]
+
+    def only(self, names: Collection[str]) -> TracedModel:
+        """The run that records these modules alone: others may run in fused kernels."""
+        return TracedModel(self.model, {name: self.modules[name] for name in names}, self.inputs)
+
+    def trace(self, expected: Trace | None = None, *, change: bool = False) -> Trace:
+        """Runs the model.
+
+        Args:
+            expected: what modules get as input and give as output, after what they would is recorded; None for that.
+            change: change all inputs of modules by up to an ulp.
+        """
+        trace: Trace = {}
+        calls: Counter[str] = Counter()
+        generator = torch.Generator(next(iter(self.inputs.values())).device).manual_seed(0)
+
+        def record(name: str, side: Side, x: Tensor) -> Tensor:
+            """Records a tensor, and returns what replaces it."""
+            point = Point(name, side, calls[name])
+            trace[point] = x.clone()
+            other = None if expected is None else expected.get(point)
+            new = x if other is None or other.numel() != x.numel() else _nearest(other, x)
+            if change and side == "input":
+                noise = torch.rand(new.shape, generator=generator, device=new.device) * 2 - 1
+                new = new + new * torch.finfo(new.dtype).eps * noise
+            return new.to(x.dtype)
+
+        def before(name: str, arguments: object) -> Any:
+            x = _first_tensor(arguments)
+            return None if x is None else _swapped(arguments, x, record(name, "input", x))
+
+        def after(name: str, output: object) -> Any:
+            y = None if name == HEAD else _first_tensor(output)
+            new = None if y is None else _swapped(output, y, record(name, "output", y))
+            calls[name] += 1
+            return new
+
+        with ExitStack() as hooks:
+            for name, module in self.modules.items():
+                hooks.enter_context(_hooked(module, partial(before, name), partial(after, name)))
+            trace[Point(HEAD, "output", 0)] = self.model(**self.inputs, use_cache=False).logits
+        return trace
+
+
+@contextmanager
+def _hooked(module: nn.Module, before: Callable[[object], Any], after: Callable[[object], Any]) -> Iterator[None]:
+    handles = (
+        module.register_forward_pre_hook(lambda _, *arguments: before(arguments), with_kwargs=True),
+        module.register_forward_hook(lambda _, __, output: after(output)),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_tensor(values: object) -> Tensor | None:
+    """The first floating-point tensor among nested values."""
+    return next((one for one in tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point()), None)
+
+
+def _swapped(values: object, old: Tensor, new: Tensor) -> object:
+    """Nested values with another tensor for one of them."""
+    return tree_map(lambda one: new if one is old else one, values)
+
+
+def _nearest(x: Tensor, like: Tensor) -> Tensor:
+    """x in the shape of another tensor with as many numbers, in the order of its heads, tokens or patches.
+
+    The order is that of the nearer one: heads before or after tokens, and rows in the order of their norms.
+    """
+    layouts = [x.reshape(like.shape)]
+    if x.dim() == 4 and like.dim() == 4:
+        layouts.append(x.transpose(1, 2).reshape(like.shape))
+    if like.dim() == 2:  # patches of images
+        rows = torch.empty_like(layouts[0])
+        rows[like.norm(dim=-1).argsort()] = layouts[0][layouts[0].norm(dim=-1).argsort()]
+        layouts.append(rows)
+    return min(layouts, key=lambda one: (one - like).abs().sum().nan_to_num(float("inf")).item())
+
+
+def _differences(trace: Trace, expected: Trace, changed: Trace) -> list[Difference]:
+    """The errors of all tensors that both forwards have."""
+    found = []
+    for point, x in trace.items():
+        if point not in expected or expected[point].numel() != x.numel():
+            continue  # another layout within experts, say
+        error = _error(x, _nearest(expected[point], x))
+        rounding = _error(changed[point], expected[point])
+        parent, _, own = point.module.rpartition(".")
+        name, what = (point.module, "output") if point.side == "output" else (parent, own)
+        found.append(Difference(name, what, error, max(rounding, torch.finfo(x.dtype).eps)))
+    return found
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """The root of the mean square of the relative errors of rows; in half precision without the worst tenth.
+
+    In half precision, rounding sends a few tokens to other experts.
+    """
+    wide = torch.float64 if expected.device.type != "mps" else torch.float32
+    difference, size = ((x.to(wide).flatten(0, -2)).norm(dim=-1) for x in (actual - expected, expected))
+    errors = difference / size.clamp(min=(1e-2 * size.median()).clamp(min=torch.finfo(torch.float32).tiny))
+    if expected.dtype.itemsize == 2:
+        errors = errors.sort().values[: -(len(errors) // 10) or None]
+    return float(errors.square().mean().sqrt())
