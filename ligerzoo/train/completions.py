@@ -1,9 +1,10 @@
-"""Samples completions of prompts for reinforcement learning."""
+"""Samples completions of prompts for methods that train the model on its own."""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,6 +145,17 @@ class CompletionSampler:
                 finish_reason=reason,
                 is_exact=self._is_exact,
             )
+
+
+def sampling_numbers(completions: Sequence[SampledCompletion]) -> dict[str, float]:
+    """Returns what a log shows of sampled completions; see docs/training.md."""
+    lengths = [len(one.tokens) for one in completions]
+    return {
+        "completion_length": statistics.fmean(lengths),
+        "completion_length_max": max(lengths),
+        "truncated": statistics.fmean(one.finish_reason == "length" for one in completions),
+        "entropy": -sum(sum(one.logps) for one in completions) / sum(lengths),
+    }
 
 
 def completion_seeds(seed: int, step: int, count: int) -> list[int]:

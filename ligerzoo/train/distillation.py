@@ -7,36 +7,60 @@ import torch
 from ligerzoo import Tokenizer
 from ligerzoo.errors import ConfigError, quote
 from ligerzoo.models import CausalLM
-from ligerzoo.train.methods import DistillRunOptions
+from ligerzoo.train import processes
+from ligerzoo.train.methods import TeacherRunOptions
+from ligerzoo.train.run import Run
 from ligerzoo.train.run_model import compute_dtype, open_model
 
 
-def load_teacher(options: DistillRunOptions, student: CausalLM, *, device: torch.device) -> CausalLM:
-    """Loads the teacher of a run without gradients. Several processes shard it.
+def check_teacher(run: Run, options: TeacherRunOptions) -> CausalLM:
+    """Returns the teacher of a run on the meta device, for plans. Prints how many rows of its head are left out.
 
-    Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,
-    which no token of a common tokenizer has, are removed.
+    Raises:
+        ConfigError: The teacher has another vocabulary than the student.
+    """
+    check_same_tokens(run.tokenizer, options.teacher)
+    teacher = open_model(options.teacher, dtype=options.dtype, device=torch.device("meta"))
+    extra = fit_vocabulary(teacher, run.meta_model.config.vocab_size, options.teacher)
+    if extra:
+        rows = "the last row" if extra == 1 else f"the last {extra:,} rows"
+        processes.say(f"teacher {options.teacher}: leaves out {rows} of its vocabulary, which no token has")
+    return teacher
+
+
+def load_teacher(run: Run, options: TeacherRunOptions) -> CausalLM:
+    """Loads the teacher of a run without gradients, after `check_teacher`. Several processes shard it."""
+    name, rows = options.teacher, run.model.config.vocab_size
+    model = open_model(
+        name,
+        dtype=options.dtype,
+        device=run.device,
+        adapt=lambda model: fit_vocabulary(model, rows, name),
+        param_dtype=compute_dtype(options),
+    )
+    return model.requires_grad_(False).eval()
+
+
+def fit_vocabulary(teacher: CausalLM, expected: int, name: str) -> int:
+    """Removes the rows of a teacher past those of the student, and returns their number.
+
+    Models of a family may pad their vocabularies to different sizes. No token of a common tokenizer has these rows.
 
     Args:
-        student: the student, whose tokenizer has been compared by `check_same_tokens`.
+        expected: number of rows of the student.
+        name: checkpoint of the teacher, for the message.
 
     Raises:
         ConfigError: The student's vocabulary is larger.
     """
-    expected = student.config.vocab_size
-
-    def shrink(model: CausalLM) -> None:
-        if model.config.vocab_size > expected:
-            model.resize_token_embeddings(expected)
-
-    teacher, param_dtype = options.teacher, compute_dtype(options)
-    model = open_model(teacher, dtype=options.dtype, device=device, adapt=shrink, param_dtype=param_dtype)
-    size = model.config.vocab_size
+    size = teacher.config.vocab_size
     if size < expected:
         what = "the teacher's vocabulary is smaller than the student's"
         remedy = f"Resize the student first: model.resize_token_embeddings({size})."
-        raise ConfigError(what, where=f"teacher {teacher}", got=f"vocab_size {size}", expected=expected, remedy=remedy)
-    return model.requires_grad_(False).eval()
+        raise ConfigError(what, where=f"teacher {name}", got=f"vocab_size {size}", expected=expected, remedy=remedy)
+    if size > expected:
+        teacher.resize_token_embeddings(expected)
+    return size - expected
 
 
 def check_same_tokens(student: Tokenizer, teacher: str) -> None:

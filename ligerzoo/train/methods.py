@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.train.data_options import EncodingOptions, Packing, TrainAnswers
@@ -116,17 +116,12 @@ class PreferenceRunOptions(BatchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillRunOptions(BatchOptions):
-    """Distillation."""
+class TeacherRunOptions(RunOptions):
+    """Teacher."""
 
-    model: str = option(
-        "checkpoint of the student in Hugging Face format: a directory or a hub id; also a config.json, or a directory "
-        "without weights, for random weights"
-    )
+    loss_options: ClassVar[tuple[str, ...]] = ("divergence", "beta", "temperature")
+
     teacher: str = option("checkpoint of the teacher, with the same tokenizer")
-    method: Literal["distill"] = option(
-        "learns from a teacher, on completions, assistant turns or all tokens of texts", "distill"
-    )
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"] = option(
         "divergence of the student from the teacher: forward_kl covers the teacher's modes, reverse_kl seeks them, jsd "
         "is between",
@@ -134,7 +129,6 @@ class DistillRunOptions(BatchOptions):
     )
     beta: Fraction | None = option("share of the teacher in the mixture of jsd (default: 0.5)", None)
     temperature: Positive | None = option("divides the logits of both models (default: 1)", None)
-    hard_weight: NotNegative = option("weight of the cross entropy with the data's tokens, which is added", 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,20 +139,34 @@ class DistillRunOptions(BatchOptions):
         from ligerzoo.losses import Distillation
 
         try:
-            return Distillation(**_given(self, ("divergence", "beta", "temperature", "hard_weight")))
+            return Distillation(**_given(self, self.loss_options))
         except (TypeError, ValueError) as error:
-            raise ConfigError(str(error), where="options of method distill") from error
+            raise ConfigError(str(error), where="option divergence") from None
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORunOptions(RunOptions):
-    """Group relative policy optimization."""
+class DistillRunOptions(BatchOptions, TeacherRunOptions):
+    """Distillation."""
+
+    loss_options: ClassVar[tuple[str, ...]] = (*TeacherRunOptions.loss_options, "hard_weight")
+
+    model: str = option(
+        "checkpoint of the student in Hugging Face format: a directory or a hub id; also a config.json, or a directory "
+        "without weights, for random weights"
+    )
+    method: Literal["distill"] = option(
+        "learns from a teacher, on completions, assistant turns or all tokens of texts", "distill"
+    )
+    hard_weight: NotNegative = option("weight of the cross entropy with the data's tokens, which is added", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRunOptions(RunOptions):
+    """Sampling."""
 
     data: tuple[str, ...] = option("file with prompts; several are one data set")
-    reward: str = option("Python file with a function `reward`, or FILE.py:NAME; see ligerzoo.train.rewards")
-    method: Literal["grpo"] = option("name of the recipe", "grpo")
     prompts: Count = option("prompts in a step, of all processes", 8)
-    num_samples: Count = option("completions that are sampled of each prompt, at least 2", 8)
+    num_samples: Count = option("completions that are sampled of each prompt", 8)
     max_new_tokens: Count = option("largest number of tokens of a completion", 512)
     temperature: Positive = option("temperature of sampling, which the loss takes into account", 1.0)
     sampling_batch: Count = option("largest number of completions that a process samples at the same time", 256)
@@ -166,6 +174,34 @@ class GRPORunOptions(RunOptions):
         "whether sampling computes the log-probabilities of training bit for bit; auto: where the model supports it",
         "auto",
     )
+    sample_every: Count = changeable(
+        "steps between samples in samples.jsonl; those of the first step are always there", 10
+    )
+    lr: Positive = 1e-6
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    save_every: Count = 100
+    activation_budget: Budget = changeable(
+        "memory of an update in GiB, within which activations are kept; auto: what the GPU has; none: all are kept",
+        "none",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens + 2 > self.seq_length:
+            expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
+            raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
+
+    def encoding(self, embedding_rows: int) -> EncodingOptions:
+        return replace(super().encoding(embedding_rows), seq_length=self.seq_length - self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORunOptions(RolloutRunOptions):
+    """Group relative policy optimization."""
+
+    reward: str = option("Python file with a function `reward`, or FILE.py:NAME; see ligerzoo.train.rewards")
+    method: Literal["grpo"] = option("name of the recipe", "grpo")
+    num_samples: Count = option("completions that are sampled of each prompt, at least 2", 8)
     old_logps: Literal["sampler", "recomputed"] = option(
         "log-probabilities that ratios refer to: those of sampling, or a forward before the update, with truncated "
         "importance weights for the difference",
@@ -185,29 +221,13 @@ class GRPORunOptions(RunOptions):
     )
     mask_truncated: bool = option("do not train completions that reach --max-new-tokens", False)
     iterations: Count = option("updates with the completions of a step", 1)
-    sample_every: Count = changeable(
-        "steps between samples in samples.jsonl; those of the first step are always there", 10
-    )
-    lr: Positive = 1e-6
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    save_every: Count = 100
-    activation_budget: Budget = changeable(
-        "memory of an update in GiB, within which activations are kept; auto: what the GPU has; none: all are kept",
-        "none",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_samples < 2:
             remedy = "An advantage compares the completions of a prompt."
             raise ConfigError("too few", where="option num_samples", got=1, expected="at least 2", remedy=remedy)
-        if self.max_new_tokens + 2 > self.seq_length:
-            expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
-            raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
         self.loss()
-
-    def encoding(self, embedding_rows: int) -> EncodingOptions:
-        return replace(super().encoding(embedding_rows), seq_length=self.seq_length - self.max_new_tokens)
 
     def loss(self) -> GRPO:
         """Returns the loss. Raises ConfigError for an option that the variant does not use."""

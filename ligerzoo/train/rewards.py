@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from ligerzoo.errors import ConfigError, LigerzooError, quote
-from ligerzoo.train.completions import SampledCompletion
+from ligerzoo.train.completions import SampledCompletion, sampling_numbers
 
 DEFAULT_NAME = "reward"
 _ARGUMENTS = ("prompts", "completions", "completion_ids", "records")
@@ -156,18 +156,20 @@ def with_advantages(completions: Sequence[SampledCompletion], group_size: int, s
 
 def summarize(completions: Sequence[SampledCompletion], group_size: int) -> dict[str, float]:
     """Returns what a log shows of completions with rewards and advantages; see docs/training.md."""
-    rewards, lengths = [one.reward for one in completions], [len(one.tokens) for one in completions]
+    rewards = [one.reward for one in completions]
     advantages = [one.advantage for one in completions]
     groups = [advantages[first : first + group_size] for first in range(0, len(advantages), group_size)]
     return {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.stdev(rewards),
         "groups_without_signal": statistics.fmean(not any(group) for group in groups),
-        "completion_length": statistics.fmean(lengths),
-        "completion_length_max": max(lengths),
-        "truncated": statistics.fmean(one.finish_reason == "length" for one in completions),
-        "entropy": -sum(sum(one.logps) for one in completions) / sum(lengths),
+        **sampling_numbers(completions),
     }
+
+
+def mean_reward(completions: Sequence[SampledCompletion]) -> dict[str, float]:
+    """Returns what a log shows of completions with rewards at an evaluation."""
+    return {"reward": statistics.fmean(one.reward for one in completions)}
 
 
 def _completion(completion: SampledCompletion) -> Any:

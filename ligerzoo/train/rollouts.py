@@ -1,4 +1,4 @@
-"""Completions with rewards, which all processes sample and score together. Some are written to OUTPUT/samples.jsonl.
+"""Completions, which all processes sample and score together. Some are written to OUTPUT/samples.jsonl.
 
 {"step": 10, "source": "prompts.jsonl:3", "prompt": "...", "completion": "...", "reward": 1.0, "advantage": 0.7,
  "tokens": 25, "finish_reason": "stop"}
@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import statistics
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,12 +21,19 @@ from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together, unsharded
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
-from ligerzoo.train.completions import CompletionSampler, SampledCompletion, completion_seeds, samples_exactly
+from ligerzoo.train.completion_batches import CompletionBatch, pack_completions
+from ligerzoo.train.completions import (
+    CompletionSampler,
+    SampledCompletion,
+    completion_seeds,
+    samples_exactly,
+    sampling_numbers,
+)
 from ligerzoo.train.data import PromptSample
 from ligerzoo.train.log import cut_log, writing
-from ligerzoo.train.methods import GRPORunOptions
-from ligerzoo.train.rewards import RewardFunction, with_advantages
+from ligerzoo.train.methods import RolloutRunOptions
 from ligerzoo.train.run import Run
+from ligerzoo.train.run_data import RunPrompts, padding_token
 from ligerzoo.train.throughput import Stopwatch
 
 SHOWN = 2
@@ -70,11 +77,14 @@ class SamplingModel:
         yield
 
 
+Score = Callable[[Sequence[SampledCompletion]], list[SampledCompletion]]
+
+
 class Rollouts:
-    """Samples completions of prompts and scores them; each process does its share. Prints whether that is exact.
+    """Samples completions of prompts; each process does its share. Prints whether their log-probabilities are exact.
 
     Args:
-        reward: scores completions.
+        score: returns the completions of this process with rewards; None without rewards.
 
     Attributes:
         watch: times "sampling" and "reward" of the last prompts, in this process.
@@ -85,10 +95,12 @@ class Rollouts:
 
     watch: Stopwatch
 
-    def __init__(self, run: Run, options: GRPORunOptions, reward: RewardFunction) -> None:
-        self._model, self._reward = SamplingModel(run.model, mixed_precision=options.mixed_precision), reward
-        self._seed, self._num_samples, self._scale = options.seed, options.num_samples, options.scale_rewards
-        self._decode = run.tokenizer.decode
+    def __init__(self, run: Run, options: RolloutRunOptions, score: Score | None = None) -> None:
+        self._run, self._options, self._score = run, options, score
+        self._model = SamplingModel(run.model, mixed_precision=options.mixed_precision)
+        self._samples = SampleLog(run.output, run.tokenizer)
+        if not options.dry_run:
+            self._samples.cut(run.state.step)
         is_exact = samples_exactly(self._model.model, options.exact, options.seq_length)
         reason = "--exact off" if options.exact == "off" else "the device, dtype or model does not support that"
         processes.say(f"Log-probabilities of sampling are {'exact' if is_exact else f'not exact: {reason}'}")
@@ -103,8 +115,12 @@ class Rollouts:
         self._sample = sampler(num_samples=options.num_samples, temperature=options.temperature)
         self._sample_greedily = sampler(num_samples=1, temperature=None)
 
+    def show(self, data: RunPrompts) -> None:
+        """Prints completions of the first prompt of the training, in a dry run."""
+        processes.say(self._samples.describe(self(data.first(1), step=1)))
+
     def __call__(self, prompts: Sequence[PromptSample], step: int) -> list[SampledCompletion]:
-        """Returns the completions of all prompts of a step with rewards and advantages, in order.
+        """Returns the completions of all prompts of a step, in order.
 
         All processes must call it.
 
@@ -115,34 +131,61 @@ class Rollouts:
         Raises:
             LigerzooError: Sampling or the reward function failed in a process; all processes raise.
         """
-        count = self._num_samples
-        seeds = completion_seeds(self._seed, step, len(prompts) * count)
+        count = self._options.num_samples
+        seeds = completion_seeds(self._options.seed, step, len(prompts) * count)
         groups = share_of([seeds[first : first + count] for first in range(0, len(seeds), count)])
-        completions = self._roll_out(self._sample, prompts, [seed for group in groups for seed in group])
-        return with_advantages(completions, count, self._scale)
+        return self._roll_out(self._sample, prompts, [seed for group in groups for seed in group])
 
     def _roll_out(
         self, sample: CompletionSampler, prompts: Sequence[PromptSample], seeds: Sequence[int] | None
     ) -> list[SampledCompletion]:
         self.watch = Stopwatch(self._model.model.device)
-        with self._model.current(), failing_together("sampling and the reward function"):
+        what = "sampling" if self._score is None else "sampling and the reward function"
+        with self._model.current(), failing_together(what):
             with self.watch.time("sampling"):
                 completions = sample(share_of(prompts), seeds)
-            with self.watch.time("reward"):
-                completions = self._reward(completions)
+            if self._score is not None:
+                with self.watch.time("reward"):
+                    completions = self._score(completions)
         return [one for part in processes.gather(completions) for one in part]
 
-    def evaluate(self, prompts: Sequence[PromptSample]) -> dict[str, Any]:
-        """Returns what a run logs of an evaluation: mean reward and length of a greedy completion of each prompt."""
+    def write(self, step: int, completions: Sequence[SampledCompletion]) -> None:
+        """Writes the completions of a step to the file of samples and prints two, every `sample_every` steps."""
+        if step == 1 or step % self._options.sample_every == 0:
+            self._samples.write(step, completions)
+            self._run.log.say(self._samples.describe(completions[: self._options.num_samples]))
+
+    def pack(self, completions: Sequence[SampledCompletion]) -> list[CompletionBatch]:
+        """Returns the batches of this process, of those completions that are trained; see `pack_completions`."""
+        options, run = self._options, self._run
+        return pack_completions(
+            [one for one in completions if one.trained_tokens],
+            batch_size=options.batch_size,
+            seq_length=options.seq_length,
+            pad_token_id=padding_token(run.tokenizer, run.model.input_vocab_size),
+        )
+
+    def evaluate(
+        self,
+        prompts: Sequence[PromptSample],
+        numbers_of: Callable[[list[SampledCompletion]], Mapping[str, float]],
+    ) -> dict[str, object]:
+        """Returns what a run logs of an evaluation with a greedy completion of each prompt.
+
+        All processes must call it.
+
+        Args:
+            numbers_of: returns numbers of the completions of all processes by name, such as their mean reward.
+        """
         completions = self._roll_out(self._sample_greedily, prompts, None)
-        rewards, lengths = [one.reward for one in completions], [len(one.tokens) for one in completions]
+        sampled = sampling_numbers(completions)
+        numbers = {**numbers_of(completions), **{name: sampled[name] for name in ("completion_length", "truncated")}}
         shown = [
-            {"prompt": self._decode(one.prompt.input_ids), "continuation": one.text} for one in completions[:SHOWN]
+            {"prompt": self._run.tokenizer.decode(one.prompt.input_ids), "continuation": one.text}
+            for one in completions[:SHOWN]
         ]
         return {
-            "eval_reward": statistics.fmean(rewards),
-            "eval_completion_length": statistics.fmean(lengths),
-            "eval_truncated": statistics.fmean(one.finish_reason == "length" for one in completions),
+            **{f"eval_{name}": number for name, number in numbers.items()},
             "eval_prompts": len(completions),
             "samples": shown,
         }
@@ -183,8 +226,7 @@ class SampleLog:
                 "source": str(one.source),
                 "prompt": self._tokenizer.decode(one.prompt.input_ids),
                 "completion": one.text,
-                "reward": one.reward,
-                "advantage": one.advantage,
+                **({} if math.isnan(one.reward) else {"reward": one.reward, "advantage": one.advantage}),
                 "tokens": len(one.tokens),
                 "finish_reason": one.finish_reason,
             }
@@ -195,8 +237,16 @@ class SampleLog:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
     def describe(self, completions: Sequence[SampledCompletion]) -> str:
-        """Returns lines with a prompt, and the completions of it with the highest and the lowest reward."""
-        ranked = sorted(completions, key=lambda one: -one.reward)
+        """Returns lines with a prompt, and the completions of it with the highest and the lowest reward.
+
+        Of completions without rewards, it shows the first and the last one.
+        """
+        ranked = completions
+        if not math.isnan(completions[0].reward):
+            ranked = sorted(completions, key=lambda one: -one.reward)
         prompt = self._tokenizer.decode(ranked[0].prompt.input_ids)[-SHOWN_CHARACTERS:]
-        shown = [f"  reward {one.reward:g}: {one.text[:SHOWN_CHARACTERS]!r}" for one in (ranked[0], ranked[-1])]
+        shown = [
+            f"  {'completion' if math.isnan(one.reward) else f'reward {one.reward:g}'}: {one.text[:SHOWN_CHARACTERS]!r}"
+            for one in (ranked[0], ranked[-1])[: len(ranked)]
+        ]
         return "\n".join([f"{ranked[0].source}: {prompt!r}", *shown])

@@ -29,7 +29,7 @@ from ligerzoo.train.data.samples import AnySample
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
 from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
-from ligerzoo.train.methods import GRPORunOptions, methods_for
+from ligerzoo.train.methods import RolloutRunOptions, methods_for
 from ligerzoo.train.run_model import tokenizer_of
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor
@@ -221,7 +221,7 @@ class RunPrompts(RunSamples):
         held_out: the evaluation data.
     """
 
-    def __init__(self, options: GRPORunOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
+    def __init__(self, options: RolloutRunOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
         super().__init__(options, tokenizer, model, "prompt")
         self.per_step, self.accumulates, self._num_samples = options.prompts, True, options.num_samples
         held_out: Any = self.samples(options.eval_data, ONCE) if options.eval_data else ()

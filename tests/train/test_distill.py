@@ -145,7 +145,7 @@ def test_a_smaller_vocabulary_is_refused(data: Path, teacher: Path, checkpoint: 
 @pytest.mark.parametrize(
     "changes, expected",
     [
-        ({"divergence": "tvd", "beta": 0.3}, "options of method distill: Distillation: beta=0.3"),
+        ({"divergence": "tvd", "beta": 0.3}, "option divergence: Distillation: beta=0.3"),
         ({"lora_alpha": 4.0}, "option lora_rank"),
         ({"mixed_precision": True}, "option mixed_precision: needs dtype float32"),
     ],

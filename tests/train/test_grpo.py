@@ -11,6 +11,7 @@ import torch
 from ligerzoo import AutoModel, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.models import Llama, LlamaConfig
+from ligerzoo.train import rollouts
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import grpo
 from ligerzoo.train.run_state import RunState
@@ -168,7 +169,7 @@ def test_completions_without_signal_are_left_out(
     )
     given = grpo_options(checkpoint, prompts, pairs, tmp_path / "fewer", max_steps=2, prompts=6)
     assert train(given) == 0
-    pack = grpo.pack_completions
+    pack = rollouts.pack_completions
     everything: list[Any] = []
     summarize = grpo.summarize
 
@@ -177,7 +178,7 @@ def test_completions_without_signal_are_left_out(
         return summarize(completions, size)
 
     monkeypatch.setattr(grpo, "summarize", keep)
-    monkeypatch.setattr(grpo, "pack_completions", lambda _, **options: pack(everything, **options))
+    monkeypatch.setattr(rollouts, "pack_completions", lambda _, **options: pack(everything, **options))
     assert train({**given, "output": str(tmp_path / "all")}) == 0
     fewer, everyone = steps(tmp_path / "fewer"), steps(tmp_path / "all")
     for one, other in zip(fewer, everyone, strict=True):

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ligerzoo.losses import LossOutput
 from ligerzoo.train.data import Batch
-from ligerzoo.train.distillation import check_same_tokens, load_teacher
+from ligerzoo.train.distillation import check_teacher, load_teacher
 from ligerzoo.train.evaluation import evaluate_method
 from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
@@ -30,13 +29,13 @@ DEFAULTS: dict[str, Any] = {}
 def main(options: DistillRunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options, new=True) as run:
-        check_same_tokens(run.tokenizer, options.teacher)
+        meta_teacher = check_teacher(run, options)
         data = RunData(options, run.tokenizer, run.meta_model, "auto", pin_memory=run.device.type == "cuda")
-        run.prepare(data, frozen=load_teacher(options, run.meta_model, device=torch.device("meta")))
+        run.prepare(data, frozen=meta_teacher)
         if options.dry_run:
             return 0
         model = run.open_model()
-        teacher, distillation = load_teacher(options, model, device=run.device), options.loss()
+        teacher, distillation = load_teacher(run, options), options.loss()
 
         def loss_of(micro_batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
             """Returns the loss and metrics of a step; accumulates gradients, if they are enabled."""

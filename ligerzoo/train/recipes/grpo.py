@@ -18,21 +18,15 @@ from ligerzoo.losses import LossOutput
 from ligerzoo.losses.grpo import VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.completion_batches import (
-    CompletionBatch,
-    PolicyBatch,
-    completion_loss,
-    pack_completions,
-    policy_batch,
-)
+from ligerzoo.train.completion_batches import CompletionBatch, PolicyBatch, completion_loss, policy_batch
 from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
 from ligerzoo.train.options import run_script
-from ligerzoo.train.rewards import RewardFunction, summarize
-from ligerzoo.train.rollouts import Rollouts, SampleLog
+from ligerzoo.train.rewards import RewardFunction, mean_reward, summarize, with_advantages
+from ligerzoo.train.rollouts import Rollouts
 from ligerzoo.train.run import Run
-from ligerzoo.train.run_data import RunPrompts, padding_token
+from ligerzoo.train.run_data import RunPrompts
 from ligerzoo.train.run_model import open_reference
 
 DEFAULTS: dict[str, Any] = {}
@@ -45,26 +39,26 @@ def main(options: GRPORunOptions) -> int:
         data = RunPrompts(options, run.tokenizer, run.meta_model)
         needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
         run.prepare(data, frozen=run.meta_model if needs_copy else None)
-        model, samples = run.open_model(), SampleLog(run.output, run.tokenizer)
+        model = run.open_model()
         roll_out = Rollouts(run, options, reward)
         if options.dry_run:
-            processes.say(samples.describe(roll_out(data.first(1), step=1)))
+            roll_out.show(data)
             return 0
         reference = open_reference(options, run.device) if needs_copy else model if options.beta else None
-        samples.cut(run.state.step)
         steps = run.steps(
-            lambda: roll_out.evaluate(data.held_out), metrics=("reward", "completion_length"), may_be_zero=True
+            lambda: roll_out.evaluate(data.held_out, mean_reward),
+            metrics=("reward", "completion_length"),
+            may_be_zero=True,
         )
         for step in steps:
-            completions = roll_out(step.batches, step.number)  # with rewards and advantages
+            completions = roll_out(step.batches, step.number)
+            completions = with_advantages(completions, options.num_samples, options.scale_rewards)
             numbers = summarize(completions, options.num_samples)
-            if step.number == 1 or step.number % options.sample_every == 0:
-                samples.write(step.number, completions)
-                run.log.say(samples.describe(completions[: options.num_samples]))
+            roll_out.write(step.number, completions)
             if options.mask_truncated:
                 completions = [without_labels(one) if one.finish_reason == "length" else one for one in completions]
             with roll_out.watch.time("update"):
-                batches, results = train_on(completions, run, options, reference)
+                batches, results = train_on(completions, run, roll_out, options, reference)
             loss, norm = results.pop("loss"), results.pop("grad_norm")
             metrics = {**on_device({**numbers, **roll_out.watch.seconds}, run.device), **results}
             step.log(loss=loss, grad_norm=norm, metrics=metrics, batches=batches)
@@ -72,7 +66,11 @@ def main(options: GRPORunOptions) -> int:
 
 
 def train_on(
-    completions: Sequence[SampledCompletion], run: Run, options: GRPORunOptions, reference: CausalLM | None
+    completions: Sequence[SampledCompletion],
+    run: Run,
+    roll_out: Rollouts,
+    options: GRPORunOptions,
+    reference: CausalLM | None,
 ) -> tuple[list[CompletionBatch], dict[str, Tensor]]:
     """Updates the weights with the completions of a step. Returns the batches, and what the log shows."""
     model, loss_function = run.model, options.loss()
@@ -81,9 +79,8 @@ def train_on(
         sum(one.trained_tokens for one in completions) if by_tokens else len(completions), run.device
     )
     # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
-    used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
-    padding, recomputes = padding_token(run.tokenizer, model.input_vocab_size), options.old_logps == "recomputed"
-    batches = pack_completions(used, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding)
+    batches = roll_out.pack([one for one in completions if options.beta or one.advantage])
+    recomputes = options.old_logps == "recomputed"
     sizes, share = [batch.trained_tokens for batch in batches], 1 / max(1, len(batches))
     with run.autocast():  # the constants of the loss, before the first update with a batch
         given = [
