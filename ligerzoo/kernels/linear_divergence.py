@@ -20,13 +20,15 @@ The teacher may be given as logits instead of hidden states.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict, Unpack
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypedDict, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import FINITE, POSITIVE_OR_NONE, check
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import check_divergence, jsd_divergence, row_divergences_, target_without_ignored
@@ -45,6 +47,8 @@ from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.registration import register
 from ligerzoo.tensor_checks import check_floats
+
+P = ParamSpec("P")
 
 
 class Side(NamedTuple):
@@ -287,10 +291,32 @@ class LinearDivergenceOptions(TypedDict, total=False):
     backend: Backend
 
 
-def _take_side(prefix: str, hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> Side:
-    """Returns one side, whose options it removes from `options`."""
-    bias, scale = options.pop(f"{prefix}bias", None), options.pop(f"{prefix}logit_scale", 1.0)
-    return Side(prefix, hidden, weight, bias, scale, options.pop(f"{prefix}softcap", None))
+_DEFAULTS: LinearDivergenceOptions = {
+    "temperature": 1.0,
+    "student_bias": None,
+    "teacher_bias": None,
+    "student_logit_scale": 1.0,
+    "teacher_logit_scale": 1.0,
+    "student_softcap": None,
+    "teacher_softcap": None,
+    "ignore_index": -100,
+    "reduction": "mean",
+    "num_items": None,
+    "logits_budget": None,
+    "backend": "auto",
+}
+
+
+def _shows_options(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Lists the options and their defaults in the signature of a function, as `help` shows it."""
+    signature, types = inspect.signature(function), get_type_hints(LinearDivergenceOptions)
+    *own, _ = signature.parameters.values()
+    options = (
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in _DEFAULTS.items()
+    )
+    vars(function)["__signature__"] = signature.replace(parameters=[*own, *options])
+    return function
 
 
 def _divergence_of_heads(
@@ -302,14 +328,27 @@ def _divergence_of_heads(
     target: Tensor | None,
     given: LinearDivergenceOptions,
 ) -> Tensor:
-    options: dict[str, Any] = {**given}
-    student = _take_side("student_", hidden[0], weights[0], options)
-    teacher = _take_side("teacher_", hidden[1], weights[1], options)
-    temperature, ignore_index = options.pop("temperature", 1.0), options.pop("ignore_index", -100)
-    divergence_options = DivergenceOptions(divergence, beta, temperature, ignore_index)
-    return linear_divergence(name, student, teacher, target, divergence_options, **options)
+    for option in given:
+        if option not in _DEFAULTS:
+            remedy = did_you_mean(option, _DEFAULTS)
+            raise WrongTypeError(f"unknown option {option}", where=name, expected=f"an option of {name}", remedy=remedy)
+    o: LinearDivergenceOptions = {**_DEFAULTS, **given}
+    student = Side("student_", hidden[0], weights[0], o["student_bias"], o["student_logit_scale"], o["student_softcap"])
+    teacher = Side("teacher_", hidden[1], weights[1], o["teacher_bias"], o["teacher_logit_scale"], o["teacher_softcap"])
+    return linear_divergence(
+        name,
+        student,
+        teacher,
+        target,
+        DivergenceOptions(divergence, beta, o["temperature"], o["ignore_index"]),
+        reduction=o["reduction"],
+        num_items=o["num_items"],
+        logits_budget=o["logits_budget"],
+        backend=o["backend"],
+    )
 
 
+@_shows_options
 def linear_kl_div(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -359,6 +398,7 @@ def linear_kl_div(
     return _divergence_of_heads("linear_kl_div", divergence, 0.0, hidden, weights, target, options)
 
 
+@_shows_options
 def linear_jsd(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -374,6 +414,7 @@ def linear_jsd(
     return _divergence_of_heads("linear_jsd", jsd_divergence(beta), beta, hidden, weights, target, options)
 
 
+@_shows_options
 def linear_tvd(
     student_hidden: Tensor,
     student_weight: Tensor,

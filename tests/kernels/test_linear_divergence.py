@@ -1,3 +1,4 @@
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.linear_divergence import LinearDivergenceOptions
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.op_recorder import Recorder, launch_nothing
@@ -361,6 +363,19 @@ def test_a_teacher_that_requires_a_gradient(part: str) -> None:
         linear_jsd(**arguments)
     with torch.no_grad():
         linear_jsd(**arguments)
+
+
+@pytest.mark.parametrize("function", [linear_kl_div, linear_jsd, linear_tvd])
+def test_the_signature_lists_the_options_and_unknown_ones_are_refused(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    assert set(LinearDivergenceOptions.__annotations__) < set(parameters)
+    assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    inputs, name = make(7, 17, 33), function.__name__
+    defaults = {option: parameters[option].default for option in LinearDivergenceOptions.__annotations__}
+    assert torch.equal(function(*inputs, **defaults), function(*inputs))
+    for wrong, hint in (("temprature", r"\. Did you mean 'temperature'\?"), ("loss_type", "$")):
+        with pytest.raises(TypeError, match=rf"^{name}: unknown option {wrong}; expected an option of {name}{hint}"):
+            function(*inputs, **{wrong: 2.0})
 
 
 def test_an_unknown_reduction() -> None:
