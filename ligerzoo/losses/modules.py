@@ -403,8 +403,26 @@ class Distillation(HeadLoss, function=distillation_loss):
         """
         name = type(self).__name__
         _check_model(name, teacher)  # before the student runs
-        _, given = self._given(self.of_teacher, (), inputs)
         shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
+        loss_of = self.with_teacher(_ModelCall(name, teacher, input_ids, labels, shared_inputs).run, **inputs)
+        return _ModelCall(name, model, input_ids, labels, shared_inputs).loss(loss_of, aux_loss_share)
+
+    def with_teacher(
+        self, run_teacher: Callable[[Callable[..., object]], Any], **inputs: object
+    ) -> Callable[..., LossOutput]:
+        """Returns the loss as a function of a student's (hidden, weight, target) and its head's options.
+
+        The function runs the teacher without gradients, and computes the divergence within the teacher's forward.
+
+        Args:
+            run_teacher: runs the teacher with an objective, a function of the hidden states that predict the same
+                targets, the weight of the head and its options. Returns the output of the model.
+            inputs: keyword arguments of `distillation_loss`; override the module's options.
+
+        Raises:
+            TypeError, ValueError: an option is unknown or invalid.
+        """
+        _, given = self._given(self.of_teacher, (), inputs)
         needs_gradient = torch.is_grad_enabled()
 
         def loss_of(*student: Tensor, **of_student: object) -> LossOutput:
@@ -415,7 +433,7 @@ class Distillation(HeadLoss, function=distillation_loss):
                     return None, self._evaluate(student, hidden, weight, **{**of_teacher, **of_student, **given})
 
             with torch.no_grad():
-                output: LossOutput = _ModelCall(name, teacher, input_ids, labels, shared_inputs).run(objective).details
+                output: LossOutput = run_teacher(objective).details
             return output
 
-        return _ModelCall(name, model, input_ids, labels, shared_inputs).loss(loss_of, aux_loss_share)
+        return loss_of

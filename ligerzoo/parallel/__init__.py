@@ -12,6 +12,7 @@ vocab_parallel a loss head whose vocabulary is sharded
 from ligerzoo.parallel.directories import replacing_directory_together as replacing_directory_together
 from ligerzoo.parallel.fsdp import accumulating as accumulating
 from ligerzoo.parallel.fsdp import keep_gathered as keep_gathered
+from ligerzoo.parallel.fsdp import reshard as reshard
 from ligerzoo.parallel.fsdp import shard_model as shard_model
 from ligerzoo.parallel.fsdp import unsharded as unsharded
 from ligerzoo.parallel.loading import initialize_sharded as initialize_sharded

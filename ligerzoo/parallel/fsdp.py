@@ -247,6 +247,16 @@ def accumulating(model: LanguageModel) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
+def reshard(model: LanguageModel) -> None:
+    """Frees the parameters that a forward without a backward leaves gathered: those of the root and the last block.
+
+    Raises:
+        LigerzooError: The model is not sharded.
+    """
+    for group in _sharding_of(model, "reshard").resharded:
+        group.reshard()
+
+
 @contextmanager
 def unsharded(model: LanguageModel) -> Iterator[None]:
     """Gathers all parameters in this block, such as for `generate`: forwards then need no other process.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.adapters import adapters_disabled
 from ligerzoo.kernels import token_logps
-from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
+from ligerzoo.losses import Distillation, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.completions import SampledCompletion, without_labels
+from ligerzoo.train.completions import SampledCompletion, samples_exactly, without_labels
 from ligerzoo.train.data.batches import collate, pack_best_fit
 from ligerzoo.train.data.samples import UNTRAINED
 
@@ -175,7 +176,12 @@ def policy_batch(
 
 
 def completion_loss(
-    model: CausalLM, batch: CompletionBatch, loss: HeadLoss, *, aux_loss_share: float = 1.0, **inputs: object
+    model: CausalLM,
+    batch: CompletionBatch,
+    loss: Callable[..., LossOutput],
+    *,
+    aux_loss_share: float = 1.0,
+    **inputs: object,
 ) -> LossOutput:
     """Returns a loss over the completions, and its metrics.
 
@@ -186,13 +192,35 @@ def completion_loss(
     """
 
     def objective(*head: Any, **options: Any) -> LossOutput:
-        output: LossOutput = loss(*head, **{**options, **inputs})
-        return output
+        return loss(*head, **{**options, **inputs})
 
     out = _forward(model, batch, objective)
     if out.aux_loss is None:
         return LossOutput(out.loss, out.details)
     return LossOutput(out.loss - (1 - aux_loss_share) * model.aux_loss_weight * out.aux_loss, out.details)
+
+
+def completion_divergence(
+    model: CausalLM,
+    teacher: CausalLM,
+    batch: CompletionBatch,
+    loss: Distillation,
+    *,
+    aux_loss_share: float = 1.0,
+    **inputs: object,
+) -> LossOutput:
+    """Returns the divergence from a teacher at the tokens of the completions, and its metrics.
+
+    The teacher reads the same rows without gradients, within the forward of the model; exactly, if it can.
+
+    Args:
+        teacher: the teacher, with the same vocabulary.
+        aux_loss_share: see `completion_loss`.
+        inputs: keyword arguments of `ligerzoo.losses.distillation_loss`, such as `num_items`.
+    """
+    rows = replace(batch, exact=batch.exact and samples_exactly(teacher, "auto", batch.inputs["input_ids"].shape[1]))
+    with_teacher = loss.with_teacher(partial(_forward, teacher, rows), **inputs)
+    return completion_loss(model, batch, with_teacher, aux_loss_share=aux_loss_share)
 
 
 def _forward(model: CausalLM, batch: CompletionBatch, function: Callable[..., Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
-from ligerzoo.parallel import unsharded
+from ligerzoo.parallel import reshard, unsharded
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.data import Sample
@@ -108,11 +108,19 @@ def evaluate_method(
         batches: held-out data, this process's part.
         prompts: token ids of prompts to continue; the same in all processes.
     """
-    with evaluating(model):
-        loss, metrics = loss_of(list(batches))
-    values = {"loss": processes.mean(loss), **metrics}
-    numbers = {f"eval_{name}": value.item() for name, value in values.items()}
+    numbers = {f"eval_{name}": number for name, number in evaluate_batches(model, loss_of, list(batches)).items()}
     return {**numbers, "samples": continue_prompts(model, tokenizer, prompts)}
+
+
+def evaluate_batches(
+    model: CausalLM, loss_of: Callable[[list[B]], tuple[Tensor, dict[str, Tensor]]], batches: list[B]
+) -> dict[str, float]:
+    """Returns the loss and metrics of a method without gradients, see `evaluate_method`."""
+    with evaluating(model):
+        loss, metrics = loss_of(batches)
+    if processes.world_size() > 1:
+        reshard(model)
+    return {name: value.item() for name, value in {"loss": processes.mean(loss), **metrics}.items()}
 
 
 def prompt_of(sample: Sample) -> list[int]:

@@ -196,6 +196,16 @@ class RolloutRunOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OPDRunOptions(RolloutRunOptions, TeacherRunOptions):
+    """On-policy distillation."""
+
+    model: str = option("checkpoint of the student in Hugging Face format: a directory or a hub id")
+    method: Literal["opd"] = option("learns from a teacher, on completions that the student samples", "opd")
+    divergence: Literal["reverse_kl", "forward_kl", "jsd", "tvd"] = "reverse_kl"
+    temperature: Positive = option("temperature of sampling; also divides the logits of both models in the loss", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GRPORunOptions(RolloutRunOptions):
     """Group relative policy optimization."""
 
@@ -269,6 +279,7 @@ METHODS = {
     **dict.fromkeys(("orpo", "simpo", "cpo"), _PREFERENCE),
     "distill": Method("ligerzoo.train.recipes.distill", DistillRunOptions),
     "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions, "prompt"),
+    "opd": Method("ligerzoo.train.recipes.opd", OPDRunOptions, "prompt"),
 }
 
 

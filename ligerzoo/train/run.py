@@ -31,9 +31,6 @@ from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState, TrainedState, refuse_output
 from ligerzoo.train.tracking import check_tracker, open_tracker
 
-FILES = ("log.jsonl", "samples.jsonl", "reward.svg", "loss.svg")
-"""Other files than the model that a run may write."""
-
 
 class Run:
     """A run of a recipe: its processes, model, data, optimizer, log, checkpoints and Ctrl-C.
@@ -200,7 +197,9 @@ class Run:
                     return
         loop.close()  # writes the last step
         with step.averaged():
-            state.finish(self._trained, FILES)
+            state.finish(
+                self._trained, ("log.jsonl", "samples.jsonl", *(f"{name}.svg" for name in (*metrics[:1], "loss")))
+            )
 
 
 class Step:

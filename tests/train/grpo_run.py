@@ -1,4 +1,4 @@
-"""A tiny GRPO run: prompts and a reward for the share of the letter a."""
+"""Tiny runs of GRPO and on-policy distillation: prompts, and a reward for the share of the letter a."""
 
 import json
 from pathlib import Path
@@ -30,4 +30,11 @@ def grpo_options(checkpoint: Path, data: Path, reward: Path, output: Path, /, **
         "num_samples": 4, "max_new_tokens": 8, "seq_length": 64, "batch_size": 2, "max_steps": 4, "lr": 1e-3,
         "warmup": 0.0, "device": "cpu",
     }  # fmt: skip
-    return {**given, **changes}
+    return given | changes
+
+
+def opd_options(checkpoint: Path, data: Path, teacher: Path, output: Path, /, **changes: Any) -> dict[str, Any]:
+    """Returns options of a run of on-policy distillation of a few steps in float32 on the CPU."""
+    given = grpo_options(checkpoint, data, Path(), output, **{"teacher": str(teacher), "method": "opd", **changes})
+    del given["reward"]
+    return given

@@ -571,7 +571,7 @@ def test_other_methods_save_the_processor(method: str, qwen: Path, tmp_path: Pat
     assert (tmp_path / "run" / saved).read_bytes() == (qwen / saved).read_bytes()
 
 
-@pytest.mark.parametrize("method", ["dpo", "grpo", "distill"])
+@pytest.mark.parametrize("method", ["dpo", "grpo", "distill", "opd"])
 def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) -> None:
     picture(20, 30).save(tmp_path / "a.png")
     messages = user({"type": "image", "path": "a.png"})
@@ -585,6 +585,9 @@ def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) ->
             record = {"prompt": messages[:1]}
             (tmp_path / "reward.py").write_text("def reward(completions): return [0.0 for _ in completions]\n")
             given |= {"reward": str(tmp_path / "reward.py"), "seq_length": 600}
+        case "opd":
+            record = {"prompt": messages[:1]}
+            given |= {"teacher": str(qwen), "seq_length": 600}
         case _:
             given["teacher"] = str(qwen)
     data = tmp_path / "data.jsonl"

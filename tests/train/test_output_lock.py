@@ -31,7 +31,8 @@ def test_a_second_run_is_refused(
     method: str, resume: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the model is opened, which does not exist."""
-    more = {"grpo": ["--reward", "reward.py"], "distill": ["--teacher", "none"]}.get(method, [])
+    teacher = ["--teacher", "none"]
+    more = {"grpo": ["--reward", "reward.py"], "distill": teacher, "opd": teacher}.get(method, [])
     command = ["train", "none", "--method", method, "--data", "none", "--output", str(tmp_path / "run"), *more]
     with locked_output(tmp_path / "run"):
         assert cli.main([*command, *resume]) == 1

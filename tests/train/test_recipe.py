@@ -151,12 +151,13 @@ def test_the_printed_recipe_gives_the_same_weights(
     assert weights(tmp_path / "other") != expected
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo", "opd"])
 def test_an_error_of_the_printed_recipe_is_one_line(
     method: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {"reward": str(write_reward(tmp_path / "reward.py"))}
-    more = {"grpo": reward, "distill": {"teacher": str(checkpoint)}}.get(method, {})
+    teacher = {"teacher": str(checkpoint)}
+    more = {"grpo": reward, "distill": teacher, "opd": teacher}.get(method, {})
     given = options(checkpoint, tmp_path / "none.jsonl", tmp_path / "run", method=method, seq_length=600, **more)
     assert cli.main([*arguments(given), "--print-recipe"]) == 0
     (tmp_path / "recipe.py").write_text(capsys.readouterr().out)
@@ -173,7 +174,7 @@ def test_an_error_of_the_printed_recipe_is_one_line(
         assert problem in line
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "distill", "grpo", "opd"])
 def test_given_options_are_defaults_of_the_printed_recipe(method: str, tmp_path: Path) -> None:
     values = {"model": 'a "b"', "data": ("x", "y"), "lr": 1e-4, "resume": True, "epochs": 3, "method": method}
     (tmp_path / "recipe.py").write_text(printed_recipe(method, values))
@@ -305,7 +306,7 @@ def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, 
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Use --method dpo, orpo, simpo or cpo."),
         ({"prompt": "a", "completion": "b", "label": False}, "Use --method kto."),
-        ({"prompt": "a"}, "Use --method grpo."),
+        ({"prompt": "a"}, "Use --method grpo or opd."),
     ],
 )
 @pytest.mark.parametrize("option", ["data", "eval_data"])

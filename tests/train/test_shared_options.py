@@ -20,7 +20,7 @@ from ligerzoo.train.log import read_log
 from ligerzoo.train.methods import SFTRunOptions
 from ligerzoo.train.run_state import RunState, checkpoints
 from tests.train import preference_data, tiny_run
-from tests.train.grpo_run import grpo_options, write_prompts, write_reward
+from tests.train.grpo_run import grpo_options, opd_options, write_prompts, write_reward
 from tests.train.preference_data import labelled, pairs, write
 from tests.train.test_grpo import LOW_TOKENS, TIMED
 from tests.train.test_resume import assert_equal, stop_after
@@ -40,6 +40,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
         "sft": write(directory / "chosen.jsonl", chosen), "distill": directory / "chosen.jsonl",
         "dpo": write(directory / "pairs.jsonl", pairs()), "simpo": directory / "pairs.jsonl",
         "kto": write(directory / "labelled.jsonl", labelled()), "grpo": write_prompts(directory / "prompts.jsonl"),
+        "opd": directory / "prompts.jsonl",
     }  # fmt: skip
     reward = write_reward(directory / "reward.py", LOW_TOKENS)
 
@@ -47,6 +48,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
         common = {"method": method, "max_steps": 4, "eval_data": (str(files[method]),), "eval_every": 2, **changes}
         if method == "grpo":
             return grpo_options(model, files[method], reward, output, **common)
+        if method == "opd":
+            return opd_options(model, files[method], teacher, output, **common)
         more = {"teacher": str(teacher)} if method == "distill" else {}
         return preference_data.options(model, files[method], output, **common, **more)
 
@@ -75,6 +78,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("simpo", {"dtype": "bfloat16", "accumulate": 2, "activation_budget": "auto", "ema": 0.5}),
     ("distill", {**BACKWARD, "ema": 0.8, "activation_budget": "1"}),
     ("distill", {"lora_rank": 2, "lora_dropout": 0.1, "lora_targets": ("mlp",), "optimizer": "muon", "lr": 1e-2}),
+    (
+        "opd",
+        {"dtype": "bfloat16", "train_only": ("layers",), "ema": 0.5, "optimizer": "muon", "activation_budget": "1"},
+    ),
     ("grpo", {"train_only": ("layers",), "ema": 0.5, "optimizer": "muon", "beta": 0.1, "schedule": "wsd"}),
     ("grpo", {"dtype": "bfloat16", "activation_budget": "1", "max_grad_norm": 0.0, "weight_decay": 0.1}),
     ("grpo", {"dtype": "float32", "mixed_precision": True, "lora_rank": 4, "dora": True, "ema": 0.9, "lr": 1e-2}),
@@ -128,7 +135,7 @@ def test_an_optimizer_in_backward_gives_the_same_weights(method: str, given: Giv
     assert "grad_norm" not in read_log(tmp_path / "True" / "log.jsonl")[0]
 
 
-@pytest.mark.parametrize("method", ["dpo", "grpo", *repeated("kto", "distill")])
+@pytest.mark.parametrize("method", ["dpo", "grpo", "opd", *repeated("kto", "distill")])
 def test_a_plan_is_printed_and_changes_no_bit(
     method: str, given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
