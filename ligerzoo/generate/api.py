@@ -152,7 +152,7 @@ def generate_many(
 
     Raises:
         LigerzooError: an option is unknown or invalid, a prompt is empty, has an unknown token id or is too long, the
-            model cannot decode in a `DecodeBatch`, or, later, logits are NaN or infinite.
+            model cannot decode in a `StaticBatch`, or, later, logits are NaN or infinite.
     """
     scheduler = Scheduler(model, batch_size=batch_size, **options)
     scheduler.defaults.require_limit()

@@ -40,7 +40,8 @@ class Engine(ABC, Generic[C, L, U]):
 
     def __init__(self, sampler: Sampler, device: torch.device, lag: int = LAG) -> None:
         self.device, self._sampler = device, sampler
-        self._call = CapturedCall[tuple[C, Tensor]](sampler)
+        self._call: CapturedCall[tuple[C, Tensor]] | None = None
+        self._key: tuple[object, ...] | None = None
         self._reads: DelayedReads[L] = DelayedReads(device, lag)
         self._updates: list[U] = []
 
@@ -60,7 +61,23 @@ class Engine(ABC, Generic[C, L, U]):
         """Launches the work of a step."""
         if (logits := self._logits()) is not None:
             self._sampler.prepare()
-            self._append(logits, *self._call(self._choose, logits, self._pool))
+            self._append(logits, *self._chosen(logits))
+
+    def _chosen(self, logits: Tensor) -> tuple[C, Tensor]:
+        """Calls `_choose`; in a captured graph from the second time on for the same memory of logits and sampler.
+
+        The graph is small. Each engine captures it, since it depends on the options of sampling.
+        """
+        call, key = self._call, self._sampler.graph_key
+        if self._pool is None or key is None:
+            self._call = None
+            return self._choose(logits)
+        if call is None or call.x is not logits or key != self._key:
+            self._call = call = CapturedCall(logits, self._pool)
+            self._key = key
+        else:
+            call.capture(self._choose)
+        return call(self._choose, logits)
 
     def _read(self, *, waits: bool) -> None:
         """Reads the results of earlier steps, or of all; see `DelayedReads.pop`."""
@@ -70,7 +87,7 @@ class Engine(ABC, Generic[C, L, U]):
     @property
     @abstractmethod
     def _pool(self) -> object:
-        """Memory pool of the captured graph that computes the logits; None for eager ones."""
+        """Memory pool of the captured graphs that compute the logits; None for eager ones."""
 
     @property
     @abstractmethod

@@ -1,75 +1,254 @@
-"""Decode steps of a fixed number of rows over a KV cache of fixed size, which run as captured CUDA graphs.
+"""Steps over a KV cache of fixed size, which run as captured CUDA graphs: prefills of prompts, and decode steps.
 
-The host launches one graph per token instead of hundreds of kernels. A graph serves one batch size, and one capacity
-and set of options of the KV cache. It is captured when a batch decodes its third token, stays with the model, and
-serves all later calls of the same shape. It reads the weights where they are, so training between calls is seen; if a
-weight was replaced by another tensor, all graphs of the model are captured again.
+The host launches one graph instead of hundreds of kernels. A graph serves one number of rows and tokens over one cache.
+The first step of a shape runs eagerly and is captured then. Graphs stay with the model, and serve later calls of
+`generate` and of schedulers from their first token on. They read the weights where they are, so training between calls
+is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions
-from ligerzoo.generate.sampling import Sampler
 from ligerzoo.kernels.cuda_graph import capture
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers import Attention, Linear, LMHead, RotaryEmbedding
+from ligerzoo.layers import Attention, Linear, LMHead, MoE, RotaryEmbedding
 from ligerzoo.layers.capture import capture_obstacle, never_reads_values
-from ligerzoo.layers.lora import LoRAHead, LoRALinear
+from ligerzoo.layers.lora import LoRAHead, LoRALayer, LoRALinear
 from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.layers.quantized import is_quantized, stored_tensors
 
+T = TypeVar("T")
 
-class DecodeBatch:
-    """A KV cache of fixed size, and the decode step over it: newest tokens in, logits out. It runs eagerly.
+Forward = Callable[..., Any]
+"""A model, or what runs instead of its `__call__`."""
 
-    Each row has its own positions, so there is neither padding nor a padding mask.
+
+class CapturedCall(Generic[T]):
+    """Calls of a function that launches kernels only: the same ones on the same memory. Once captured, a graph runs.
+
+    Args:
+        x: the tensor that the function reads. Each call copies its argument to it.
+        pool: memory pool of graphs that never run at the same time: they share what they need while they run.
+    """
+
+    _graph: torch.cuda.CUDAGraph | None = None
+    _result: T
+
+    def __init__(self, x: Tensor, pool: object) -> None:
+        self.x, self._pool = x, pool
+
+    def __call__(self, function: Callable[[Tensor], T], x: Tensor) -> T:
+        """Returns what the function returns for x, valid until the next call."""
+        if x is not self.x:
+            self.x.copy_(x)
+        if self._graph is None:
+            return function(self.x)
+        self._graph.replay()
+        return self._result
+
+    def capture(self, function: Callable[[Tensor], T]) -> None:
+        """Captures the function for all later calls, unless that was done.
+
+        An earlier call has compiled its kernels and created the handles of libraries, which cannot be captured. Without
+        memory for the graph, the next calls run the function, too.
+        """
+        if self._graph is None:
+            try:
+                self._graph, self._result = capture(partial(function, self.x), self._pool)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # a pool cannot use what the allocator keeps for others
+
+
+class StaticBatch:
+    """Rows of a KV cache of fixed size, each with its own positions, and the steps of a model over them.
+
+    A step is a forward of n rows and T tokens without padding masks: `decode` appends T tokens to all rows, and
+    `prefill` starts the first n rows with prompts.
 
     Args:
         model: the model.
         rows: P.
         capacity: maximum number of tokens in each row.
         options: of the KV cache.
+        pool: memory pool of captured steps; None for eager ones.
 
     Attributes:
-        rows, capacity, options: as given.
+        rows, capacity, options, pool: as given.
         cache: the KV cache.
         device: device of the weights.
     """
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions = DEFAULT_CACHE) -> None:
-        self.rows, self.capacity, self.options = rows, capacity, options
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        capacity: int,
+        options: CacheOptions = DEFAULT_CACHE,
+        pool: object | None = None,
+    ) -> None:
+        self.rows, self.capacity, self.options, self.pool = rows, capacity, options, pool
         self.cache = options.new_cache(model, capacity)
         self.device: torch.device = next(model.parameters()).device
+        self._calls: dict[tuple[object, ...], CapturedCall[Tensor]] = {}
 
     @property
     def cache_tokens(self) -> int:
         """Number of tokens that the cache has memory for."""
         return self.rows * self.capacity
 
-    def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """Runs the model on the newest tokens, (P, T).
+    def decode(self, model: Forward, tokens: Tensor) -> Tensor:
+        """Appends the newest tokens, (P, T) int64.
 
         Returns:
             (P * T, V) fp32 logits after each token, row by row, valid until the next step.
         """
-        kept = tokens.shape[1]
-        output = model(tokens, None, None, past_key_values=self.cache, use_cache=True, logits_to_keep=kept)
-        logits: Tensor = output.logits.flatten(0, 1).float()
+        length = self.cache.length
+        logits = self._step(self._decode, model, tokens)
+        self.cache.count(length + tokens.shape[1])
+        return logits
+
+    def prefill(self, model: Forward, prompts: Tensor) -> Tensor:
+        """Writes n prompts to the first rows of the cache, from position 0 on.
+
+        Args:
+            model: the model.
+            prompts: (n, T + 1) int64, token ids with padding on the right, then the length of each prompt.
+
+        Returns:
+            (n, V) fp32 logits of the next tokens, valid until the next step.
+        """
+        return self._step(self._prefill, model, prompts)
+
+    def _step(self, function: Callable[[Forward, Tensor], Tensor], model: Forward, x: Tensor) -> Tensor:
+        step = partial(function, model)
+        if self.pool is None:
+            return step(x)
+        key = (function.__name__, *x.shape)
+        if key not in self._calls:
+            self._calls[key] = CapturedCall(torch.empty_like(x), self.pool)
+        logits = self._calls[key](step, x)
+        self._calls[key].capture(step)
+        return logits
+
+    def _decode(self, model: Forward, tokens: Tensor) -> Tensor:
+        length, keep = self.cache.length, {"use_cache": True, "logits_to_keep": tokens.shape[1]}
+        try:
+            logits: Tensor = model(tokens, None, None, past_key_values=self.cache, **keep).logits.flatten(0, 1).float()
+        finally:
+            self.cache.count(length)  # which may run again, for a graph
+        return logits
+
+    def _prefill(self, model: Forward, prompts: Tensor) -> Tensor:
+        ids, lengths = prompts[:, :-1], prompts[:, -1]
+        cache = self.cache.prefill_rows(torch.arange(len(prompts), device=self.device), self.rows, lengths)
+        last = lengths[:, None] - 1
+        output = model(ids, None, None, past_key_values=cache, use_cache=True, logits_to_keep=last)
+        logits: Tensor = output.logits[:, -1].float()
         return logits
 
 
+_MAX_BATCHES = 24
+_MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
+
+
+class ModelGraphs:
+    """Batches of a model with captured steps that no call is using, least recently used first.
+
+    All graphs share a memory pool, since they run one after the other.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._device: torch.device = next(model.parameters()).device
+        self._idle: OrderedDict[tuple[int, int, CacheOptions], StaticBatch] = OrderedDict()
+        self._weights = _addresses(model)
+
+    @cached_property
+    def _first(self) -> torch.cuda.CUDAGraph:
+        """A graph that keeps the pool: without any, torch would free it."""
+        return capture(partial(torch.zeros, 1, device=self._device))[0]
+
+    def reads(self, model: nn.Module) -> bool:
+        """Whether the graphs read the weights of the model, none of which was replaced by another tensor."""
+        return self._weights == _addresses(model)
+
+    def take(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions) -> StaticBatch:
+        """Returns a batch with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
+        batch = self._idle.pop((rows, capacity, options), None)
+        if batch is None:
+            return StaticBatch(model, rows, capacity, options, self._first.pool())
+        batch.cache.reset()
+        return batch
+
+    def give_back(self, batch: StaticBatch) -> None:
+        """Keeps a batch for later calls, and drops the least recently used ones beyond the limits."""
+        self._idle[batch.rows, batch.capacity, batch.options] = batch
+        limit = _memory_for_idle_caches(self._device)
+        while len(self._idle) > _MAX_BATCHES or self.nbytes > limit:
+            self._idle.popitem(last=False)
+
+    def keep_idle(self, tokens: float) -> None:
+        """Drops the least recently used batches until the caches of all have memory for at most `tokens` tokens."""
+        while sum(batch.cache_tokens for batch in self._idle.values()) > tokens:
+            self._idle.popitem(last=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV caches."""
+        return sum(batch.cache.nbytes for batch in self._idle.values())
+
+
+def _addresses(model: nn.Module) -> list[tuple[object, ...]]:
+    """Returns where the weights of a model are."""
+    weights = (weight for module in modules_of(model) for weight in module._parameters.values() if weight is not None)
+    tensors = (tensor for x in weights for tensor in ([x] if is_plain_tensor(x) else stored_tensors(x)))
+    return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _memory_for_idle_caches(device: torch.device) -> float:
+    """Bytes that the KV caches of graphs may take up while no call uses them."""
+    return torch.cuda.get_device_properties(device).total_memory * _MEMORY_SHARE
+
+
+_GRAPHS: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+
+
+def model_graphs(model: nn.Module) -> ModelGraphs:
+    """Returns the graphs of a model that read its weights."""
+    graphs = _GRAPHS.get(model)
+    if graphs is None or not graphs.reads(model):
+        graphs = _GRAPHS[model] = ModelGraphs(model)
+    return graphs
+
+
+def release_decode_graphs(model: nn.Module) -> None:
+    """Frees what `generate` keeps for later calls of a model: captured CUDA graphs and their KV caches."""
+    _GRAPHS.pop(model, None)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the model and all modules in it, shared ones several times. Faster than `nn.Module.modules`."""
+    modules = [model]
+    for module in modules:  # which grows
+        modules += [child for child in module._modules.values() if child is not None]
+    return modules
+
+
 def has_static_decoding(model: nn.Module) -> bool:
-    """Whether a model can decode in a `DecodeBatch`: its KV caches can have a fixed size, and attention is causal."""
-    attentions = (module for module in decoder_of(model).modules() if isinstance(module, Attention))
+    """Whether a model can decode in a `StaticBatch`: its KV caches can have a fixed size, and attention is causal."""
+    attentions = (module for module in modules_of(decoder_of(model)) if isinstance(module, Attention))
     is_causal = all(attention.is_causal for attention in attentions)
     return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]
 
@@ -84,142 +263,15 @@ def independent_length(model: nn.Module) -> int | None:
 
     Beyond it, the rotary frequencies depend on the longest row (rope types dynamic and longrope).
     """
-    lengths = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    lengths = [module.max_independent_length for module in modules_of(model) if isinstance(module, RotaryEmbedding)]
     lengths.append(model.new_cache().max_valid_length)  # type: ignore[operator]
     return min((length for length in lengths if length is not None), default=None)
 
 
-_MAX_GRAPHS = 16
-_MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
-
-T = TypeVar("T")
-
-
-class DecodeGraph(DecodeBatch):
-    """A `DecodeBatch` whose step runs eagerly once, then as a captured graph, for each number of tokens."""
-
-    def __init__(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions = DEFAULT_CACHE) -> None:
-        super().__init__(model, rows, capacity, options)
-        self._inputs: dict[int, Tensor] = {}  # by T, what a graph reads
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # with the logits
-
-    def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """See `DecodeBatch.step`."""
-        count = tokens.shape[1]
-        if count not in self._inputs:  # compiles kernels and creates the handles of libraries, which cannot be captured
-            self._inputs[count] = tokens.clone()
-            return super().step(model, tokens)
-        self._inputs[count].copy_(tokens)
-        if count not in self._graphs:
-            self._graphs[count] = capture(partial(super().step, model, self._inputs[count]), self.pool)
-        else:
-            self.cache.advance(count)
-        graph, logits = self._graphs[count]
-        graph.replay()
-        return logits
-
-    @property
-    def pool(self) -> object:
-        """Memory pool of the captured graphs, which other graphs of the step may share; None before the first."""
-        return next((graph.pool() for graph, _ in self._graphs.values()), None)
-
-
-class DecodeGraphs:
-    """The graphs of one model that no call is using, least recently used first."""
-
-    def __init__(self) -> None:
-        self._idle: OrderedDict[tuple[int, int, CacheOptions], DecodeGraph] = OrderedDict()
-        self._weights: tuple[tuple[object, ...], ...] = ()
-
-    def take(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions) -> DecodeGraph:
-        """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
-        tensors = (tensor for weight in model.parameters() for tensor in stored_tensors(weight))
-        weights = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
-        if weights != self._weights:
-            self._idle.clear()
-            self._weights = weights
-        graph = self._idle.pop((rows, capacity, options), None) or DecodeGraph(model, rows, capacity, options)
-        graph.cache.reset()
-        return graph
-
-    def give_back(self, graph: DecodeGraph) -> None:
-        """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
-        self._idle[graph.rows, graph.capacity, graph.options] = graph
-        limit = _memory_for_idle_caches(graph.device)
-        while len(self._idle) > _MAX_GRAPHS or self.nbytes > limit:
-            self._idle.popitem(last=False)
-
-    def keep_idle(self, tokens: int) -> None:
-        """Drops the least recently used graphs until the caches of all have memory for at most `tokens` tokens."""
-        while sum(graph.cache_tokens for graph in self._idle.values()) > tokens:
-            self._idle.popitem(last=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the KV caches."""
-        return sum(graph.cache.nbytes for graph in self._idle.values())
-
-
-def _memory_for_idle_caches(device: torch.device) -> float:
-    """Bytes that the KV caches of graphs may take up while no call uses them."""
-    return torch.cuda.get_device_properties(device).total_memory * _MEMORY_SHARE
-
-
-_GRAPHS: weakref.WeakKeyDictionary[nn.Module, DecodeGraphs] = weakref.WeakKeyDictionary()
-
-
-def decode_graphs(model: nn.Module) -> DecodeGraphs:
-    """Returns the idle graphs of a model."""
-    return _GRAPHS.setdefault(model, DecodeGraphs())
-
-
-def release_decode_graphs(model: nn.Module) -> None:
-    """Frees what `generate` keeps for later calls of a model: captured CUDA graphs and their KV caches."""
-    _GRAPHS.pop(model, None)
-
-
-class CapturedCall(Generic[T]):
-    """Calls of a function of logits, which run as a captured graph from the second call on the same memory on.
-
-    The graph is small. Each `CapturedCall` captures it again, since it depends on the options of sampling.
-
-    Args:
-        sampler: what the function chooses tokens with.
-    """
-
-    _graph: torch.cuda.CUDAGraph | None = None
-    _logits: Tensor | None = None
-    _key: tuple[object, ...] | None = None
-    _result: T
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def __call__(self, function: Callable[[Tensor], T], logits: Tensor, pool: object) -> T:
-        """Returns what the function returns for the logits, valid until the next call.
-
-        Args:
-            function: launches kernels only; the same ones on the same memory where `Sampler.graph_key` is the same.
-            logits: its argument.
-            pool: memory pool of the graph that computes the logits. None runs the function eagerly.
-        """
-        if pool is None or (sampler_key := self._sampler.graph_key) is None:
-            self._key = None
-            return function(logits)
-        # The first steps, another graph of the model for more tokens, or a sampler that has grown
-        if logits is not self._logits or (*sampler_key, pool) != self._key:
-            self._logits, self._graph, self._key = logits, None, (*sampler_key, pool)
-            return function(logits)
-        if self._graph is None:
-            self._graph, self._result = capture(partial(function, logits), pool)
-        self._graph.replay()
-        return self._result
-
-
 def can_capture(model: nn.Module) -> bool:
-    """Whether a decode step of the model can run as a captured graph.
+    """Whether the steps of a model can run as captured graphs.
 
-    It can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
+    They can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
     wrappers and tensor subclasses except linear layers with weights that torchao has quantized, its experts run in
     Triton, it has text inputs only, see `has_static_decoding`, and neither autocast nor a compiler is active.
     """
@@ -232,21 +284,20 @@ def can_capture(model: nn.Module) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
-        and all(map(_is_known, model.modules()))
-        and all(weight.device == device for weight in model.parameters())
+        and all(map(_is_known, modules_of(model), repeat(device)))
         and has_static_decoding(model)
     )
 
 
-def _is_known(module: nn.Module) -> bool:
-    is_random = (module.training and getattr(module, "jitter_noise", None)) or getattr(module, "lora_dropout", 0.0)
-    is_disabled = not getattr(module, "lora_enabled", True)  # for a while only, see `adapters_disabled`
-    weights: Iterable[Tensor | None] = module._parameters.values()
-    if type(module) in (nn.Linear, Linear, LMHead, LoRALinear, LoRAHead):
-        weights = [weight for weight in weights if not is_quantized(weight)]
-    return (
-        capture_obstacle(module) is None
-        and is_plain_tensor(*weights)
-        and never_reads_values(module)
-        and not (is_random or is_disabled)
-    )
+def _is_known(module: nn.Module, device: torch.device) -> bool:
+    if isinstance(module, LoRALayer) and (module.lora_dropout or not module.lora_enabled):
+        return False  # they are disabled for a while only, see `adapters_disabled`
+    if isinstance(module, MoE) and module.training and module.jitter_noise:
+        return False
+    may_be_quantized = type(module) in (nn.Linear, Linear, LMHead, LoRALinear, LoRAHead)
+    for weight in module._parameters.values():
+        if not is_plain_tensor(weight) and not (may_be_quantized and is_quantized(weight)):
+            return False
+        if weight is not None and weight.device != device:
+            return False
+    return capture_obstacle(module) is None and never_reads_values(module)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
-from ligerzoo.generate.graphs import can_capture, independent_length
+from ligerzoo.generate.graphs import can_capture, independent_length, model_graphs
 from ligerzoo.generate.options import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -22,7 +22,7 @@ from ligerzoo.generate.options import (
     require,
 )
 from ligerzoo.generate.prompts import Prompts
-from ligerzoo.generate.slots import Slots, max_length
+from ligerzoo.generate.slots import CAPTURED_TOKENS, Slots
 from ligerzoo.layers import KVCache
 from ligerzoo.layers.static_cache import DECODE_TOKENS
 
@@ -177,7 +177,7 @@ class BatchRows:
 
     @property
     def pool(self) -> object:
-        """Memory pool of the captured graph that computes the logits; None for eager ones."""
+        """Memory pool of the captured graphs that compute the logits; None for eager ones."""
         return None
 
     def release(self, rows: list[int]) -> None:
@@ -258,6 +258,10 @@ class SlotRows(BatchRows):
     """`BatchRows` in `Slots`, without padding.
 
     A cache of the caller, and prompts that are embeddings, are processed as by `BatchRows` and then copied.
+
+    Args:
+        model, prompts, max_new_tokens, options, cache: see `BatchRows`.
+        slots: as many as rows, all empty.
     """
 
     def __init__(
@@ -267,10 +271,11 @@ class SlotRows(BatchRows):
         max_new_tokens: int,
         options: CacheOptions,
         cache: KVCache | None,
+        slots: Slots,
     ) -> None:
         super().__init__(model, prompts, max_new_tokens, options, cache)
         self._on_device = torch.cuda.device(self.device if self.device.type == "cuda" else -1)
-        self._slots = Slots(cast(nn.Module, model), self.count, options=self._options)
+        self._slots = slots
 
     def __enter__(self) -> SlotRows:
         self._on_device.__enter__()  # type: ignore[no-untyped-call]  # graphs run on the current device
@@ -367,7 +372,7 @@ def check_rows(
         )
         fits, got = cache.capacity is None or tokens <= cache.capacity, f"a cache of capacity {cache.capacity}"
         require(fits, "past_key_values", got, f"at least {tokens}, {expected}", remedy)
-    if options.exact and prompts.padding_mask is not None and not _use_slots(model, prompts, max_new_tokens, options):
+    if options.exact and prompts.padding_mask is not None and _slots(model, prompts, max_new_tokens, options) is None:
         got = "prompts of several lengths, by a model whose decode steps are not captured"
         raise invalid("exact", got, "prompts of one length", "Call generate for each prompt.")
 
@@ -390,17 +395,21 @@ def choose_rows(
     model, cache = cast(CausalModel, model), prompts.cache
     if is_rewindable and cache is not None and cache.drops_tokens:
         cache.keep_all_tokens()
-    if options is not None and _use_slots(model, prompts, max_new_tokens, options):
-        return SlotRows(model, prompts, max_new_tokens, options, cache)
+    if options is not None and (slots := _slots(model, prompts, max_new_tokens, options)) is not None:
+        return SlotRows(model, prompts, max_new_tokens, options, cache, slots)
     if is_rewindable and cache is None and options is not None:
         cache, options = options.new_cache(model), DEFAULT_CACHE
         cache.keep_all_tokens()
     return BatchRows(model, prompts, max_new_tokens, options, cache)
 
 
-def _use_slots(model: SupportsGenerate, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> bool:
-    """Whether the rows are in `Slots`, free of padding."""
-    if not (max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model)):
-        return False
-    longest = max_length(model, options)
-    return longest is None or prompts.length + max_new_tokens <= longest
+def _slots(model: SupportsGenerate, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> Slots | None:
+    """Returns slots for the rows, free of padding; None where steps are not captured, or it does not pay."""
+    starts_at_once = prompts.cache is None and prompts.rows * prompts.length <= CAPTURED_TOKENS
+    if not ((max_new_tokens > 2 or starts_at_once) and isinstance(model, nn.Module) and can_capture(model)):
+        return None
+    if (cache := prompts.cache) is not None:
+        options = CacheOptions(cache.dtype, cache.exact)
+    slots = Slots(model, prompts.rows * prompts.copies, options=options, graphs=model_graphs(model))
+    is_short = slots.max_length is None or prompts.length + max_new_tokens <= slots.max_length
+    return slots if is_short else None

@@ -143,7 +143,7 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         max_length: largest number of tokens of a prompt and its continuation; None for no limit.
 
     Raises:
-        LigerzooError: an option is unknown or invalid, or the model cannot decode in a `DecodeBatch`.
+        LigerzooError: an option is unknown or invalid, or the model cannot decode in a `StaticBatch`.
     """
 
     @torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
@@ -334,6 +334,8 @@ class Scheduler(Engine[Tensor, _Step, Update]):
 
     def _started(self) -> Iterator[tuple[dict[int, Request], Tensor]]:
         """Starts requests: yields them by row, and the logits of their first new tokens, (n, V) fp32."""
+        if not self._running and self._waiting and self._prefill is None:
+            self._slots.look_for_graphs()
         if admitted := self._admitted():
             longest = max(request.max_length - request.length for request in admitted.values())
             contexts = [request.context for request in admitted.values()]

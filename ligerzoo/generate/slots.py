@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,14 @@ from torch.nn.utils.rnn import pad_sequence
 from ligerzoo.device import to_device, upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.graphs import (
-    DecodeBatch,
-    DecodeGraph,
+    Forward,
+    ModelGraphs,
+    StaticBatch,
     can_capture,
-    decode_graphs,
     decoder_of,
     has_static_decoding,
     independent_length,
+    model_graphs,
 )
 from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, require
 from ligerzoo.kernels.dispatch import next_power_of_2
@@ -27,6 +28,12 @@ from ligerzoo.layers.kv_cache import cache_size
 
 PREFILL_TOKENS = 16384
 """Tokens of one prefill, padding included. It bounds the memory of the hidden states."""
+
+CAPTURED_TOKENS = 2048
+"""Tokens of one captured prefill, padding included: more of them keep a GPU busy while the host launches kernels."""
+
+_CAPTURED_ROWS = 16  # of one captured prefill
+_FREE_TOKENS = 256  # of a prefill that takes as long as one of fewer: the time of reading the weights
 
 _MERGED_TOKENS = 1024  # tokens of a prefill that cost less than a second one, whatever part of them is padding
 _MIN_CAPACITY = 256
@@ -38,8 +45,9 @@ class Slots:
 
     Prompts are prefilled without padding on the left: each row starts at position 0. The KV cache has room for some
     P <= R rows, a power of two or R, and a power of two of tokens, or as many as `max_cache_tokens` allows. It grows
-    when rows or tokens do not fit, and loses rows after some steps with half of them empty. On a GPU, decode steps run
-    as captured graphs where `can_capture` allows; then the current device must be the model's.
+    when rows or tokens do not fit, and loses rows after some steps with half of them empty. On a GPU, decode steps and
+    prefills of up to CAPTURED_TOKENS tokens run as captured graphs where `can_capture` allows; then the current device
+    must be the model's.
 
     Args:
         model: the model. Runs uncompiled after `model.compile()`.
@@ -48,6 +56,7 @@ class Slots:
             that are kept for later calls count, and so does a second cache while sequences move to it. The caller must
             add and continue sequences only if they `fit`. None for no limit.
         options: of the KV cache.
+        graphs: those of the model, if it can be captured; see `look_for_graphs`.
 
     Attributes:
         rows, max_cache_tokens: as given.
@@ -63,13 +72,14 @@ class Slots:
         rows: int,
         max_cache_tokens: int | None = None,
         options: CacheOptions = DEFAULT_CACHE,
+        graphs: ModelGraphs | None = None,
     ) -> None:
         self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model, options), max_cache_tokens
         self._module, self._options = model, options
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
-        self._model: Callable[..., Any] = model._call_impl
-        self._graphs = decode_graphs(model) if can_capture(model) else None
-        self._batch: DecodeBatch | None = None
+        self._model: Forward = model._call_impl
+        self._graphs = graphs
+        self._batch: StaticBatch | None = None
         self._index: dict[int, int] = {}  # rows that are not empty, and their rows in the cache
         self._lengths: list[int] = []  # tokens of each row of the cache; an empty one counts on, from 0
         self._is_changed = False  # whether the lengths and indices on the device are older than these
@@ -79,8 +89,15 @@ class Slots:
 
     @property
     def pool(self) -> object:
-        """Memory pool of the captured graph; None before the capture, and without graphs."""
-        return self._batch.pool if isinstance(self._batch, DecodeGraph) else None
+        """Memory pool of the captured graphs; None for eager steps."""
+        return None if self._batch is None else self._batch.pool
+
+    def look_for_graphs(self) -> None:
+        """Looks for graphs of the model, whose layers and weights may change while all rows are empty."""
+        graphs = model_graphs(self._module) if can_capture(self._module) else None
+        if graphs is not self._graphs:
+            self.close()
+            self._graphs = graphs
 
     def fit(self, sequences: int, tokens: int) -> bool:
         """Whether a number of sequences with up to `tokens` tokens each fit into `max_cache_tokens`."""
@@ -110,7 +127,7 @@ class Slots:
         copies = [(self._index[rows[i]], self._index[row]) for row, i in zip(rows, same, strict=True) if rows[i] != row]
         if copies:
             sources, targets = (upload(list(x), batch.device) for x in zip(*copies, strict=True))
-            batch.cache.copy_rows(sources, targets, max(map(len, prompts)))
+            batch.cache.copy_rows_from(batch.cache, sources, targets, batch.rows, max(map(len, prompts)))
         return logits[upload([order.index(i) for i in same], batch.device)]
 
     def adopt(self, rows: Sequence[int], cache: KVCache, columns: Sequence[Tensor], new_tokens: int = 1) -> None:
@@ -153,7 +170,7 @@ class Slots:
         if self._is_changed:
             self._update()
         is_direct = batch.rows == self.rows and all(row == index for row, index in self._index.items())
-        logits = batch.step(self._model, tokens if is_direct else tokens[self._from_rows])
+        logits = batch.decode(self._model, tokens if is_direct else tokens[self._from_rows])
         self._lengths = [length + count for length in self._lengths]
         if is_direct:
             return logits
@@ -176,18 +193,51 @@ class Slots:
                 self._is_changed = True
 
     def close(self) -> None:
-        """Empties all rows, and keeps the captured graph for later calls."""
+        """Empties all rows, and keeps the captured graphs for later calls."""
         self._give_back(self._batch)
         self._batch, self._lengths = None, []
         self._index.clear()
 
     @property
-    def _current(self) -> DecodeBatch:
+    def _current(self) -> StaticBatch:
         assert self._batch is not None
         return self._batch
 
     def _prefill(self, indices: list[int], prompts: list[Tensor]) -> Tensor:
-        """Prefills prompts, longest first, into rows of the cache, by chunks. Returns (n, V) fp32 logits after each."""
+        """Prefills prompts, longest first, into rows of the cache. Returns (n, V) fp32 logits after each."""
+        if (batch := self._prefill_batch(len(prompts), len(prompts[0]))) is None:
+            return self._prefill_in_chunks(indices, prompts)
+        device, count = batch.device, len(prompts)
+        tokens = min(_padded_length(len(prompts[0])), batch.capacity)
+        rows = batch.rows if batch.rows * tokens <= _FREE_TOKENS else count
+        inputs = torch.zeros(rows, tokens + 1, dtype=torch.int64)
+        inputs[:, -1] = 1  # a row of padding has one token
+        for row, prompt in zip(inputs, prompts, strict=False):
+            row[: len(prompt)], row[-1] = prompt, len(prompt)
+        logits = batch.prefill(self._model, to_device(inputs, device))[:count].clone()  # other groups use the graph
+        target = self._current
+        target.cache.copy_rows_from(batch.cache, slice(count), upload(indices, device), target.rows, len(prompts[0]))
+        self._give_back(batch)
+        return logits
+
+    def _prefill_batch(self, count: int, tokens: int) -> StaticBatch | None:
+        """Returns a batch that prefills `count` prompts of up to `tokens` tokens in a graph; None for an eager prefill.
+
+        The rows of a graph's cache are copied to those of `admit`, so that a prefill needs no graph for each of them.
+        """
+        rows = next_power_of_2(count)
+        capacity = min(CAPTURED_TOKENS // rows, self.max_length or CAPTURED_TOKENS)
+        fits = rows <= _CAPTURED_ROWS and tokens <= min(capacity, PREFILL_TOKENS // count)
+        room = math.inf if self.max_cache_tokens is None else self.max_cache_tokens
+        room -= self._current.cache_tokens + rows * capacity
+        if self._graphs is None or not fits or room < 0:
+            return None
+        batch = self._graphs.take(self._module, rows, capacity, self._options)
+        self._graphs.keep_idle(room)
+        return batch
+
+    def _prefill_in_chunks(self, indices: list[int], prompts: list[Tensor]) -> Tensor:
+        """Prefills prompts eagerly, by chunks."""
         device = self._current.device
         ids, lengths = to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
         ragged = upload(lengths, device) if lengths[-1] < lengths[0] else None
@@ -270,20 +320,22 @@ class Slots:
             self._batch = None
         old, lengths = self._batch, self._lengths
         if self._graphs is None:
-            self._batch = new = DecodeBatch(self._module, rows, capacity, self._options)
+            self._batch = new = StaticBatch(self._module, rows, capacity, self._options)
         else:
             self._batch = new = self._graphs.take(self._module, rows, capacity, self._options)
         is_freed = self._make_room(new, old)
         kept = sorted(self._index.values())
         if old is not None:
-            new.cache.copy_rows_from(old.cache, upload(kept, old.device), rows, frees=is_freed)
+            sources, targets = (upload([*x], old.device) for x in (kept, range(len(kept))))
+            tokens = min(old.capacity, capacity)
+            new.cache.copy_rows_from(old.cache, sources, targets, rows, tokens, frees=is_freed)
         self._index = {row: kept.index(index) for row, index in self._index.items()}
         self._lengths = [lengths[index] for index in kept] + [0] * (rows - len(kept))
         self._is_changed, self._sparse_steps = True, 0
         if not is_freed:
             self._give_back(old)
 
-    def _make_room(self, new: DecodeBatch, old: DecodeBatch | None) -> bool:
+    def _make_room(self, new: StaticBatch, old: StaticBatch | None) -> bool:
         """Frees idle caches for a new one. Returns whether the old one must be freed by layers: both do not fit."""
         if self.max_cache_tokens is None:
             return False
@@ -293,9 +345,15 @@ class Slots:
             self._graphs.keep_idle(room if old is None or is_freed else room - old.cache_tokens)
         return is_freed
 
-    def _give_back(self, batch: DecodeBatch | None) -> None:
-        if self._graphs is not None and isinstance(batch, DecodeGraph):
+    def _give_back(self, batch: StaticBatch | None) -> None:
+        if self._graphs is not None and batch is not None:
             self._graphs.give_back(batch)
+
+
+def _padded_length(tokens: int) -> int:
+    """Returns the length to which captured prefills are padded: 16, 32, ..., 128, 160, ..., 256, 320, ..."""
+    step = max(16, next_power_of_2(tokens) // 8)
+    return -(-tokens // step) * step
 
 
 def max_length(model: nn.Module, options: CacheOptions = DEFAULT_CACHE) -> int | None:
@@ -357,7 +415,7 @@ def default_cache_tokens(model: nn.Module, rows: int, cache_dtype: torch.dtype |
         return None
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free += decode_graphs(model).nbytes  # which make room for others
+    free += model_graphs(model).nbytes  # which make room for others
     room = int(_MEMORY_SHARE * free) - rows * states
     most = max(rows + room // max(states, 1), 0)
     require(room >= bytes_per_token, "batch_size", rows, f"at most {most}: the rest has no memory for its states")

@@ -8,7 +8,7 @@ from ligerzoo.kernels.dispatch import uses_triton
 from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.plain import is_unmodified
 
-_PACKAGES = ("ligerzoo", "torch")
+_PACKAGES = ("ligerzoo.", "torch.")
 
 
 def capture_obstacle(module: nn.Module) -> str | None:
@@ -22,4 +22,4 @@ def capture_obstacle(module: nn.Module) -> str | None:
 
 def never_reads_values(module: nn.Module) -> bool:
     """Whether the layer is of a package whose forwards never depend on values."""
-    return type(module).__module__.split(".")[0] in _PACKAGES
+    return type(module).__module__.startswith(_PACKAGES)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels.fp8 import FP8
@@ -182,12 +181,12 @@ class KVCache:
                 "expected a model with self-attention only, since tokens must be removed again"
             )
 
-    def advance(self, tokens: int) -> None:
-        """Counts tokens that a replayed CUDA graph has written to static caches."""
+    def count(self, length: int) -> None:
+        """Sets the number of tokens that the host knows. A replayed CUDA graph counts on the device only."""
         for layer in self._static:
-            layer.length += tokens
+            layer.length = length
         if self._static:
-            self._position.length += tokens
+            self._position.length = length
 
     def reset(self) -> None:
         """Empties all caches; the memory of static ones stays allocated."""
@@ -204,8 +203,7 @@ class KVCache:
             lengths: (B,) int64.
             longest: the largest of them, or an upper bound.
         """
-        for layer in self._static:
-            layer.length = longest
+        self.count(longest)
         self._position.set(lengths, longest)
 
     def prefill_rows(self, index: Tensor, rows: int, prompt_lengths: Tensor | None = None) -> KVCache:
@@ -221,24 +219,30 @@ class KVCache:
         cache.prompt_lengths = prompt_lengths
         return cache
 
-    def copy_rows_from(self, other: KVCache, index: Tensor, rows: int, *, frees: bool = False) -> None:
-        """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.
-
-        The remaining rows are empty. The tokens must fit into these caches.
+    def copy_rows_from(
+        self,
+        other: KVCache,
+        sources: Tensor | slice,
+        targets: Tensor,
+        rows: int,
+        tokens: int,
+        *,
+        frees: bool = False,
+    ) -> None:
+        """Copies the first tokens of n rows of static caches to n rows of these; `set_lengths` sets their lengths.
 
         Args:
-            other: the other caches.
-            index: their rows.
-            rows: B.
+            other: the caches to copy from, which may be these.
+            sources: n of their rows, (n,) int64 or a slice.
+            targets: (n,) int64, rows of these caches.
+            rows: B of these caches.
+            tokens: number of tokens, for which both have room.
             frees: free the memory of each layer of `other` when it is copied. `other` cannot be used afterwards.
         """
         for layer, source in zip(self._static, other._static, strict=True):
-            layer.copy_rows_from(source, index, rows)
+            layer.copy_rows_from(source, sources, targets, rows, tokens)
             if frees:
                 source.free()
-        lengths = other._position.lengths
-        if lengths is not None:
-            self._position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)
 
     def copy_tokens_from(self, other: KVCache, source: int, columns: Tensor, target: int, rows: int) -> None:
         """Copies tokens of a row of another cache, of any kind, to the first positions of a row of static caches.
@@ -265,11 +269,6 @@ class KVCache:
         """
         for layer, other_layer in zip(self._static, other.layers, strict=True):
             layer.append_tokens_to(other_layer, rows, positions)
-
-    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copies the first `tokens` tokens of rows of static caches to other rows; see `StaticLayerCache.copy_rows`."""
-        for layer in self._static:
-            layer.copy_rows(sources, targets, tokens)
 
     def is_valid_for(self, tokens: int) -> bool:
         """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""

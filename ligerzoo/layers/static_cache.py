@@ -23,7 +23,7 @@ class StaticPosition:
 
     Attributes:
         length: upper bound of the number of tokens in each row, known on the host. A replayed graph does not count on
-            the host; see `KVCache.advance`.
+            the host; see `KVCache.count`.
         lengths: (B,) int64, number of tokens in each row; None before the first write, when all have `length`.
     """
 
@@ -153,23 +153,13 @@ class StaticLayerCache(LayerCache):
         """Frees the memory."""
         self._keys = self._values = None
 
-    def copy_rows_from(self, other: StaticLayerCache, index: Tensor, rows: int) -> None:
-        """Copies rows `index`, (n,) int64, of another cache to the first n of B = `rows` rows.
-
-        Copies as many tokens as both caches have room for. The states of the remaining rows are zero.
-        """
+    def copy_rows_from(
+        self, other: StaticLayerCache, sources: Tensor | slice, targets: Tensor, rows: int, tokens: int
+    ) -> None:
+        """See `KVCache.copy_rows_from`."""
         if other._keys is not None and other._values is not None:  # else a layer without attention
-            tokens = min(self.capacity, other.capacity)
             for buffer, source in zip(self._like(rows, other), (other._keys, other._values), strict=True):
-                self._part(buffer, tokens)[: len(index)] = self._part(source, tokens)[index]
-        self.length = other.length
-
-    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""
-        for buffer in (self._keys, self._values):
-            if buffer is not None:
-                part = self._part(buffer, tokens)
-                part[targets] = part[sources]
+                self._part(buffer, tokens)[targets] = self._part(source, tokens)[sources]
 
     def _part(self, buffer: Tensor, tokens: int) -> Tensor:
         """Returns the first tokens of all rows of a buffer, as a view."""
@@ -231,7 +221,6 @@ class StaticRecurrentLayerCache(RecurrentLayerCache, StaticLayerCache):
     def _like(self, rows: int, other: StaticLayerCache) -> tuple[Tensor, Tensor]:
         assert other._keys is not None
         assert other._values is not None
-        self.reset()
         return self.allocate(rows, other._keys, other._values)
 
     def copy_tokens_from(self, other: LayerCache, source: int, columns: Tensor, target: int, rows: int) -> None:

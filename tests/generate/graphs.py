@@ -1,6 +1,7 @@
 """A stand-in for captured CUDA graphs on a CPU: what is captured runs eagerly at each replay, on the same memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -10,26 +11,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ligerzoo.generate import graphs
-from ligerzoo.generate.graphs import DecodeBatch, DecodeGraph
+from ligerzoo.generate.graphs import CapturedCall, ModelGraphs
 
 
 class EagerGraph:
     """A captured function. Its result keeps its memory, and each replay must run the same operations."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function, self.operations = function, Operations()
-        with self.operations:
-            self.result = function()
-        self.is_new = True  # what capturing has run counts as the first replay
+    def __init__(self, call: CapturedCall[Any], function: Callable[[], Any]) -> None:
+        self.call, self.function = call, function
+        self.operations: list[tuple[str, list[torch.Size]]] = []
 
     def replay(self) -> None:
-        if not self.is_new:
-            with Operations() as operations:
-                result = self.function()
-            assert operations.seen == self.operations.seen
-            for target, source in zip(tree_leaves(self.result), tree_leaves(result), strict=True):
-                target.copy_(source)
-        self.is_new = False
+        with Operations() as operations:
+            result = self.function()
+        if not self.operations:
+            self.operations, self.call._result = operations.seen, result
+        assert operations.seen == self.operations
+        for target, source in zip(tree_leaves(self.call._result), tree_leaves(result), strict=True):
+            target.copy_(source)
 
 
 class Operations(TorchDispatchMode):
@@ -45,28 +44,20 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def capture(function: Callable[[], Any], pool: Any) -> tuple[EagerGraph, Any]:
-    assert pool is not None
-    graph = EagerGraph(function)
-    return graph, graph.result
+class Pool:
+    """A graph that has a memory pool."""
+
+    def pool(self) -> object:
+        return 0, id(self)
 
 
-def step(graph: DecodeGraph, model: Any, tokens: Tensor) -> Tensor:
-    """Runs a decode step eagerly. From the second on, its logits have the same memory, as those of a graph."""
-    count, logits = tokens.shape[1], DecodeBatch.step(graph, model, tokens)
-    if count not in graph._inputs:
-        graph._inputs[count] = tokens
-        return logits
-    if count not in graph._graphs:
-        graph._graphs[count] = cast(Any, None), logits
-    kept = graph._graphs[count][1]
-    kept.copy_(logits)
-    return kept
+def capture(call: CapturedCall[Any], function: Callable[[Tensor], Any]) -> None:
+    if call._graph is None:
+        call._graph = cast(Any, EagerGraph(call, partial(function, call.x)))
 
 
 def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces captured graphs by the stand-in, without a change of `can_capture`."""
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "_memory_for_idle_caches", lambda device: 2**20)
-    monkeypatch.setattr(DecodeGraph, "step", step)
-    monkeypatch.setattr(DecodeGraph, "pool", property(lambda graph: (0, id(graph)) if graph._graphs else None))
+    monkeypatch.setattr(CapturedCall, "capture", capture)
+    monkeypatch.setattr(ModelGraphs, "_first", Pool())
+    monkeypatch.setattr(graphs, "_memory_for_idle_caches", lambda device: 2**25)

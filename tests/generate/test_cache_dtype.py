@@ -133,8 +133,8 @@ def test_graphs_of_both_dtypes_are_kept(device: str) -> None:
     for dtype in (None, FP8, None):
         model.generate(ids, cache_dtype=dtype, **{**OPTIONS, "max_new_tokens": 4})
     idle = graphs._GRAPHS[model]._idle
-    assert [graph.cache.dtype for graph in idle.values()] == [FP8, None]
-    fp8, plain = (graph.cache.nbytes for graph in idle.values())
+    assert [batch.cache.dtype for batch in idle.values()] == [FP8, FP8, None, None]  # of prefills and of decode steps
+    fp8, plain = [batch.cache.nbytes for batch in idle.values()][1::2]
     assert plain == fp8 * model.dtype.itemsize
 
 

@@ -3,6 +3,7 @@
 import gc
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.generate import graphs, slots
+from ligerzoo.generate import Scheduler, graphs, slots
 from ligerzoo.generate import rows as rows_module
-from ligerzoo.generate.graphs import can_capture, release_decode_graphs
+from ligerzoo.generate.graphs import CapturedCall, can_capture, release_decode_graphs
 from ligerzoo.models import (
     DeepseekV3,
     DeepseekV3Config,
@@ -211,6 +212,90 @@ def test_a_generator_advances_as_in_eager_generation(generate: Callable[..., Ten
     assert all(torch.equal(*pair) for pair in zip(two_calls(True), two_calls(False), strict=True))
 
 
+class Steps:
+    """Counts the calls of prefills and decode steps, and those that run eagerly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.eager = 0, 0
+        call = CapturedCall.__call__
+
+        def count(captured: CapturedCall[Any], function: Any, x: Tensor) -> Any:
+            if isinstance(function, partial):  # of a batch and not of the sampler
+                self.calls, self.eager = self.calls + 1, self.eager + (captured._graph is None)
+            return call(captured, function, x)
+
+        monkeypatch.setattr(CapturedCall, "__call__", count)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_no_step_of_a_known_shape_runs_eagerly(
+    name: str, generate: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of another prompt that is padded to the same length, or of several if few tokens are padding."""
+    monkeypatch.setattr(slots, "_MIN_CAPACITY", 256)
+    model, steps = build(name, device), Steps(monkeypatch)
+    for rows, length, new_tokens, eager in ((1, 21, 8, 2), (1, 32, 2, 0), (1, 17, 1, 0), (3, 20, 5, 2), (4, 30, 3, 1)):
+        steps.calls = steps.eager = 0
+        inputs = prompts(rows, length, device, padded=False)
+        options = {"max_new_tokens": new_tokens}
+        tokens = generate(model, *inputs, capture=True, **options)
+        assert (steps.calls, steps.eager) == (new_tokens, eager), (rows, length, new_tokens)
+        assert torch.equal(tokens, generate(model, *inputs, capture=False, **options))
+
+
+def test_calls_run_eagerly_without_memory_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(function: Callable[[], Any], pool: object) -> Any:
+        raise torch.OutOfMemoryError
+
+    x, calls = torch.zeros(2), []
+    monkeypatch.undo()
+    monkeypatch.setattr(graphs, "capture", fail)
+    call = CapturedCall[int](x, None)
+    for value in (1, 2):
+        call.capture(lambda x: 0)
+        assert call(lambda x: calls.append(x.tolist()) or len(calls), torch.full((2,), value)) == value
+    assert calls == [[1, 1], [2, 2]]
+
+
+def test_lengths_of_captured_prefills() -> None:
+    padded = sorted({slots._padded_length(tokens) for tokens in range(1, slots.CAPTURED_TOKENS + 1)})
+    assert padded[:13] == [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]
+    assert padded[-4:] == [1280, 1536, 1792, 2048]
+    assert all(tokens <= slots._padded_length(tokens) < 1.25 * tokens + 16 for tokens in range(1, 2049))
+
+
+def test_long_and_many_prompts_are_prefilled_eagerly(
+    generate: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "CAPTURED_TOKENS", 64)
+    model = build("llama", device)
+    for rows, length, is_captured in ((1, 64, True), (1, 65, False), (2, 32, True), (2, 33, False), (17, 3, False)):
+        release_decode_graphs(model)
+        inputs = prompts(rows, length, device, padded=False)
+        expected = generate(model, *inputs, capture=False, max_new_tokens=3)
+        assert torch.equal(generate(model, *inputs, capture=True, max_new_tokens=3), expected)
+        assert len(graphs._GRAPHS[model]._idle) == 1 + is_captured
+
+
+def test_a_prefill_leaves_other_rows_unchanged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests join a running batch: their prompts go through the same graphs, in groups and with padding."""
+    monkeypatch.setattr(slots, "can_capture", lambda model: True)
+    model = build("qwen3_next", device)
+    texts = [torch.randint(VOCAB, (length,)).tolist() for length in (5, 40, 41, 3, 17, 30, 2)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_END}
+    alone = [next(model.generate_many([text], batch_size=1, **options)).tokens for text in texts]
+    scheduler = Scheduler(model, batch_size=4, **options)
+    found: dict[int, list[int]] = {}
+    for text in texts:
+        scheduler.add(text)
+        for update in scheduler.step():
+            found.setdefault(update.index, []).extend(update.tokens)
+    while not scheduler.is_idle:
+        for update in scheduler.step():
+            found.setdefault(update.index, []).extend(update.tokens)
+    assert [found[index] for index in range(len(texts))] == alone
+
+
 class Interrupting:
     """A streamer that raises at the tenth token."""
 
@@ -248,7 +333,7 @@ def test_idle_graphs_are_bounded_and_released(generate: Callable[..., Tensor], d
     model = build("llama", device)
     for rows in range(1, 20):
         generate(model, *prompts(rows, 3, device, padded=False), capture=True, max_new_tokens=4)
-    assert 0 < len(graphs._GRAPHS[model]._idle) <= graphs._MAX_GRAPHS
+    assert 0 < len(graphs._GRAPHS[model]._idle) <= graphs._MAX_BATCHES
     release_decode_graphs(model)
     assert model not in graphs._GRAPHS
     generate(model, *prompts(2, 3, device, padded=False), capture=True, max_new_tokens=4)

@@ -22,7 +22,7 @@ from torchao.quantization import (
 
 from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate import slots
-from ligerzoo.generate.graphs import can_capture, decode_graphs
+from ligerzoo.generate.graphs import can_capture, model_graphs
 from ligerzoo.integrations.torchao import is_linear
 from ligerzoo.layers.quantized import as_int8, is_quantized, stored_tensors
 from ligerzoo.models import CausalLM
@@ -145,9 +145,9 @@ def test_replaced_weights_are_noticed(config: str, generate: Callable[..., Tenso
     model = quantized(device, CONFIGS[config]())
     ids = torch.randint(VOCAB, (2, 7), device=device)
     before = generate(model, ids, capture=True)
-    graphs = dict(decode_graphs(model)._idle)
+    graphs = dict(model_graphs(model)._idle)
     assert torch.equal(generate(model, ids, capture=True), before)
-    assert decode_graphs(model)._idle == graphs  # none is captured again
+    assert model_graphs(model)._idle == graphs  # none is captured again
     layer = model.model.layers[0].mlp.up_proj
     other = nn.Linear(*layer.weight.shape[::-1], bias=False, device=device)
     quantize_(other, CONFIGS[config]())
@@ -155,7 +155,7 @@ def test_replaced_weights_are_noticed(config: str, generate: Callable[..., Tenso
     after = generate(model, ids, capture=True)
     assert torch.equal(after, generate(model, ids, capture=False))
     assert not torch.equal(after, before)
-    assert not set(map(id, decode_graphs(model)._idle.values())) & set(map(id, graphs.values()))
+    assert not set(map(id, model_graphs(model)._idle.values())) & set(map(id, graphs.values()))
 
 
 def test_which_weights_are_read_as_int8() -> None:

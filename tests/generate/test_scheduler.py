@@ -1,5 +1,6 @@
 """Continuous batching: each prompt gets the tokens that it gets alone."""
 
+import gc
 import math
 import re
 import weakref
@@ -14,10 +15,9 @@ from torch import Tensor
 from ligerzoo.device import DelayedReads
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Completion, Scheduler, Update, generate_many
-from ligerzoo.generate import graphs as captured_module
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
-from ligerzoo.generate.graphs import can_capture, release_decode_graphs
+from ligerzoo.generate.graphs import CapturedCall, can_capture, release_decode_graphs
 from ligerzoo.layers.kv_cache import cache_size
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
@@ -153,13 +153,14 @@ def test_results_are_those_of_each_prompt_alone(
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("captured", [True], indirect=True)
 def test_tokens_are_chosen_by_a_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    captures, capture = list[Any](), captured_module.capture
+    captures, capture = list[Any](), CapturedCall.capture
 
-    def spy(*arguments: Any) -> Any:
-        captures.append(arguments)
-        return capture(*arguments)
+    def spy(call: CapturedCall[Any], function: Callable[[Tensor], Any]) -> None:
+        if call._graph is None:
+            captures.append(function)
+        capture(call, function)
 
-    monkeypatch.setattr(captured_module, "capture", spy)
+    monkeypatch.setattr(CapturedCall, "capture", spy)
     list(model.generate_many([[1, 2], [3, 4]], batch_size=2, **OPTIONS))
     assert captures
     captures.clear()
@@ -436,6 +437,8 @@ class Memory:
             self._caches.add(cache)
             if (rows, cache.capacity) not in self.sizes[-1:]:
                 self.sizes.append((rows, cache.capacity))
+            if self.tokens > self.largest:
+                gc.collect()  # the stand-in for a graph refers to its batch
             self.largest = max(self.largest, self.tokens)
             return buffers
 
@@ -568,7 +571,7 @@ class Interruption:
 @pytest.mark.long
 @pytest.mark.usefixtures("late", "captured")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("forwards", [1, 2, 9])
+@pytest.mark.parametrize("forwards", [1, 3, 9])
 def test_a_model_stays_usable_after_an_exception(model: Any, error: type[BaseException], forwards: int) -> None:
     prompts = draw(5)
     handle = model.model.layers[1].register_forward_hook(Interruption(error, forwards))

@@ -55,6 +55,7 @@ def drafts(kind: str, family: str) -> dict[str, Any]:
 def in_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of fixed size, as on a GPU, but with eager steps."""
     monkeypatch.setattr(rows_module, "can_capture", lambda model: True)
+    monkeypatch.setattr(rows_module, "model_graphs", lambda model: None)
     monkeypatch.setattr(slots_module, "_MIN_CAPACITY", 16)
 
 
@@ -332,6 +333,7 @@ def test_conversations_with_a_cache(family: str, new_cache: str, kind: str, sequ
         with pytest.MonkeyPatch.context() as patch:
             if sequences == "slots":
                 patch.setattr(rows_module, "can_capture", lambda model: True)
+                patch.setattr(rows_module, "model_graphs", lambda model: None)
             got = run(
                 model, history, max_new_tokens=limit, past_key_values=cache, **options, **drafts(kind, family)
             )  # fmt: skip

@@ -222,7 +222,8 @@ def test_rows_that_move_to_another_cache_continue(decoder: Decoder, device: str)
     expected = decoder(ids, Context(ids))[index, 15:]
     cache, other = decoder.new_cache(24), decoder.new_cache(40)
     decoder(ids[:, :15], Context(ids[:, :15], cache=cache))
-    other.copy_rows_from(cache, index, 2)
+    other.copy_rows_from(cache, index, torch.arange(2, device=device), 2, 24)
+    other.set_lengths(torch.full((2,), 15, device=device), 15)
     assert [layer.length for layer in other.layers] == [15] * len(other.layers)
     rest = ids[index, 15:]
     torch.testing.assert_close(decoder(rest, Context(rest, cache=other)), expected, rtol=1e-4, atol=1e-5)

@@ -99,8 +99,9 @@ def test_rows_are_prefilled_while_others_keep_their_tokens(model: Any, tokens: T
 def test_rows_are_copied(model: Any, tokens: Tensor, capacity: int) -> None:
     device = tokens.device
     old, new = filled(model, tokens), model.new_cache(capacity)
-    new.copy_rows_from(old, torch.tensor([2, 1], device=device), rows=4)
-    new.copy_rows(torch.tensor([1], device=device), torch.tensor([3], device=device), tokens=1)
+    zero_to_three = torch.arange(4, device=device)
+    new.copy_rows_from(old, torch.tensor([2, 1], device=device), zero_to_three[:2], rows=4, tokens=13)
+    new.copy_rows_from(new, slice(1, 2), zero_to_three[3:], rows=4, tokens=1)
     new.set_lengths(torch.tensor([11, 1, 0, 1], device=device), 11)
     newest = tokens[[2, 1, 0, 1], 12:14]
     got = model(newest, past_key_values=new).logits
