@@ -256,14 +256,11 @@ def uses_few_rows(
     scales: Sequence[Tensor] | None = None,
 ) -> bool:
     """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
-    if backend == "torch" or not _reads(x):
-        return False
-    given_biases = [bias for bias in biases if bias is not None]
-    floats = [x, *given_biases] if scales is not None else [x, *given_biases, *weights]
     return (
-        _match(x, weights, biases, scales or ())
-        and all(tensor.dtype == x.dtype for tensor in floats)
-        and uses_triton(*floats, backend=backend)
+        backend != "torch"
+        and _reads(x)
+        and _match(x, weights, biases, scales)
+        and uses_triton(x, backend=backend)
         and (backend == "triton" or scales is not None or _is_better(x, weights))
     )
 
@@ -275,21 +272,29 @@ def _reads(x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
         and not under_transform()
-        and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type))
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
     )
 
 
-def _match(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scales: Sequence[Tensor]) -> bool:
-    """Whether the kernels read parameters of these shapes and memory formats."""
-    vectors = [(w, vector) for all_vectors in (biases, scales) for w, vector in zip(weights, all_vectors, strict=False)]
-    parameters = [*weights, *(vector for _, vector in vectors if vector is not None)]
-    return (
-        len(weights) <= _MAX_WEIGHTS
-        and all(weight.shape[1] == x.shape[-1] for weight in weights)
-        and all(vector is None or vector.shape == weight.shape[:1] for weight, vector in vectors)  # reads no further
-        and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
-        and len({bias is None for bias in biases}) == 1
-    )
+def _match(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scales: Sequence[Tensor] | None
+) -> bool:
+    """Whether the kernels read parameters of these shapes, dtypes, devices and memory formats."""
+    dtype, device, features, has_biases = x.dtype, x.device, x.shape[-1], biases[0] is not None
+    weight_dtype, factors = (dtype, [None] * len(weights)) if scales is None else (torch.int8, scales)
+
+    def reads(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.device == device
+
+    for weight, bias, scale in zip(weights, biases, factors, strict=True):  # a loop takes a third of the time of `all`
+        outputs = len(weight)
+        if not reads(weight, (outputs, features), weight_dtype) or (bias is not None) != has_biases:
+            return False
+        if not (bias is None or reads(bias, (outputs,), dtype)):
+            return False
+        if not (scale is None or reads(scale, (outputs,), torch.float32)):
+            return False
+    return len(weights) <= _MAX_WEIGHTS
 
 
 def _is_better(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -310,7 +315,8 @@ def project_few_rows(
 ) -> tuple[Tensor, ...]:
     """`linears` in one kernel, for inputs that `uses_few_rows` accepts. The results are views of one tensor."""
     out = _few_rows(as_rows(x), _Three(*weights), _Three(*biases), _Three(*scales or ()), None, splits_row_sums())
-    return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
+    out = out.view(*x.shape[:-1], -1)
+    return (out,) if len(weights) == 1 else out.split_with_sizes([len(weight) for weight in weights], -1)
 
 
 def gate_few_rows(

@@ -26,24 +26,22 @@ from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in plain torch; with a scale, the weight is int8, and dequantized in fp32."""
-    if scale is None:
-        return unsplit_linear(x, weight, bias)
-    wide = accumulation_dtype(x.dtype)
-    weight = weight.to(wide) * scale[:, None]
-    return unsplit_linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
-
-
 def reference(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     scales: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """`linears` in plain torch: the specification, the CPU path and the test oracle."""
-    factors = [None] * len(weights) if scales is None else scales
-    return tuple(product(x, *parameters) for parameters in zip(weights, biases, factors, strict=True))
+    """`linears` in plain torch: the specification, the CPU path and the test oracle. Dequantizes weights in fp32."""
+    if scales is None:
+        return tuple([unsplit_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    wide = accumulation_dtype(x.dtype)
+    products = reference(
+        x.to(wide),
+        [weight.to(wide) * scale[:, None] for weight, scale in zip(weights, scales, strict=True)],
+        [None if bias is None else bias.to(wide) for bias in biases],
+    )
+    return tuple(y.to(x.dtype) for y in products)
 
 
 class _Linears(FusedFunction):
@@ -63,18 +61,17 @@ class _Linears(FusedFunction):
     def backward(ctx: FusedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, *needed = ctx.needs_input_grad
-        rows = [dy.reshape(-1, dy.shape[-1]) for dy in upstream]
-        dx = None
+        rows, dx = [dy.reshape(-1, dy.shape[-1]) for dy in upstream], None
         if needs_x:
-            dx = rows[0] @ weights[0]
+            dx = torch.mm(rows[0], weights[0])
             for dy, weight in zip(rows[1:], weights[1:], strict=True):
                 torch.addmm(dx, dy, weight, out=dx)
             dx = dx.view(ctx.shape)
-        dweights = [
-            dy.T @ x.reshape(-1, x.shape[-1]) if needs else None
-            for dy, needs in zip(rows, needed[: ctx.count], strict=True)
-        ]
-        dbiases = [dy.sum(0) if needs else None for dy, needs in zip(rows, needed[ctx.count :], strict=True)]
+        needs_weights, needs_biases = needed[: ctx.count], needed[ctx.count :]
+        if any(needs_weights):
+            x = x.reshape(-1, x.shape[-1])
+        dweights = [torch.mm(dy.t(), x) if needs else None for dy, needs in zip(rows, needs_weights, strict=True)]
+        dbiases = [dy.sum(0) if needs else None for dy, needs in zip(rows, needs_biases, strict=True)]
         return dx, None, *dweights, *dbiases
 
 
@@ -134,10 +131,12 @@ def compute_linears(
     backend: Backend,
 ) -> tuple[Tensor, ...]:
     """`linears` without checks, for layers."""
-    if uses_few_rows(x, weights, biases, backend, scales):
-        return project_few_rows(x, weights, biases, scales)
+    if not torch.is_grad_enabled():
+        if uses_few_rows(x, weights, biases, backend, scales):
+            return project_few_rows(x, weights, biases, scales)
+        return reference(x, weights, biases, scales)
     present = [bias for bias in biases if bias is not None]
-    if scales is not None or not (torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend)):
+    if scales is not None or not uses_triton(x, *weights, *present, backend=backend):
         return reference(x, weights, biases, scales)
     x, *parameters = autocast(x, *weights, *biases)
     return _Linears.apply(x, len(weights), *parameters)
@@ -168,8 +167,8 @@ def glu_reference(
     gate_scale: Tensor | None = None, up_scale: Tensor | None = None, activation: Activation = "silu",
 ) -> Tensor:  # fmt: skip
     """`linear_glu` in plain torch."""
-    gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
-    return glu(*gate_and_up, activation=activation, backend="torch")
+    scales = None if gate_scale is None or up_scale is None else (gate_scale, up_scale)
+    return glu(*reference(x, (gate, up), (gate_bias, up_bias), scales), activation=activation, backend="torch")
 
 
 def linear_glu(

@@ -62,25 +62,21 @@ def splits_row_sums() -> bool:
 
 def would_split(x: Tensor, weight: Tensor) -> bool:
     """Whether cuBLAS may sum in `x @ weight.T` in an order that depends on the rows, where that is not allowed."""
+    if not (x.dtype == torch.bfloat16 == weight.dtype and x.is_cuda) or splits_row_sums():
+        return False
+    outputs, features = weight.shape
+    is_irregular = outputs <= _FEW_OUTPUTS or outputs % _ALIGNMENT != 0 or features % _ALIGNMENT != 0
     return (
-        x.dtype == torch.bfloat16 == weight.dtype
-        and x.is_cuda
-        and {type(x), type(weight)} <= _PLAIN
+        (is_irregular or features > _MIN_FEATURES)
+        and (is_irregular or _leaves_multiprocessors_idle(x.numel() // features, outputs))
         and x.numel() > 0
-        and (_is_irregular(weight) or _leaves_multiprocessors_idle(x.numel() // x.shape[-1], weight))
-        and not splits_row_sums()
+        and {type(x), type(weight)} <= _PLAIN
         and not torch.is_autocast_enabled("cuda")
     )
 
 
-def _is_irregular(weight: Tensor) -> bool:
-    outputs, features = weight.shape
-    return outputs <= _FEW_OUTPUTS or outputs % _ALIGNMENT != 0 or features % _ALIGNMENT != 0
-
-
-def _leaves_multiprocessors_idle(n_rows: int, weight: Tensor) -> bool:
-    outputs, features = weight.shape
-    return features > _MIN_FEATURES and n_rows * min(outputs, _MANY_OUTPUTS) < _MAX_ROWS * _MANY_OUTPUTS
+def _leaves_multiprocessors_idle(n_rows: int, outputs: int) -> bool:
+    return n_rows * min(outputs, _MANY_OUTPUTS) < _MAX_ROWS * _MANY_OUTPUTS
 
 
 def _aligned(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ligerzoo.kernels import exact_attention, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES
 from ligerzoo.kernels.recompute import is_recording, recomputable
-from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record
+from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
@@ -150,11 +150,11 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
         call = self.attention_call(q, k, v, mask)
-        if (record := context.attentions) is not None:
+        if (record := context.outputs.attentions) is not None:
             return attend_and_record(call, record)
         if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
             return self._attend_exactly(q, k, v, context)
-        return attend(*call)
+        return compute(call)
 
     def attention_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None) -> AttentionCall:
         """Returns the arguments of `attend`, with the options of this layer."""

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from ligerzoo.layers.plain import is_unmodified
 from ligerzoo.layers.projection import LinearTerms, linear
 
-_PARAMETERS = {"weight", "bias"}
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
 
@@ -17,16 +16,17 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., K) -> (..., N)."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, *self._tensors())
 
     def terms(self) -> LinearTerms | None:
         """What `forward` computes, for a fused kernel; None for a subclass, and for a layer with hooks or a wrapper."""
-        if not is_unmodified(self, Linear):
-            return None
+        return LinearTerms(*self._tensors()) if is_unmodified(self, Linear) else None
+
+    def _tensors(self) -> tuple[Tensor, Tensor | None]:
         own = self._parameters  # read directly, since `self.weight` takes a microsecond
-        if own.keys() >= _PARAMETERS:
-            return LinearTerms(own["weight"], own["bias"])  # type: ignore[arg-type]
-        return LinearTerms(self.weight, self.bias)
+        if "weight" in own and "bias" in own:
+            return own["weight"], own["bias"]  # type: ignore[return-value]
+        return self.weight, self.bias
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

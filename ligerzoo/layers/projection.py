@@ -25,13 +25,14 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.dispatch import Backend, dtype_of_products, uses_triton
 from ligerzoo.kernels.few_rows import FEW_ROWS_DTYPES, gate_few_rows, uses_few_rows
-from ligerzoo.kernels.linears import compute_linears, product
+from ligerzoo.kernels.linears import compute_linears
 from ligerzoo.kernels.lora import LowRank, compute_lora_linears, low_rank_product, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable, recomputed
@@ -116,11 +117,11 @@ def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; by a kernel for few rows where it is faster, or sums must not be split."""
+    operands = None
     if x.dtype in FEW_ROWS_DTYPES and (not torch.is_grad_enabled() or would_split(x, weight)):
         operands = Operands.read([LinearTerms(weight, bias)])
-        if operands is not None and (outputs := operands.products(x, "auto")) is not None:
-            return outputs[0]
-    return product(x, weight, bias)
+    outputs = None if operands is None else operands.products(x, "auto")
+    return F.linear(x, weight, bias) if outputs is None else outputs[0]
 
 
 class Operands(NamedTuple):
@@ -151,10 +152,10 @@ class Operands(NamedTuple):
     @classmethod
     def read(cls, terms: Sequence[LinearTerms]) -> Operands | None:
         """Returns the operands of layers with these terms; None for tensors that kernels do not read."""
-        weights, biases = [one.weight for one in terms], [one.bias for one in terms]
+        weights, biases, _, adapters, _ = zip(*terms, strict=True)
         if not is_plain_tensor(*biases):
             return None
-        if any(one.adapter is not None for one in terms):
+        if any(adapters):
             if not all(one.has_plain_tensors for one in terms):
                 return None
             return cls(weights, [one.inner_bias for one in terms], None, terms)

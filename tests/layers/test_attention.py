@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
@@ -20,6 +21,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
     attend,
+    attention_paths,
 )  # fmt: skip
 from ligerzoo.layers.attention_paths import AttentionCall, reference
 from ligerzoo.layers.masks import Mask
@@ -225,3 +227,18 @@ print(torch._fused_sdp_choice(x, x, x, is_causal=True), torch._C._get_sdp_priori
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     alone, after_ours = (run([sys.executable, "-c", script, first]).stdout for first in ("theirs", "ours"))
     assert alone == after_ours
+
+
+def test_the_fastest_kernel_comes_first_as_in_torch() -> None:
+    """Within the context as within torch's own, which takes ten times as long, and afterwards as before."""
+
+    def choice() -> tuple[list[bool], list[int]]:
+        return [is_enabled() for is_enabled, _ in attention_paths._SWITCHES], torch._C._get_sdp_priority_order()
+
+    before = choice()
+    with sdpa_kernel(attention_paths._FASTEST_FIRST, set_priority=True):
+        expected = choice()
+    assert choice() == before != expected
+    with attention_paths._FastestFirst():
+        assert choice() == expected
+    assert choice() == before
