@@ -90,7 +90,7 @@ def is_integer(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Returns whether a value is a real number, which True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))  # of a float, at once
 
 
 def number(expected: str, contains: Callable[[Any], bool] = _anything) -> Values:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ligerzoo.checks import check, one_of
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
@@ -155,7 +155,7 @@ def _backward_kernel(dy, x, dx_ptr, y_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATI
 
 
 def _allocate_forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+    return empty_result(x, dtype)
 
 
 @register("activation_forward", fake=_allocate_forward)
@@ -167,7 +167,7 @@ def _forward(x: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
 
 
 def _allocate_backward(dy: Tensor, x: Tensor, needs_y: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), empty_gradient(dy, needs_y)
+    return empty_result(x), empty_gradient(dy, needs_y)
 
 
 @register("activation_backward", fake=_allocate_backward)

@@ -5,7 +5,7 @@ A kernel file writes a classic `torch.autograd.Function`: `forward(ctx, ...)` an
 functions with a `setup_context`, whose intermediate results are outputs. On a CPU an empty function of this kind takes
 39 us forward and backward, a classic one 20: torch binds the arguments to the signature in each call. So two generic
 functions replace the classic one, only while a transform is active: `_Forward` records what `forward` saves and returns
-it as further outputs, and `_Backward` runs `backward` on it.
+it as further outputs, and `_Backward` runs `backward` on it. Under no_grad, `forward` runs without autograd.
 
 Under vmap both process the samples one after the other: each sample launches the kernels that it would launch alone.
 Forward-mode differentiation and second derivatives are errors.
@@ -81,7 +81,7 @@ class FusedContext(Protocol):
 
 def if_needed(gradients: Iterable[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The needed gradients, and None for the others."""
-    return tuple(gradient if needs else None for gradient, needs in zip(gradients, needed, strict=True))
+    return tuple([gradient if needs else None for gradient, needs in zip(gradients, needed, strict=True)])
 
 
 class FusedFunction(torch.autograd.Function):
@@ -92,8 +92,10 @@ class FusedFunction(torch.autograd.Function):
         if under_transform():
             *outputs, recording = _Forward.apply(cls, *args)
             return tuple(outputs[: recording.n_outputs]) if recording.returns_tuple else outputs[0]
-        # As `torch.autograd.Function.apply`, without looking for a `setup_context`.
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # As `torch.autograd.Function.apply`, without looking for a `setup_context`.
+            return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+        return cls.forward(RecordedContext((False,) * len(args)), *unwrap_dead_wrappers(args))
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +121,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RecordedContext:
-    """Replaces autograd's `ctx` while a transform is active.
+    """Replaces autograd's `ctx` under no_grad and while a transform is active.
 
     Args:
         needs_input_grad: whether each input needs a gradient.

@@ -26,6 +26,7 @@ from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     cdiv,
     empty_gradient,
+    empty_result,
     multiprocessors,
     next_power_of_2,
     uses_triton,
@@ -326,7 +327,7 @@ def _backward_kernel(
 
 
 def _allocate_forward(inputs: ConvInputs) -> Tensor:
-    return inputs.x.new_empty(inputs.x.shape)
+    return empty_result(inputs.x)
 
 
 @register("causal_conv_forward", fake=_allocate_forward)
@@ -504,7 +505,7 @@ def _step_kernel(
 
 
 def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    y, (batch, tokens, channels), taps = x.new_empty(x.shape), x.shape, weight.shape[1]
+    y, (batch, tokens, channels), taps = empty_result(x), x.shape, weight.shape[1]
     vectors, blocks = (weight.contiguous(), None if bias is None else bias.contiguous()), cdiv(channels, STEP_CHANNELS)
     sizes = taps, next_power_of_2(taps), silu, STEP_CHANNELS
     _step_kernel[batch * blocks](

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, empty_result, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -57,11 +57,11 @@ def _forward(
     return _ForwardResults(*results, normalizer)
 
 
-@register("cross_entropy_backward", fake=lambda logits: logits.new_empty(logits.shape))
+@register("cross_entropy_backward", fake=lambda logits: empty_result(logits))
 def _backward(
     logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None, terms: Terms
 ) -> Tensor:
-    dlogits = logits.new_empty(logits.shape)
+    dlogits = empty_result(logits)
     rows, targets, out = as_rows(logits), target.reshape(-1), dlogits.view(-1, logits.shape[-1])
     gradients = Upstream(upstream.reshape(-1))
     compute_rows_(rows, targets, None, gradients, terms, class_weight, out=out, normalizer=normalizer, triton=True)

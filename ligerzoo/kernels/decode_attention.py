@@ -26,6 +26,7 @@ from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
     cdiv,
+    empty_result,
     multiprocessors,
     next_power_of_2,
     padded_size,
@@ -290,7 +291,7 @@ def attend_in_parts(
 
     A sequence takes `key_heads` programs for each part.
     """
-    out = q.new_empty(q.shape)
+    out = empty_result(q)
     batch, n_heads, head_dim = q.shape
     blocks = blocks_per_part(multiprocessors(q), batch * key_heads)
     count = cdiv(n_keys, blocks * block)
@@ -306,7 +307,7 @@ def attend_in_parts(
     return out
 
 
-@register("decode_attention", fake=lambda q: q.new_empty(q.shape))
+@register("decode_attention", fake=lambda q: empty_result(q))
 def _forward(
     q: Tensor, keys: Tensor, values: Tensor, visible: VisibleKeys, sinks: Tensor | None, scale: float,
     softcap: float | None,

@@ -34,6 +34,7 @@ from ligerzoo.kernels.dispatch import (
     as_rows,
     autocast,
     cdiv,
+    empty_result,
     next_power_of_2,
     padded_size,
     uses_triton,
@@ -260,7 +261,7 @@ def _one_token_kernel(
 
 
 def _allocate(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    return empty_result(x)
 
 
 def _flops(routing: Routing, gate_up: Tensor, down: Tensor) -> int:

@@ -62,7 +62,7 @@ from ligerzoo.kernels.delta_tiles import (
     store_columns,
     store_tile,
 )
-from ligerzoo.kernels.dispatch import cdiv, padded_size
+from ligerzoo.kernels.dispatch import cdiv, empty_result, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.strided import strided
 
@@ -348,7 +348,7 @@ def prepare(rule: DeltaRule, g: Tensor, inverse: Tensor) -> None:
 def solve(rule: DeltaRule, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Returns W, (B, V, T, D_k), and X V, (B, T, V, D_v)."""
     launch, v = launch_of(SOLVE, rule), rule.v.ptr
-    readers, errors = v.new_empty((len(v), rule.n_heads, rule.n_tokens, rule.key_dim)), v.new_empty(v.shape)
+    readers, errors = v.new_empty((len(v), rule.n_heads, rule.n_tokens, rule.key_dim)), empty_result(v)
     features = min(launch.values, padded_size(rule.key_dim, rule.value_dim))
     _solve_kernel[chunk_programs(rule)](rule, inverse, readers, errors, CHUNK, features, **launch.options)
     return readers, errors

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv, uses_triton
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    as_rows,
+    cdiv,
+    empty_result,
+    multiprocessors,
+    uses_triton,
+)
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
@@ -123,7 +131,7 @@ def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gates:
 
 
 def _allocate_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
+    return empty_result(a, torch.float32), empty_result(b)
 
 
 @register("delta_gates_forward", fake=_allocate_forward)
@@ -143,7 +151,7 @@ class _Gradients(NamedTuple):
 
 
 def _allocate_backward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gradients:
-    return _Gradients(*(t.new_empty(t.shape) for t in (a, b, a_log, dt_bias)))
+    return _Gradients(*(empty_result(t) for t in (a, b, a_log, dt_bias)))
 
 
 @register("delta_gates_backward", fake=_allocate_backward)
@@ -152,7 +160,7 @@ def _backward(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt
     gates = _gates(a, b, a_log, dt_bias)
     n_cols = gates.n_cols
     rows, cols, warps = tile(n_cols, BACKWARD_TILE)
-    programs = persistent_programs(gates.n_rows, rows, a)
+    programs = persistent_programs(gates.n_rows, rows, multiprocessors(a))
     sums = a.new_empty((programs, 2 * n_cols), dtype=torch.float32)
     _backward_kernel[programs](
         gates, dg.contiguous(), dbeta.contiguous(), gradients.da, gradients.db, sums, rows, cols, num_warps=warps

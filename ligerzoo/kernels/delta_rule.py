@@ -28,7 +28,7 @@ from ligerzoo.kernels.delta_chunk_gradients import Gradients
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared, allocate_prepared, rule_of, total_dtype
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS
 from ligerzoo.kernels.delta_torch import chunked
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.registration import register
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
@@ -86,7 +86,7 @@ def _allocate_forward(inputs: Inputs, normalize: bool, needs_final: bool) -> _Ou
     k, v = inputs.k, inputs.v
     final_shape = (len(v), v.shape[2], k.shape[3], v.shape[3]) if needs_final else (0,)
     final_state = v.new_empty(final_shape, dtype=torch.float32)
-    return _Output(v.new_empty(v.shape), final_state, *allocate_prepared(k, v, normalize))
+    return _Output(empty_result(v), final_state, *allocate_prepared(k, v, normalize))
 
 
 def _flops(inputs: Inputs) -> int:
@@ -132,7 +132,7 @@ def _forward(inputs: Inputs, g: Tensor, normalize: bool, needs_final: bool) -> _
 
 
 def _allocate_backward(inputs: Inputs, g_dtype: torch.dtype, needs_initial: bool) -> Gradients:
-    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    dq, dk, dv = (empty_result(x) for x in inputs[:3])
     dg, dbeta = dv.new_empty(dv.shape[:3], dtype=g_dtype), torch.empty_like(inputs.beta)
     initial = inputs.v if inputs.initial_state is None else inputs.initial_state
     return Gradients(dq, dk, dv, dg, dbeta, empty_gradient(initial, needs_initial))

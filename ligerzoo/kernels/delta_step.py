@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.delta_rule import check_tokens, reference
 from ligerzoo.kernels.delta_tiles import NORMALIZATION_EPS, inverse_norm
-from ligerzoo.kernels.dispatch import Backend, cdiv, padded_size, uses_triton
+from ligerzoo.kernels.dispatch import Backend, cdiv, empty_result, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
 from ligerzoo.kernels.strided import StridedFeatures, strided
@@ -132,7 +132,7 @@ def _step(
 ) -> Tensor:
     batch, tokens, heads, value_dim = v.shape
     key_dim, values = k.shape[3], min(VALUES, padded_size(value_dim))
-    o, blocks = v.new_empty(v.shape), cdiv(value_dim, values)
+    o, blocks = empty_result(v), cdiv(value_dim, values)
     sizes = _Sizes(tokens, heads, heads // k.shape[2], key_dim, value_dim, blocks)
     tokens_of_heads = (StridedFeatures(x, *x.stride()) for x in (q, k, v))
     operands = *tokens_of_heads, strided(g), strided(beta), _State(state, *state.stride()), o

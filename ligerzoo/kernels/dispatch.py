@@ -117,9 +117,14 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
+def empty_result(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialized, contiguous tensor of the shape of x, in half the time of `new_empty`."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def empty_gradient(t: Tensor, needed: bool) -> Tensor:
     """An uninitialized, contiguous gradient of `t`; without elements if not needed."""
-    return t.new_empty(t.shape if needed else (0,))
+    return empty_result(t) if needed else t.new_empty(0)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.strided import Strided, strided
@@ -130,12 +130,12 @@ def _fp32(x: float) -> float:
     return ctypes.c_float(x).value
 
 
-@register("exact_attention", fake=lambda q: q.new_empty(q.shape))
+@register("exact_attention", fake=lambda q: empty_result(q))
 def _forward(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float) -> Tensor:
     batch, n_tokens, n_heads, head_dim = q.shape
     n_kv_heads = keys.shape[2]
     group = n_heads // n_kv_heads
-    out = q.new_empty(q.shape)
+    out = empty_result(q)
     rows = _MIN_ROWS if n_tokens * group <= _MIN_ROWS else 4 * _MIN_ROWS
     n_tiles = cdiv(n_tokens * group, rows)
     last_keys = Strided(last, last.stride(0) if len(last) > 1 else 0, last.stride(1), 0)

@@ -42,6 +42,7 @@ from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     autocast,
     empty_gradient,
+    empty_result,
     uses_triton,
 )
 from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
@@ -167,7 +168,7 @@ def _forward_fake(x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Proj
     ids, weight = slots.expert_ids, gate_up.weight
     gate_up_h, down_h = (x.new_empty(0 if p.a is None else (ids.numel(), p.a.shape[1])) for p in (gate_up, down))
     rows, bounds = (ids.new_empty(shape, dtype=torch.int32) for shape in (ids.shape, (weight.shape[0] + 1,)))
-    return x.new_empty(x.shape), x.new_empty((ids.numel(), weight.shape[1])), rows, bounds, gate_up_h, down_h
+    return empty_result(x), x.new_empty((ids.numel(), weight.shape[1])), rows, bounds, gate_up_h, down_h
 
 
 def _flops(slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:

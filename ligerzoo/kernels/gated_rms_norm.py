@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.registration import register
@@ -25,6 +25,7 @@ from ligerzoo.kernels.tiling import (
     column_sums_,
     fits_registers,
     load_rows,
+    number_per_row,
     persistent_row_launch,
     row_launch,
     tile_rows,
@@ -108,7 +109,7 @@ def _backward_kernel(
 
 
 def _allocate_forward(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return empty_result(x), number_per_row(x)
 
 
 def _is_exact(*tensors: Tensor) -> bool:
@@ -118,7 +119,7 @@ def _is_exact(*tensors: Tensor) -> bool:
 @register("gated_rms_norm_forward", fake=_allocate_forward)
 def _forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, rstd = _allocate_forward(x)
-    rows, sizes, tile, programs, warps = row_launch(x, z)
+    rows, (sizes, tile, programs, warps) = row_launch(x, z)
     exact = _is_exact(x, z)
     _forward_kernel[programs](*rows, weight.contiguous(), y, rstd, sizes, eps, tile, exact, num_warps=warps)
     return y, rstd
@@ -135,7 +136,7 @@ def _backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_z: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dz, dweight = _allocate_backward(x, z, weight, needs_x, needs_z, needs_weight)
-    rows, sizes, tile, programs, warps = persistent_row_launch(dy, x, z)
+    rows, (sizes, tile, programs, warps) = persistent_row_launch(dy, x, z)
     addends = column_addends(x, programs, needs_weight)
     results = dx if needs_x else None, dz if needs_z else None, addends
     _backward_kernel[programs](

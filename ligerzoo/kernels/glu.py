@@ -23,7 +23,7 @@ from torch import Tensor
 from ligerzoo.kernels import low_rank_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
@@ -84,7 +84,7 @@ def _backward_kernel(dy, gate, up, dgate_ptr, dup_ptr, y_ptr, n_cols, BLOCK: tl.
 
 
 def _allocate_forward(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=dtype)
+    return empty_result(gate, dtype)
 
 
 @register("glu_forward", fake=_allocate_forward)

@@ -67,7 +67,7 @@ class Kernel:
         if INTERPRETING:
             self._jitted[programs, 1, 1](*arguments, **options)
             return
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         # The key contains all that Triton specializes a kernel on. Numbers enter by value, which is more than needed.
         key = [device, *options.values(), *arguments[self._n_variable :]]
         _add_specialization(key, arguments[: self._n_variable])

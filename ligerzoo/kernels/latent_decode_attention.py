@@ -29,7 +29,15 @@ from ligerzoo.kernels.decode_attention import (
     store_part,
     visible_in_block,
 )
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, next_power_of_2, padded_size, uses_triton
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    cdiv,
+    empty_result,
+    next_power_of_2,
+    padded_size,
+    uses_triton,
+)
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -111,7 +119,7 @@ def _split_kernel(
     store_part(split, part, sums, maximum, total, batch, heads, sizes.n_heads, features, sizes.rank)
 
 
-@register("latent_decode_attention", fake=lambda q: q.new_empty(q.shape))
+@register("latent_decode_attention", fake=lambda q: empty_result(q))
 def _forward(q: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, visible: VisibleKeys, scale: float) -> Tensor:
     (_, n_heads, rank), (_, capacity, rope_dim) = q.shape, k_rope.shape
     rank_tile, rope_tile = padded_size(rank), padded_size(rope_dim)

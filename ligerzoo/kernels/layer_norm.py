@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
@@ -26,6 +26,7 @@ from ligerzoo.kernels.tiling import (
     column_sums_,
     fits_registers,
     load_rows,
+    number_per_row,
     persistent_row_launch,
     row_launch,
     row_offsets,
@@ -108,15 +109,15 @@ def _backward_kernel(dy, x, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr,
 
 
 def _allocate_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
-    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    y = empty_result(x, torch.promote_types(x.dtype, weight.dtype))
+    mean = number_per_row(x)
     return y, mean, torch.empty_like(mean)
 
 
 @register("layer_norm_forward", fake=_allocate_forward)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _allocate_forward(x, weight)
-    rows, sizes, tile, programs, warps = row_launch(x)
+    rows, (sizes, tile, programs, warps) = row_launch(x)
     bias = None if bias is None else bias.contiguous()
     _forward_kernel[programs](*rows, weight.contiguous(), bias, y, mean, rstd, sizes, eps, tile, num_warps=warps)
     return y, mean, rstd
@@ -139,7 +140,7 @@ def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, needs: _Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = _allocate_backward(x, weight, needs)
-    rows, sizes, tile, programs, warps = persistent_row_launch(dy, x)
+    rows, (sizes, tile, programs, warps) = persistent_row_launch(dy, x)
     addends = [column_addends(x, programs, needed) for needed in needs[1:]]
     results = dx if needs.x else None, *addends
     _backward_kernel[programs](*rows, weight.contiguous(), mean, rstd, *results, sizes, tile, num_warps=warps)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
-from ligerzoo.kernels.dispatch import as_rows, cdiv, padded_size
+from ligerzoo.kernels.dispatch import as_rows, cdiv, empty_result, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 
@@ -141,7 +141,7 @@ def _programs(n_rows: int, n_cols: int) -> int:
 
 
 def _allocate_forward(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=dtype)
+    return empty_result(gate, dtype)
 
 
 def _forward_flops(gate: Tensor, terms: LowRankTerms) -> int:

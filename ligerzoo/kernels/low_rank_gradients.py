@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, padded_size, uses_triton
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, empty_result, multiprocessors, padded_size, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 
@@ -154,7 +154,7 @@ def _blocks(dy: Tensor) -> tuple[int, int, int]:
 
 
 def _allocate(dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(dy.shape[0], b.shape[1]), b.new_empty(b.shape)
+    return dy.new_empty(dy.shape[0], b.shape[1]), empty_result(b)
 
 
 def _peak(dy: Tensor, b: Tensor) -> int:

@@ -146,7 +146,7 @@ class Op(Generic[*Ts, R]):
 
     def _run(self, first: Tensor, args: Sequence[Any]) -> R:
         # Triton launches on the current device. A context manager per call would cost more than the launch.
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
                 return self._function(*args)
         return self._function(*args)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable, requires_gradient
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
@@ -30,6 +30,7 @@ from ligerzoo.kernels.tiling import (
     column_sums_,
     fits_registers,
     load_rows,
+    number_per_row,
     persistent_row_launch,
     row_launch,
     tile_rows,
@@ -182,7 +183,7 @@ def _backward_kernel(
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, results: _Results, options: _Options
 ) -> None:
-    (rows,), sizes, tile, programs, warps = row_launch(x)
+    (rows,), (sizes, tile, programs, warps) = row_launch(x)
     residual = None if residual is None else residual.contiguous()
     weight = None if weight is None else weight.contiguous()
     _forward_kernel[programs](rows, residual, weight, results, sizes, *options[:2], tile, options[2], num_warps=warps)
@@ -192,7 +193,7 @@ def _allocate_forward(x: Tensor, weight: Tensor | None, options: _Options) -> tu
     dtype = x.dtype
     if weight is not None and options.round_before_scale:
         dtype = torch.promote_types(x.dtype, weight.dtype)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return empty_result(x, dtype), number_per_row(x)
 
 
 @register("rms_norm_forward", fake=_allocate_forward)
@@ -205,7 +206,7 @@ def _forward(x: Tensor, weight: Tensor | None, options: _Options) -> tuple[Tenso
 def _allocate_add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    summed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    summed = empty_result(x, torch.promote_types(x.dtype, residual.dtype))
     return *_allocate_forward(summed, weight, options), summed
 
 
@@ -227,7 +228,7 @@ def _backward(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, options: _Options, needs: _Needs
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = _allocate_backward(x, weight, needs)
-    (dy_rows, x_rows), sizes, tile, programs, warps = persistent_row_launch(dy, x)
+    (dy_rows, x_rows), (sizes, tile, programs, warps) = persistent_row_launch(dy, x)
     dsummed = None if dsummed is None else dsummed.contiguous()
     weight = None if weight is None else weight.contiguous()
     results = _Gradients(dx if needs.x else None, column_addends(x, programs, needs.weight))

@@ -11,13 +11,14 @@ Saved: cos and sin. One launch rotates queries and keys, out of place.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
+from ligerzoo.kernels.dispatch import Backend, empty_result, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.tensor_checks import check_floats
@@ -121,8 +122,26 @@ def _rotation_kernel(
 
 
 def _allocate(cos: Tensor, q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    q_out, k_out = (cos.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k))
-    return q_out, k_out
+    return cos.new_empty(0) if q is None else empty_result(q), cos.new_empty(0) if k is None else empty_result(k)
+
+
+class _Launch(NamedTuple):
+    """Tile sizes: heads of queries and of keys, pairs, features that are copied; and the warps of a program."""
+
+    heads: tuple[int, int]
+    half: int
+    rest: int
+    warps: int
+
+
+@functools.cache
+def _launch(q_heads: int, k_heads: int, half: int, rest: int) -> _Launch:
+    heads, half = (_tile(q_heads), _tile(k_heads)), next_power_of_2(half)
+    return _Launch(heads, half, _tile(rest), min(16, max(4, max(heads) * half // 512)))
+
+
+def _tile(n: int) -> int:
+    return next_power_of_2(n) if n else 0
 
 
 @register("rope", fake=_allocate)
@@ -131,18 +150,15 @@ def _rotation(
 ) -> tuple[Tensor, Tensor]:
     """The rotated queries and keys; empty for None."""
     q_out, k_out = _allocate(cos, q, k)
-    n_rows, tokens, _, head_dim = next(x.shape for x in (q, k) if x is not None)
-    half = cos.shape[-1]
+    n_rows, tokens, _, head_dim = k_out.shape if q is None else q.shape
+    n_angles, _, half = cos.shape
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     batch, token, pair = cos.stride()
-    angles = _Angles(cos, sin, batch if cos.shape[0] > 1 else 0, token, pair, -1.0 if inverse else 1.0)
-    heads = _heads(q, q_out), _heads(k, k_out)
-    tiles = tuple(next_power_of_2(x.n_heads) if x.n_heads else 0 for x in heads)
-    tile_half, rest = next_power_of_2(half), head_dim - 2 * half
-    tile_rest, sizes = next_power_of_2(rest) if rest else 0, _Sizes(tokens, head_dim, half)
-    warps = min(16, max(4, max(tiles) * tile_half // 512))
-    _rotation_kernel[n_rows * tokens](angles, *heads, sizes, tiles, tile_half, tile_rest, interleaved, num_warps=warps)
+    angles = _Angles(cos, sin, batch if n_angles > 1 else 0, token, pair, -1.0 if inverse else 1.0)
+    queries, keys, sizes = _heads(q, q_out), _heads(k, k_out), _Sizes(tokens, head_dim, half)
+    *tiles, warps = _launch(queries.n_heads, keys.n_heads, half, head_dim - 2 * half)
+    _rotation_kernel[n_rows * tokens](angles, queries, keys, sizes, *tiles, interleaved, num_warps=warps)
     return q_out, k_out
 
 
@@ -177,6 +193,16 @@ class _RoPE(FusedFunction):
         return None if dq is None else q_gradient, None if dk is None else k_gradient, None, None, None
 
 
+def _match(q: torch.Size, k: torch.Size, cos: torch.Size, sin: torch.Size) -> bool:
+    if not (len(q) == len(k) == 4 and len(cos) == 3 and cos == sin):
+        return False
+    (rows, tokens, _, head_dim), (k_rows, k_tokens, _, k_head_dim), (n_angles, n_positions, half) = q, k, cos
+    return (
+        (rows == k_rows and tokens == k_tokens == n_positions and head_dim == k_head_dim and 2 * half <= head_dim)
+        and (n_angles == 1 or n_angles == rows)  # dynamo does not support `in` with symbolic sizes
+    )
+
+
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -199,17 +225,7 @@ def rope(
         ValueError: the shapes do not match.
     """
     check_floats("rope", q=q, k=k, cos=cos, sin=sin)
-    shapes_match = (
-        q.dim() == k.dim() == 4
-        and q.shape[:2] == k.shape[:2]
-        and q.shape[3] == k.shape[3]
-        and cos.dim() == 3
-        and cos.shape == sin.shape
-        and (cos.shape[0] == 1 or cos.shape[0] == q.shape[0])  # dynamo does not support `in` with symbolic sizes
-        and cos.shape[1] == q.shape[1]
-        and 2 * cos.shape[2] <= q.shape[3]
-    )
-    if not shapes_match:
+    if not _match(q.shape, k.shape, cos.shape, sin.shape):
         raise ValueError(
             f"rope: q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; "
             "expected shapes (B, T, N, D), (B, T, K, D), and (B or 1, T, R/2) with R <= D for both cos and sin"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, uses_triton
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, load_softcapped
 from ligerzoo.kernels.registration import register
@@ -108,9 +108,9 @@ def _long_backward_kernel(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n_cols, BL
         tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-@register("softmax_forward", fake=lambda x: x.new_empty(x.shape))
+@register("softmax_forward", fake=lambda x: empty_result(x))
 def _forward(x: Tensor) -> Tensor:
-    y, rows = x.new_empty(x.shape), as_rows(x)
+    y, rows = empty_result(x), as_rows(x)
     n_rows, n_cols = rows.shape
     if n_cols > _MAX_COLUMNS_IN_REGISTERS:
         _long_forward_kernel[n_rows](rows, y, rows.stride(0), n_cols, _BLOCK, num_warps=8)
@@ -122,9 +122,9 @@ def _forward(x: Tensor) -> Tensor:
     return y
 
 
-@register("softmax_backward", fake=lambda y: y.new_empty(y.shape))
+@register("softmax_backward", fake=lambda y: empty_result(y))
 def _backward(dy: Tensor, y: Tensor) -> Tensor:
-    dx, dy_rows, y_rows = y.new_empty(y.shape), as_rows(dy), as_rows(y)
+    dx, dy_rows, y_rows = empty_result(y), as_rows(dy), as_rows(y)
     n_rows, n_cols = y_rows.shape
     strides = dy_rows.stride(0), y_rows.stride(0)
     if n_cols > _MAX_COLUMNS_IN_REGISTERS:

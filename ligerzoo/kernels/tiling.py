@@ -6,6 +6,7 @@ Row-wise kernels hold whole rows of (..., H) in the registers of a program.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ _STRIP, STRIP_WARPS = 2048, 4
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """For backward kernels: a program loops over many tiles and accumulates its part of a weight gradient."""
+
+_LAUNCHES = 4096
+"""Bounds the caches of launches if each batch has another shape."""
 
 
 def check_columns(operation: str, x: Tensor, **vectors: Tensor) -> None:
@@ -56,9 +60,14 @@ def tile(n_cols: int, elements: int) -> tuple[int, int, int]:
     return max(1, elements // cols), cols, min(16, max(4, cols // 1024))
 
 
-def persistent_programs(n_rows: int, tile_rows: int, x: Tensor) -> int:
+def persistent_programs(n_rows: int, tile_rows: int, n_multiprocessors: int) -> int:
     """Number of programs of a backward kernel. At least one: without rows it writes zeros to the weight gradient."""
-    return max(1, min(cdiv(n_rows, tile_rows), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x)))
+    return max(1, min(cdiv(n_rows, tile_rows), PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors))
+
+
+def number_per_row(x: Tensor) -> Tensor:
+    """An uninitialized fp32 number for each row of x."""
+    return x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
 
 
 def group_size(*tensors: Tensor) -> int:
@@ -67,8 +76,10 @@ def group_size(*tensors: Tensor) -> int:
     1 if all are contiguous, else the size of the last dimension but one. For attention heads, (B, T, N, D), the rows of
     a group have the head stride and the groups have the token stride, so that no copy is needed.
     """
-    shape = tensors[0].shape
-    return 1 if len(shape) == 1 or all(t.is_contiguous() for t in tensors) else shape[-2]
+    for t in tensors:  # a loop takes half the time of `all`
+        if not t.is_contiguous():
+            return t.shape[-2] if t.dim() > 1 else 1
+    return 1
 
 
 class GroupedRows(NamedTuple):
@@ -91,43 +102,49 @@ class RowLaunch(NamedTuple):
     """A launch of a row-wise kernel.
 
     Attributes:
-        operands: the given tensors.
-        sizes: their common sizes.
+        sizes: the sizes of its tensors.
         tile: rows and columns of a program.
         programs: number of programs.
         warps: warps per program.
     """
 
-    operands: list[GroupedRows]
     sizes: RowSizes
     tile: tuple[int, int]
     programs: int
     warps: int
 
 
-def row_launch(*tensors: Tensor) -> RowLaunch:
-    """Launches one program per tile of tensors of the same shape."""
-    operands, sizes = _operands(tensors)
+def row_launch(*tensors: Tensor) -> tuple[list[GroupedRows], RowLaunch]:
+    """Launches one program per tile of tensors of the same shape. Returns the tensors as kernels take them."""
+    group = group_size(*tensors)
+    return [grouped(t, group) for t in tensors], _row_launch(tensors[0].shape, group)
+
+
+def persistent_row_launch(*tensors: Tensor) -> tuple[list[GroupedRows], RowLaunch]:
+    """Launches programs that loop over tiles, for backward kernels, otherwise as `row_launch`."""
+    first, group = tensors[0], group_size(*tensors)
+    return [grouped(t, group) for t in tensors], _persistent_launch(first.shape, group, multiprocessors(first))
+
+
+@functools.lru_cache(_LAUNCHES)
+def _row_launch(shape: torch.Size, group: int) -> RowLaunch:
+    sizes = RowSizes(shape[:-1].numel(), shape[-1], group)
     rows, cols, warps = tile(sizes.n_cols, FORWARD_TILE)
-    return RowLaunch(operands, sizes, (rows, cols), cdiv(sizes.n_rows, rows), warps)
+    return RowLaunch(sizes, (rows, cols), cdiv(sizes.n_rows, rows), warps)
 
 
-def persistent_row_launch(*tensors: Tensor) -> RowLaunch:
-    """Launches programs that loop over tiles of tensors of the same shape, for backward kernels."""
-    operands, sizes = _operands(tensors)
+@functools.lru_cache(_LAUNCHES)
+def _persistent_launch(shape: torch.Size, group: int, n_multiprocessors: int) -> RowLaunch:
+    sizes = RowSizes(shape[:-1].numel(), shape[-1], group)
     rows, cols, warps = tile(sizes.n_cols, BACKWARD_TILE)
-    return RowLaunch(operands, sizes, (rows, cols), persistent_programs(sizes.n_rows, rows, tensors[0]), warps)
-
-
-def _operands(tensors: tuple[Tensor, ...]) -> tuple[list[GroupedRows], RowSizes]:
-    shape, group = tensors[0].shape, group_size(*tensors)
-    return [grouped(t, group) for t in tensors], RowSizes(shape[:-1].numel(), shape[-1], group)
+    return RowLaunch(sizes, (rows, cols), persistent_programs(sizes.n_rows, rows, n_multiprocessors), warps)
 
 
 def grouped(x: Tensor, group: int) -> GroupedRows:
     """Returns x for kernels, in groups of this many rows. Copies x if its strides do not allow this."""
-    if x.is_contiguous():
-        return GroupedRows(x, group * x.shape[-1], x.shape[-1])
+    if group == 1 and x.is_contiguous():
+        n_cols = x.shape[-1]
+        return GroupedRows(x, n_cols, n_cols)
     groups = x.reshape(-1, group, x.shape[-1])
     groups = groups if groups.stride(-1) == 1 else groups.contiguous()
     return GroupedRows(groups, groups.stride(0), groups.stride(1))
@@ -192,13 +209,15 @@ def strips(*tensors: Tensor) -> tuple[list[StridedRows], int, int, int]:
     Returns:
         The tensors, the number of columns, the columns per program, the number of programs.
     """
-    if all(t.is_contiguous() for t in tensors):
+    if group_size(*tensors) == 1 and tensors[0].is_contiguous():
         n_rows, n_cols = 1, tensors[0].numel()
+        operands = [StridedRows(t, n_cols) for t in tensors]
     else:
-        tensors = tuple(as_rows(t) for t in tensors)
-        n_rows, n_cols = tensors[0].shape
+        rows = [as_rows(t) for t in tensors]
+        n_rows, n_cols = rows[0].shape
+        operands = [StridedRows(t, t.stride(0)) for t in rows]
     block = min(_STRIP, next_power_of_2(n_cols))
-    return [StridedRows(t, t.stride(0)) for t in tensors], n_cols, block, n_rows * cdiv(n_cols, block)
+    return operands, n_cols, block, n_rows * cdiv(n_cols, block)
 
 
 @jit

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, next_power_of_2
+from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, empty_result, next_power_of_2
 from ligerzoo.kernels.gating import Gating, gate_and_up, gated, gated_backward, gated_factors
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.routing import permute
@@ -192,7 +192,7 @@ def weighted_glu_backward(
             (weight * activated * factor).to(hidden.dtype),
         )
     n_rows, n_cols = dactive.shape
-    dhidden, dweights = hidden.new_empty(hidden.shape), expert_weights.new_empty(rows.shape)
+    dhidden, dweights = empty_result(hidden), expert_weights.new_empty(rows.shape)
     active = hidden.new_empty((n_rows if needs_active else 0, n_cols))
     slots = _Slots(expert_weights.contiguous(), rows, expert_ids.contiguous(), len(bounds) - 1, bounds)
     results = _Gradients(dhidden, dweights, active if needs_active else None)

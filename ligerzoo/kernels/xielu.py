@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import expm1
 from ligerzoo.kernels.registration import register
@@ -79,7 +79,7 @@ def _backward_kernel(dy, x, numbers, dx_ptr, sums_ptr, n_cols, BLOCK: tl.constex
 
 
 def _allocate_forward(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    return empty_result(x)
 
 
 @register("xielu_forward", fake=_allocate_forward)

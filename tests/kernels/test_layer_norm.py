@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import layer_norm
+from ligerzoo.kernels.dispatch import multiprocessors
 from ligerzoo.kernels.layer_norm import reference
 from tests.kernels.accuracy import judge
 from tests.kernels.machine import ROUNDED_DTYPES, kernel_file, on_gpu_too
@@ -113,7 +114,7 @@ def test_frozen_inputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyP
             torch.autograd.grad(y, [t for t in inputs if t.requires_grad], upstream)
         return sum(recorder.allocated)
 
-    programs = kernel_file("tiling").persistent_programs(300, 128, x)
+    programs = kernel_file("tiling").persistent_programs(300, 128, multiprocessors(x))
     dx, vector = 300 * 64 * 4, (programs + 1) * 64 * 4
     assert allocated_in_backward(x, weight.detach(), bias.detach()) == dx
     assert allocated_in_backward(x.detach(), weight, bias.detach()) == vector

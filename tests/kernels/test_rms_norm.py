@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ligerzoo.kernels import add_rms_norm, residual_rms_norm, rms_norm
+from ligerzoo.kernels.dispatch import multiprocessors
 from ligerzoo.kernels.rms_norm import add_reference, reference
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import DTYPES, HALF_DTYPE, ROUNDED_DTYPES, kernel_file, on_gpu_too
@@ -227,7 +228,7 @@ def test_frozen_inputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyP
             torch.autograd.grad(y, [t for t in (x, weight) if t.requires_grad], upstream)
         return recorder.allocated
 
-    programs = kernel_file("tiling").persistent_programs(300, 128, x)
+    programs = kernel_file("tiling").persistent_programs(300, 128, multiprocessors(x))
     dx, dweight = [300 * 64 * 4], [64 * 4, programs * 64 * 4]
     assert allocated_in_backward(x, weight.detach()) == dx
     assert allocated_in_backward(x.detach(), weight) == dweight

@@ -178,6 +178,31 @@ def test_gradients_equal_a_plain_reference_in_fp64(
     assert relative_error(got, plain) < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_loss_equals_that_of_trl(checkpoint: Path, beta: float) -> None:
+    """TRL's beta of 0 and 1 are forward and reverse KL; ours of jsd too."""
+    trl = pytest.importorskip("trl.experimental.gkd")
+    model, teacher = AutoModel.from_pretrained(checkpoint).double(), small_model("gemma2").double()
+    (batch,) = pack_completions(sampled(), batch_size=12, seq_length=48, pad_token_id=0)
+    found = [
+        completion_divergence(model, teacher, batch, Distillation(divergence=divergence, **given)).loss
+        for divergence, given in (
+            ("jsd", {"beta": beta}), *({0.0: [("forward_kl", {})], 1.0: [("reverse_kl", {})]}.get(beta, []))
+        )
+    ]  # fmt: skip
+    logits, labels = [], []
+    for one in batch.completions:
+        ids, first = torch.tensor([one.input_ids]), len(one.prompt.input_ids) - 1
+        with torch.no_grad():
+            logits.append([which(ids).logits[0, first:-1] for which in (model, teacher)])
+        labels += one.tokens
+    student, other = (torch.cat(parts)[None] for parts in zip(*logits, strict=True))
+    theirs = trl.GKDTrainer.generalized_jsd_loss(student, other, labels=torch.tensor([labels]), beta=beta)
+    for ours in found:
+        assert float(ours.detach()) == pytest.approx(float(theirs), rel=1e-9)
+
+
 @pytest.mark.parametrize("changes", [{}, {"divergence": "jsd", "beta": 0.3, "temperature": 0.7}], ids=["kl", "jsd"])
 def test_a_run_equals_a_plain_loop(
     checkpoint: Path, prompts: Path, teacher: Path, tmp_path: Path, changes: dict[str, Any]

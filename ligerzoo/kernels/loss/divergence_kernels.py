@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import as_rows, next_power_of_2
+from ligerzoo.kernels.dispatch import as_rows, empty_result, next_power_of_2
 from ligerzoo.kernels.jit import Kernel, jit, kernel, tl
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.math import exp, fast_log, load_softcapped
@@ -286,11 +286,11 @@ def divergence_forward(student: Tensor, teacher: Tensor, target: Tensor, options
     return results
 
 
-@register("divergence_backward", fake=lambda student: student.new_empty(student.shape))
+@register("divergence_backward", fake=lambda student: empty_result(student))
 def divergence_backward(
     student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, options: DivergenceOptions
 ) -> Tensor:
-    dstudent = student.new_empty(student.shape)
+    dstudent = empty_result(student)
     tensors = statistics, _Upstream(upstream, upstream.stride(0)), dstudent
     _launch(_backward_kernel, as_rows(student), as_rows(teacher), target, tensors, options)
     return dstudent

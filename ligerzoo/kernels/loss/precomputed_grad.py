@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, RecordedContext, once_differentiable, under_transform
-from ligerzoo.kernels.dispatch import (
-    accumulation_dtype,
-    cdiv,
-    multiprocessors,
-    uses_triton,
-)
+from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, empty_result, multiprocessors, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch, register
 
@@ -54,10 +49,10 @@ def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-@register("scaled", fake=lambda x, dtype: x.new_empty(x.shape, dtype=dtype))
+@register("scaled", fake=lambda x, dtype: empty_result(x, dtype))
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x times a 0-d factor, in `dtype`."""
-    return _scale(x.contiguous(), factor, x.new_empty(x.shape, dtype=dtype))
+    return _scale(x.contiguous(), factor, empty_result(x, dtype))
 
 
 def _is_private() -> bool:

@@ -388,13 +388,13 @@ def _columns_kernel(
 
 def zero_results(target: Tensor, dtype: torch.dtype, *, statistics: bool) -> RowResults:
     """Allocates zeros for `compute_rows_` to fill; entropies and argmaxes are empty unless `statistics` is set."""
-    statistics_shape = target.shape if statistics else (0,)
+    loss = torch.zeros_like(target, dtype=dtype)
     return RowResults(
-        loss=target.new_zeros(target.shape, dtype=dtype),
-        logp=target.new_zeros(target.shape, dtype=dtype),
-        entropy=target.new_zeros(statistics_shape, dtype=dtype),
-        logsumexp=target.new_zeros(target.shape, dtype=dtype),
-        argmax=target.new_zeros(statistics_shape),
+        loss=loss,
+        logp=torch.zeros_like(loss),
+        entropy=torch.zeros_like(loss) if statistics else loss.new_empty(0),
+        logsumexp=torch.zeros_like(loss),
+        argmax=torch.zeros_like(target) if statistics else target.new_empty(0),
     )
 
 
