@@ -8,8 +8,10 @@ computes little, so the kernels are made to keep many reads in flight:
 
     gate_up    a program computes some features of one expert, for its rows, and applies the activation (see `gating`)
                and w
-    down       likewise, from those features to outputs in fp32
-    combine    sums the outputs of each token in fp32, in the order of experts, and adds the residual
+    down       likewise, from those features to outputs
+    combine    sums the outputs of each token in fp32, the best expert's first, and adds biases and the residual
+
+They round where `experts_mlp` rounds, and add in its order: a token has the same bits in both, on Hopper GPUs in bf16.
 
 A program loads some rows of an expert's weights, in blocks through a pipeline in shared memory, and multiplies them by
 the rows of tokens: 16 of them, or up to 64 if experts have many on average. More rows take a second pass over these
@@ -45,6 +47,7 @@ from ligerzoo.kernels.grouped_mm import add_product, input_precision
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.route import Routing
+from ligerzoo.kernels.routing import add_bias
 from ligerzoo.kernels.weighted_glu import Biases
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe_value
 
@@ -146,6 +149,12 @@ class _Weights(NamedTuple):
 
 
 @jit
+def _rounded(x, ptr):
+    """x, in fp32, rounded to the dtype of a pointer, as `experts_mlp` stores it."""
+    return x.to(ptr.dtype.element_ty).to(tl.float32)
+
+
+@jit
 def _load_bias(w, expert, outputs, mask):
     return tl.load(w.bias + expert * w.n_outputs + outputs, mask=mask, other=0.0).to(tl.float32)
 
@@ -177,6 +186,7 @@ def _gate_up_kernel(
         tokens = tl.load(routing.tokens + rows, mask=rows < end, other=0).to(tl.int64)
         x_ptrs = x_ptr + tokens * x_stride
         hidden = _product(x_ptrs, rows < end, w_ptrs, w_mask, w.n_inner, ROWS, COLS, INNER, IS_EVEN, PRECISION)
+        hidden = _rounded(hidden, active_ptr)
         if w.bias is not None:
             hidden += _load_bias(w, expert, output, w_mask)[None, :]
         gate, up = hidden.reshape(ROWS, FEATURES, 2).split()
@@ -203,24 +213,26 @@ def _down_kernel(
         rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         x_ptrs = active_ptr + rows * w.n_inner
         values = _product(x_ptrs, rows < end, w_ptrs, in_cols, w.n_inner, ROWS, COLS, INNER, IS_EVEN, PRECISION)
-        if w.bias is not None:
-            weights = tl.load(routing.weights + rows, mask=rows < end, other=0.0).to(tl.float32)
-            values += weights[:, None] * _load_bias(w, expert, cols, in_cols)[None, :]
         mask = (rows < end)[:, None] & in_cols[None, :]
-        tl.store(values_ptr + rows[:, None] * w.n_outputs + cols[None, :], values, mask=mask)
+        targets = values_ptr + rows[:, None] * w.n_outputs + cols[None, :]
+        tl.store(targets, values.to(values_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _combine_kernel(
-    values_ptr, rows_ptr, residual_ptr, y_ptr, residual_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):
+    values_ptr, routing, bias_ptr, residual_ptr, y_ptr, residual_stride, n_cols,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(n_cols, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(SLOTS):
-        row = tl.load(rows_ptr + token * SLOTS + slot).to(tl.int64)
-        y += tl.load(values_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
+        row = tl.load(routing.rows + token * SLOTS + slot).to(tl.int64)
+        y += tl.load(values_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            expert = tl.load(routing.expert_ids + token * SLOTS + slot)
+            y = add_bias(y, bias_ptr, expert, tl.load(routing.weights + row), n_cols, cols, cols < n_cols)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + token * residual_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
@@ -237,24 +249,26 @@ def _one_token_kernel(
     blocks = tl.cdiv(w.n_inner, INNER)
     value = tl.zeros((ROWS, COLS), dtype=tl.float32)
     y = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    row_index = tl.arange(0, EXPERTS)
-    experts = tl.load(routing.experts + row_index, mask=row_index < n_rows, other=0)
+    slots = tl.arange(0, EXPERTS)
+    experts = tl.load(routing.expert_ids + slots, mask=slots < n_rows, other=0)
+    rows = tl.load(routing.rows + slots, mask=slots < n_rows, other=0)
     for step in range(n_rows * blocks):
-        row, block = step // blocks, step % blocks  # each expert has one row
-        expert = tl.sum(tl.where(row_index == row, experts, 0), axis=0).to(tl.int64)
+        slot, block = step // blocks, step % blocks
+        expert = tl.sum(tl.where(slots == slot, experts, 0), axis=0).to(tl.int64)
+        row = tl.sum(tl.where(slots == slot, rows, 0), axis=0)
         x_ptrs = active_ptr + row * w.n_inner + tl.zeros((ROWS,), dtype=tl.int32)
         w_ptrs = w.ptr + expert * w.expert_stride + cols * w.row_stride
         x = _load_block(x_ptrs, is_first[:, None], block * INNER, w.n_inner, INNER, IS_EVEN)
         weights = _load_block(w_ptrs, in_cols[:, None], block * INNER, w.n_inner, INNER, IS_EVEN)
         value = add_product(value, x, weights.T, PRECISION)
+        total = y + _rounded(value, y_ptr)
+        if w.bias is not None:
+            weight = tl.load(routing.weights + row)
+            total = add_bias(total, w.bias, expert, weight, w.n_outputs, cols[None, :], in_cols[None, :])
         is_last = block == blocks - 1
-        y = tl.where(is_last, y + value, y)
+        y = tl.where(is_last, total, y)
         value = tl.where(is_last, 0.0, value)
     y = tl.sum(tl.where(is_first[:, None], y, 0.0), axis=0)
-    if w.bias is not None:
-        for row in range(n_rows):
-            expert = tl.load(routing.experts + row).to(tl.int64)
-            y += tl.load(routing.weights + row).to(tl.float32) * _load_bias(w, expert, cols, in_cols)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=in_cols)
@@ -293,14 +307,14 @@ def _forward(
             active, down_weights, routing, residual, y, n_rows, *constants, **tile.options
         )
         return y
-    values = x.new_empty(n_rows, n_cols, dtype=torch.float32)
+    values = x.new_empty(n_rows, n_cols)
     tile = _fitted(_DOWN_TILE, rows, n_features, x.dtype)
     _down_kernel[n_active * cdiv(n_cols, tile.cols)](
         active, down_weights, routing, values, *tile.constants(rows, n_features), **tile.options
     )
     block, stride = min(_COMBINE_BLOCK, next_power_of_2(n_cols)), 0 if residual is None else residual.stride(0)
     _combine_kernel[n_tokens * cdiv(n_cols, block)](
-        values, routing.rows, residual, y, stride, n_cols, routing.rows.shape[1], block, num_warps=4
+        values, routing, biases.down, residual, y, stride, n_cols, routing.rows.shape[1], block, num_warps=4
     )
     return y
 

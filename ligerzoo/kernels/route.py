@@ -1,20 +1,21 @@
-"""Routes a few tokens to experts, as in each step of decoding a mixture of experts (Shazeer et al. 2017, section 2.1).
+"""Routes tokens to experts (Shazeer et al. 2017, section 2.1): any number in training, a few in each step of decoding.
 
-`route`: for each token t, with p = softmax(logits_t) in fp32, the experts with the k largest logits, weighted by p, or
-by p over the sum of the k.
+`select_experts` and `route`: for each token t, with p = softmax(logits_t) in fp32, the experts with the k largest
+logits, weighted by p, or by p over the sum of the k. Both give a token the same bits, whatever other tokens there are.
+
+    dlogits = w (dw - sum_j w_j dw_j) for the chosen, if w is p over their sum;   else   [w dw] - p sum_j w_j dw_j
 
 `route_sigmoid` (DeepSeek-V3, 2024, section 2.1.2): with s = sigmoid(logits_t) in fp32, the experts with the k largest
 s + bias of the best groups of experts, those with the largest sums of their two best s + bias; weighted by a factor
 times s, or times s over the sum of the k and 1e-20.
 
-In both, the pairs (token, expert) become rows, sorted by expert and then by token, as in `routing`; but only
-experts with tokens are listed, so that a kernel's programs are as many as the experts that the tokens can reach.
+In both `route` functions, the pairs (token, expert) become rows, sorted by expert and then by token, as in `routing`;
+but only experts with tokens are listed, so that a kernel's programs are as many as the experts that the tokens can
+reach. They are not differentiable.
 
 One program holds the logits of all tokens. A chosen expert is a 1 in a matrix of tokens and experts: sums over tokens
 count the rows of an expert, and prefix sums over tokens, experts and both number the rows. There are no atomics, no
 host sync, and the shapes depend on the shapes of the logits only.
-
-Not differentiable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import AT_LEAST_1, FLAG, check
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, next_power_of_2, uses_triton
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp
 from ligerzoo.kernels.registration import register
@@ -33,6 +35,9 @@ from ligerzoo.tensor_checks import check_floats, check_tensor
 
 _MAX_LOGITS = 32768
 """More logits do not fit in the registers of a program."""
+
+_LOGITS = 2048
+"""Logits of a program of `select_experts`."""
 
 
 class Routing(NamedTuple):
@@ -43,7 +48,8 @@ class Routing(NamedTuple):
         bounds: (A + 1,) int32, first row of each active expert, then T * k.
         tokens: (T * k,) int32, the token of each row. The rows of an expert are in the order of tokens.
         weights: (T * k,) the expert weight of each row; fp32, or fp64 for logits in fp64.
-        rows: (T, k) int32, the rows of each token, in the order of experts.
+        rows: (T, k) int32, the rows of each token, that of the best expert first.
+        expert_ids: (T, k) int32, the experts of these rows.
     """
 
     experts: Tensor
@@ -51,16 +57,20 @@ class Routing(NamedTuple):
     tokens: Tensor
     weights: Tensor
     rows: Tensor
+    expert_ids: Tensor
 
 
 def reference(logits: Tensor, num_experts_per_token: int, renormalize: bool = True) -> Routing:
     """`route` in plain torch: the specification, the CPU path and the test oracle."""
+    return _sorted_by_expert(*select_reference(logits, num_experts_per_token, renormalize), logits.shape[1])
+
+
+def select_reference(logits: Tensor, num_experts_per_token: int, renormalize: bool = True) -> tuple[Tensor, Tensor]:
+    """`select_experts` in plain torch: the specification, the CPU path and the test oracle."""
     # A stable sort: of equal logits, `topk` may return any.
-    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_token].sort(-1).values
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_token]
     weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).gather(1, ids)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return _sorted_by_expert(ids, weights, logits.shape[1])
+    return ids, weights / weights.sum(-1, keepdim=True) if renormalize else weights
 
 
 class SigmoidOptions(NamedTuple):
@@ -76,7 +86,7 @@ def sigmoid_reference(logits: Tensor, bias: Tensor, num_experts_per_token: int, 
     """`route_sigmoid` in plain torch: the specification, the CPU path and the test oracle."""
     scores = logits.to(accumulation_dtype(logits.dtype)).sigmoid()
     selection = selection_scores(scores, bias, options.num_groups, options.num_selected_groups)
-    ids = selection.sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_token].sort(-1).values
+    ids = selection.sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_token]
     weights = scores.gather(1, ids)
     if options.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -102,7 +112,7 @@ def selection_scores(scores: Tensor, bias: Tensor, num_groups: int = 1, num_sele
 
 
 def _sorted_by_expert(ids: Tensor, weights: Tensor, n_experts: int) -> Routing:
-    """Returns the rows of the pairs of token and expert, from expert ids (T, k), ascending, and expert weights."""
+    """Returns the rows of the pairs of token and expert, from expert ids (T, k) and expert weights."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     n_rows, n_active = len(order), min(n_experts, len(order))
     is_first = sorted_ids != sorted_ids.roll(1)
@@ -115,6 +125,7 @@ def _sorted_by_expert(ids: Tensor, weights: Tensor, n_experts: int) -> Routing:
         tokens=(order // ids.shape[1]).int(),
         weights=weights.flatten()[order],
         rows=torch.empty_like(order).scatter_(0, order, indices[:n_rows]).view(ids.shape).int(),
+        expert_ids=ids.int(),
     )
 
 
@@ -136,16 +147,30 @@ def _sort_keys(logits, expert, EXPERTS: tl.constexpr):
 
 
 @jit
-def _largest(keys, mask, COUNT: tl.constexpr):
-    """Whether each key is among the COUNT largest distinct ones of its row. `mask` is False for keys that do not count.
+def _ranks(keys, mask, COUNT: tl.constexpr):
+    """The places of the COUNT largest distinct keys of a row, from 0 for the largest; COUNT for the other keys.
 
-    None of the keys is the smallest integer.
+    `mask` is False for keys that do not count. None of the keys is the smallest integer.
     """
     LOWEST: tl.constexpr = -(2 ** (keys.dtype.primitive_bitwidth - 1))
     keys = tl.where(mask, keys, LOWEST)
-    for _ in range(COUNT):
-        keys = tl.where(keys == tl.max(keys, axis=1)[:, None], LOWEST, keys)
-    return mask & (keys == LOWEST)
+    ranks = tl.full(keys.shape, COUNT, tl.int32)
+    for rank in range(COUNT):
+        is_largest = (keys == tl.max(keys, axis=1)[:, None]) & (keys != LOWEST)
+        ranks = tl.where(is_largest, rank, ranks)
+        keys = tl.where(is_largest, LOWEST, keys)
+    return ranks
+
+
+@jit
+def _sums(x):
+    """The sums of rows of numbers from 0 to 1, (ROWS, 1). NaN stays NaN.
+
+    In integers, so that the order of additions does not matter: it depends on the number of rows.
+    """
+    ONE: tl.constexpr = 2**40
+    total = tl.sum((tl.where(x == x, x, 0.0) * ONE).to(tl.int64), axis=1)
+    return (total.to(tl.float32) * (1 / ONE) + 0.0 * tl.sum(x, axis=1))[:, None]
 
 
 class _Logits(NamedTuple):
@@ -156,18 +181,28 @@ class _Logits(NamedTuple):
 
 
 @jit
-def _store_rows(is_chosen, weights, token, routing, n_tokens, n_listed, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
+def _of_slot(x, ranks, slot):
+    """The number of each token's expert with this rank, (TOKENS, 1)."""
+    return tl.sum(tl.where(ranks == slot, x, 0), axis=1)[:, None]
+
+
+@jit
+def _store_rows(ranks, weights, token, routing, n_tokens, n_listed, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
     """Numbers the pairs of token and expert, and stores a `Routing`."""
-    chosen = is_chosen.to(tl.int32)
+    in_text = token < n_tokens
+    chosen = ((ranks < SLOTS) & in_text).to(tl.int32)
     counts = tl.sum(chosen, axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
     rows = starts[None, :] + tl.cumsum(chosen, axis=0) - 1
-    nth_of_token = tl.cumsum(chosen, axis=1) - 1
-    tl.store(routing.tokens + rows, token + tl.zeros_like(rows), mask=is_chosen)
-    tl.store(routing.weights + rows, weights, mask=is_chosen)
-    tl.store(routing.rows + token * SLOTS + nth_of_token, rows, mask=is_chosen)
-
     index = tl.arange(0, EXPERTS)
+    for slot in range(SLOTS):
+        row = _of_slot(rows, ranks, slot)
+        tl.store(routing.tokens + row, token, mask=in_text)
+        tl.store(routing.weights + row, _of_slot(weights, ranks, slot), mask=in_text)
+        tl.store(routing.rows + token * SLOTS + slot, row, mask=in_text)
+        expert = _of_slot(index[None, :] + tl.zeros_like(rows), ranks, slot)
+        tl.store(routing.expert_ids + token * SLOTS + slot, expert, mask=in_text)
+
     is_active = (counts > 0).to(tl.int32)
     n_active = tl.sum(is_active, axis=0)
     active = tl.cumsum(is_active, axis=0) - 1
@@ -181,10 +216,38 @@ def _store_rows(is_chosen, weights, token, routing, n_tokens, n_listed, EXPERTS:
 
 @jit
 def _load_logits(logits, other, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The logits, their tokens and experts, and which of them exist."""
+    """The logits of a program, their tokens, from 0, their experts, and which experts exist.
+
+    Tokens that do not exist have the logits of the last one.
+    """
     token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
-    mask = (token < logits.n_tokens) & (expert < logits.n_experts)
-    return tl.load(logits.ptr + token * logits.stride + expert, mask=mask, other=other), token, expert, mask
+    row = tl.minimum(tl.program_id(0).to(tl.int64) * TOKENS + token, logits.n_tokens - 1)
+    mask = expert < logits.n_experts
+    return tl.load(logits.ptr + row * logits.stride + expert, mask=mask, other=other), token, expert, mask
+
+
+@jit
+def _chosen(logits, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """Of the logits of a program: the ranks of the experts, from 0 to SLOTS, their weights, the tokens, the experts."""
+    scores, token, expert, mask = _load_logits(logits, -float("inf"), TOKENS, EXPERTS)
+    ranks = _ranks(_sort_keys(scores, expert, EXPERTS), mask, SLOTS)
+    scores = scores.to(tl.float32)
+    exponentials = exp(scores - tl.max(scores, axis=1)[:, None], True)
+    weights = exponentials / _sums(tl.where(ranks < SLOTS, exponentials, 0.0) if RENORMALIZE else exponentials)
+    return ranks, weights, token, expert
+
+
+@kernel
+def _select_kernel(
+    logits, ids_ptr, weights_ptr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    ranks, weights, token, expert = _chosen(logits, TOKENS, EXPERTS, SLOTS, RENORMALIZE)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    for slot in range(SLOTS):
+        place, in_text = (first + token) * SLOTS + slot, first + token < logits.n_tokens
+        tl.store(ids_ptr + place, _of_slot(expert + tl.zeros_like(ranks), ranks, slot), mask=in_text)
+        tl.store(weights_ptr + place, _of_slot(weights, ranks, slot), mask=in_text)
 
 
 @kernel
@@ -192,14 +255,8 @@ def _route_kernel(
     logits, routing, n_listed,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    scores, token, expert, mask = _load_logits(logits, -float("inf"), TOKENS, EXPERTS)
-    is_chosen = _largest(_sort_keys(scores, expert, EXPERTS), mask, SLOTS)
-
-    scores = scores.to(tl.float32)
-    exponentials = exp(scores - tl.max(scores, axis=1)[:, None], True)
-    total = tl.sum(tl.where(is_chosen, exponentials, 0.0) if RENORMALIZE else exponentials, axis=1)
-    weights = exponentials / total[:, None]
-    _store_rows(is_chosen, weights, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
+    ranks, weights, token, _ = _chosen(logits, TOKENS, EXPERTS, SLOTS, RENORMALIZE)
+    _store_rows(ranks, weights, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
 
 
 @kernel
@@ -218,35 +275,43 @@ def _route_sigmoid_kernel(
         group = expert // group_size
         sums = tl.zeros((TOKENS, EXPERTS), tl.float32)  # of each expert's group
         for g in range(GROUPS):
-            best = _largest(keys, mask & (group == g), 2)
+            best = _ranks(keys, mask & (group == g), 2) < 2
             sums = tl.where(group == g, tl.sum(tl.where(best, biased, 0.0), axis=1)[:, None], sums)
         # The experts of a group have the same key, so each step takes a whole group.
-        selectable = _largest(_sort_keys(sums, group, EXPERTS), mask, SELECTED_GROUPS)
-    is_chosen = _largest(keys, selectable, SLOTS)
+        selectable = _ranks(_sort_keys(sums, group, EXPERTS), mask, SELECTED_GROUPS) < SELECTED_GROUPS
+    ranks = _ranks(keys, selectable, SLOTS)
 
     weights = scores
     if RENORMALIZE:
-        weights = weights / (tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20)
-    _store_rows(is_chosen, weights * scale, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
+        weights = weights / (tl.sum(tl.where(ranks < SLOTS, scores, 0.0), axis=1)[:, None] + 1e-20)
+    _store_rows(ranks, weights * scale, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
 
 
 def _allocate(logits: Tensor, num_experts_per_token: int) -> Routing:
     n_tokens, n_experts = logits.shape
     n_rows = n_tokens * num_experts_per_token
     n_listed = min(n_experts, n_rows)
-    experts, bounds, tokens, rows = (
-        logits.new_empty(shape, dtype=torch.int32)
-        for shape in (n_listed, n_listed + 1, n_rows, (n_tokens, num_experts_per_token))
+    of_tokens = n_tokens, num_experts_per_token
+    experts, bounds, tokens, rows, ids = (
+        logits.new_empty(shape, dtype=torch.int32) for shape in (n_listed, n_listed + 1, n_rows, of_tokens, of_tokens)
     )
-    return Routing(experts, bounds, tokens, logits.new_empty(n_rows, dtype=torch.float32), rows)
+    return Routing(experts, bounds, tokens, logits.new_empty(n_rows, dtype=torch.float32), rows, ids)
+
+
+def _strided(logits: Tensor) -> _Logits:
+    logits = as_rows(logits)
+    return _Logits(logits, logits.stride(0), *logits.shape)
+
+
+def _warps(n_logits: int) -> int:
+    return min(32, max(1, n_logits // 512))
 
 
 def _launch_arguments(logits: Tensor, routing: Routing) -> tuple[tuple[object, ...], tuple[int, ...], int]:
-    """The first arguments of both kernels, their first constants, and warps."""
-    logits = as_rows(logits)
+    """The first arguments of the kernels of `route`, their first constants, and warps."""
     tokens, experts = map(next_power_of_2, logits.shape)
-    arguments = _Logits(logits, logits.stride(0), *logits.shape), routing, len(routing.experts)
-    return arguments, (tokens, experts, routing.rows.shape[1]), min(32, max(1, tokens * experts // 512))
+    arguments = _strided(logits), routing, len(routing.experts)
+    return arguments, (tokens, experts, routing.rows.shape[1]), _warps(tokens * experts)
 
 
 @register("route", fake=_allocate)
@@ -273,13 +338,74 @@ def fits_one_program(num_tokens: int, num_experts: int) -> bool:
     return next_power_of_2(num_tokens) * next_power_of_2(num_experts) <= _MAX_LOGITS
 
 
+def _allocate_selection(logits: Tensor, num_experts_per_token: int) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], num_experts_per_token
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+
+
+@register("select_experts", fake=_allocate_selection)
+def _select(logits: Tensor, num_experts_per_token: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    ids, weights = _allocate_selection(logits, num_experts_per_token)
+    if len(logits):
+        experts = next_power_of_2(logits.shape[1])
+        tokens = max(1, _LOGITS // experts)
+        constants = tokens, experts, num_experts_per_token, renormalize
+        _select_kernel[cdiv(len(logits), tokens)](
+            _strided(logits), ids, weights, *constants, num_warps=_warps(tokens * experts)
+        )
+    return ids, weights
+
+
+class _SelectExperts(FusedFunction):
+    @staticmethod
+    def forward(
+        ctx: FusedContext, logits: Tensor, num_experts_per_token: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights = _select(logits, num_experts_per_token, renormalize)
+        ctx.mark_non_differentiable(ids)
+        ctx.save_for_backward(ids, weights, None if renormalize else logits)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return ids, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, _: Tensor, dweights: Tensor) -> tuple[Tensor | None, ...]:
+        ids, weights, logits = ctx.saved_tensors
+        products = weights * dweights
+        total = products.sum(-1, keepdim=True)
+        if logits is None:
+            dlogits = weights.new_zeros(ctx.shape).scatter(1, ids, products - weights * total)
+        else:
+            dlogits = (-total * logits.softmax(-1, dtype=weights.dtype)).scatter_add(1, ids, products)
+        return dlogits.to(ctx.dtype), None, None
+
+
+def select_experts(
+    logits: Tensor, num_experts_per_token: int, *, renormalize: bool, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Selects k of E experts for each token, for layers. Of equal logits, those of lower experts count as larger.
+
+    Args:
+        logits: (T, E) router logits, any strides.
+        num_experts_per_token: k.
+        renormalize: divide the k probabilities by their sum, so that a token's weights add up to one.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        Expert ids (T, k) int64, the most probable first, and their weights (T, k), fp32, or fp64 for logits in fp64.
+    """
+    if uses_triton(logits, backend=backend) and fits_one_program(1, logits.shape[1]):
+        return _SelectExperts.apply(logits, num_experts_per_token, renormalize)  # type: ignore[no-any-return]
+    return select_reference(logits, num_experts_per_token, renormalize)
+
+
 def route(
     logits: Tensor, num_experts_per_token: int, *, renormalize: bool = True, backend: Backend = "auto"
 ) -> Routing:
     """Selects k of E experts for each token, and sorts the pairs of token and expert. Not differentiable.
 
-    The weights are those of `ligerzoo.layers.routers.Router`: the k largest of softmax(logits) in fp32. Of equal
-    logits, those of lower experts count as larger. Causes no host sync.
+    The weights are those of `ligerzoo.layers.routers.Router`, to the bit: the k largest of softmax(logits) in fp32. Of
+    equal logits, those of lower experts count as larger. Causes no host sync.
 
     Args:
         logits: (T, E) router logits, any strides.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows, cdiv, next_power_of_2
-from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.tiling import row_and_columns
 
 _MAX_BLOCK = 2048
@@ -47,6 +47,13 @@ def _permute_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constex
         tl.store(out_ptr + row * n_cols + cols, x, mask=cols < n_cols)
 
 
+@jit
+def add_bias(y, bias_ptr, expert, weight, n_cols, cols, mask):
+    """y plus a slot's weight times its expert's bias, rounded once."""
+    bias = tl.load(bias_ptr + expert.to(tl.int64) * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    return tl.fma(tl.broadcast_to(weight.to(tl.float32), y.shape), tl.broadcast_to(bias, y.shape), y)
+
+
 @kernel
 def _unpermute_kernel(
     values_ptr, row_ptr, bounds_ptr, bias_ptr, expert_ptr, weight_ptr, y_ptr, n_cols, n_experts,
@@ -60,9 +67,8 @@ def _unpermute_kernel(
         mask = (cols < n_cols) & (first <= row) & (row < end)
         y += tl.load(values_ptr + row * n_cols + cols, mask=mask, other=float("nan")).to(tl.float32)
         if bias_ptr is not None:
-            expert = tl.load(expert_ptr + token * SLOTS + slot).to(tl.int64)
-            weight = tl.load(weight_ptr + token * SLOTS + slot).to(tl.float32)
-            y += weight * tl.load(bias_ptr + expert * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+            expert = tl.load(expert_ptr + token * SLOTS + slot)
+            y = add_bias(y, bias_ptr, expert, tl.load(weight_ptr + token * SLOTS + slot), n_cols, cols, mask)
     tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.exactness import Obstacle, not_dense
+from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.kv_cache import new_layer_cache
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.masks import TileMask
@@ -104,7 +104,7 @@ class CrossAttention(Attention):
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
-        yield not_dense(self)
+        yield never_exact(self)
 
     def new_cache(self, capacity: int | None = None) -> CrossAttentionLayerCache:
         """Returns an empty cache. `capacity` is unused: it limits tokens, and this cache holds image states."""

@@ -23,7 +23,7 @@ from ligerzoo.kernels import (
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.cache import RecurrentLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.exactness import Obstacle, not_dense
+from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.static_cache import StaticRecurrentLayerCache
@@ -216,7 +216,7 @@ class GatedDeltaNet(nn.Module):
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
-        yield not_dense(self)
+        yield never_exact(self)
 
     def new_cache(self, capacity: int | None = None) -> RecurrentLayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given."""

@@ -5,6 +5,10 @@ in the batch: products sum over the features in one order (`kernels.row_sums`), 
 over the keys. With an exact cache, each token gets these bits too: products do not split their sums, and attention to
 cached keys runs in a kernel with cuDNN's order of operations (`kernels.exact_attention`). The log-probabilities of
 sampled tokens are then exactly those that training computes.
+
+So do mixtures of experts: a token's experts and weights depend on its logits alone (`kernels.route`), the products of
+an expert sum over the features in one order, whatever its other rows, and a token's experts are added up from the best
+to the last.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ Obstacle = tuple[str, str, str]
 """What prevents exact results: the name of an attribute, "" for the layer itself; what is expected; what it is."""
 
 
-def not_dense(layer: nn.Module) -> Obstacle:
+def never_exact(layer: nn.Module, expected: str = "plain self-attention") -> Obstacle:
     """The obstacle of a layer that never gives exact results."""
-    return "", "a dense decoder with self-attention only", f"is a {type(layer).__name__}"
+    return "", expected, f"is a {type(layer).__name__}"
 
 
 def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> None:

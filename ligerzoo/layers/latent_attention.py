@@ -28,7 +28,7 @@ from ligerzoo.kernels.fp8 import from_storage
 from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record, attend_unequal
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.exactness import Obstacle, not_dense
+from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import AttentionMask, Mask, single_query_interval
 from ligerzoo.layers.norm import RMSNorm, recomputable_norm
@@ -192,7 +192,7 @@ class LatentAttention(nn.Module):
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
-        yield not_dense(self)
+        yield never_exact(self)
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache, of fixed size if `capacity` is given.

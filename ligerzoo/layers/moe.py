@@ -20,7 +20,7 @@ from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
 from ligerzoo.kernels.gating import GatedActivation, gating
 from ligerzoo.kernels.route import fits_one_program
-from ligerzoo.layers.exactness import Obstacle, not_dense
+from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized, is_plain
 from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
@@ -104,7 +104,8 @@ class Experts(nn.Module):
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
-        yield not_dense(self)
+        if len(self.down_proj) == 1:  # a plain product, which may split its sums
+            yield "", "two experts or more", "is one expert"
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape
@@ -152,6 +153,11 @@ class MoE(nn.Module):
         if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
         return y.reshape(x.shape)
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        if self.jitter_noise:
+            yield "jitter_noise", "0, as inputs of training", f"is {self.jitter_noise}"
 
     def extra_repr(self) -> str:
         return f"jitter_noise={self.jitter_noise}" if self.jitter_noise else ""

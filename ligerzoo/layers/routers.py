@@ -5,17 +5,18 @@ Shapes: T tokens of all sequences in the call, H hidden features, E experts, k e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import Routing, route, route_sigmoid
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.linear_fp32 import linear_fp32
-from ligerzoo.kernels.route import selection_scores
+from ligerzoo.kernels.route import select_experts, selection_scores
 from ligerzoo.kernels.row_sums import unsplit_linear
+from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD
 
 
@@ -29,9 +30,10 @@ class Router(nn.Module):
         renormalize: divide the k probabilities by their sum, so that a token's weights add up to one. They are then the
             softmax of the k largest logits.
         bias: add a bias to the logits.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Raises:
-        ValueError: k is not between 1 and E.
+        ValueError: k is not between 1 and E, or `backend` is unknown.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Router(nn.Module):
         *,
         renormalize: bool = True,
         bias: bool = False,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -52,6 +55,7 @@ class Router(nn.Module):
             )
         self.num_experts_per_token = num_experts_per_token
         self.renormalize = renormalize
+        self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.init_weights()
@@ -69,10 +73,8 @@ class Router(nn.Module):
             Logits (T, E) in the dtype of `x`; expert ids (T, k), the most probable first; expert weights (T, k), fp32.
         """
         logits = self.logits(x)
-        weights, expert_ids = router_probabilities(logits).topk(self.num_experts_per_token)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, expert_ids, weights
+        k, renormalize = self.num_experts_per_token, self.renormalize
+        return logits, *select_experts(logits, k, renormalize=renormalize, backend=self.backend)
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E)."""
@@ -91,6 +93,10 @@ class _BalancingBias(nn.Module):
     """Part of a router with a balancing bias, which stays in at least fp32."""
 
     e_score_correction_bias: Tensor
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield never_exact(self, "a softmax router without a balancing bias")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""

@@ -571,6 +571,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "low_rank_gradients": _low_rank_gradients,
     "low_rank_glu_forward": _low_rank_glu_forward,
     "low_rank_glu_gradients": _low_rank_glu_gradients,
+    "select_experts": _route,
     "route": _route,
     "route_sigmoid": _route_sigmoid,
     "latent_decode_attention": _latent_decode_attention,

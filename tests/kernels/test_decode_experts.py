@@ -13,6 +13,7 @@ from ligerzoo import layers
 from ligerzoo.kernels import ClampedSwiGLU, Routing, decode_experts, experts_mlp, route
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.decode_experts import reference
+from ligerzoo.kernels.route import select_experts
 from ligerzoo.layers import GatedMLP, set_backend
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE
 from ligerzoo.layers.routers import Router
@@ -21,7 +22,7 @@ from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.layouts import offset, padded, transposed
-from tests.kernels.machine import ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS: dict[str, list[Any]] = {
@@ -97,6 +98,35 @@ def test_it_equals_experts_mlp(tokens: int, dtype: torch.dtype, activation: Any,
     truth = experts_mlp(x.double(), expert_ids, *wide, activation=activation)
     ulps = 2.0 if dtype != torch.float64 else 2**31  # the weights are computed from logits in fp32
     assert_as_exact_as(decode_experts(x, routing, gate_up, down, activation=activation), expected, truth, ulps)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if ON_GPU else [])], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(0.6, 1.3)])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_it_has_the_bits_of_experts_mlp(
+    tokens: int, activation: Any, bias: bool, dtype: torch.dtype, device: str
+) -> None:
+    """With sums that are exact in any order: a few small integers."""
+    draw = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int, largest: int = 2) -> Tensor:
+        return torch.randint(-largest, largest + 1, shape, generator=draw).to(device, dtype)
+
+    experts, features, inner = 6, 33, 17
+    x, gate_up = integers(tokens, features, largest=40), integers(experts, 2 * inner, features, largest=40) / 2**13
+    down = torch.zeros(experts, features, inner, device=device, dtype=dtype)
+    for _ in range(2):  # two inputs of each output
+        where = torch.randint(0, inner, (experts, features, 1), generator=draw).to(device)
+        down.scatter_(2, where, integers(experts, features, 1))
+    biases = (integers(experts, 2 * inner) / 3, integers(experts, features) / 3) if bias else (None, None)
+    logits = torch.randn(tokens, experts, generator=draw).to(device)
+    ids, weights = select_experts(logits, 3, renormalize=True, backend="triton")
+    options: dict[str, Any] = {"activation": activation, "backend": "triton"}
+    expected = experts_mlp(x, ids, weights, gate_up, down, *biases, **options)
+    routing = route(logits, 3, backend="triton")
+    assert torch.equal(decode_experts(x, routing, gate_up, down, *biases, **options), expected)
 
 
 @needs_triton

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ligerzoo.kernels import Routing, route
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.route import reference
+from ligerzoo.kernels.route import reference, select_experts
 from ligerzoo.layers.routers import Router
 from tests.covering import long_cases
 from tests.kernels import compiling
-from tests.kernels.accuracy import assert_as_exact_as
+from tests.kernels.accuracy import assert_as_exact_as, judge
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.layouts import offset, padded, transposed
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
@@ -30,7 +30,8 @@ def pairs(routing: Routing) -> list[list[tuple[int, float]]]:
     bounds, tokens, weights = (t.tolist() for t in (routing.bounds, routing.tokens, routing.weights))
     for expert, start, end in zip(routing.experts.tolist(), bounds, bounds[1:], strict=False):
         for row in range(start, end):
-            assert routing.rows[tokens[row], len(found[tokens[row]])] == row
+            slot = routing.rows[tokens[row]].tolist().index(row)
+            assert routing.expert_ids[tokens[row], slot] == expert
             found[tokens[row]].append((expert, weights[row]))
     return found
 
@@ -38,7 +39,7 @@ def pairs(routing: Routing) -> list[list[tuple[int, float]]]:
 def assert_same(actual: Routing, logits: Tensor, k: int, renormalize: bool) -> None:
     """Compares with the reference."""
     expected, truth = (reference(t, k, renormalize) for t in (logits, logits.double()))
-    for name in ("experts", "bounds", "tokens", "rows"):
+    for name in ("experts", "bounds", "tokens", "rows", "expert_ids"):
         pair = getattr(actual, name), getattr(expected, name)
         assert pair[0].dtype == torch.int32
         assert torch.equal(*pair), name
@@ -53,6 +54,7 @@ def test_the_reference_routes_as_the_router(shape: tuple[int, int, int], renorma
     router.init_weights(std=0.3)
     logits, expert_ids, weights = router(x)
     routing = route(logits.detach(), k, renormalize=renormalize, backend="torch")
+    assert torch.equal(routing.expert_ids, expert_ids.int())
     expected = [sorted(zip(*pair, strict=True)) for pair in zip(expert_ids.tolist(), weights.tolist(), strict=True)]
     for got, required in zip(pairs(routing), expected, strict=True):
         assert [expert for expert, _ in got] == [expert for expert, _ in required]
@@ -73,6 +75,41 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, renormalize: bo
     before = logits.clone()
     assert_same(route(logits, k, renormalize=renormalize, backend="triton"), logits, k, renormalize)
     assert torch.equal(logits, before)
+
+
+def select(logits: Tensor, k: int, renormalize: bool = True, backend: Any = "triton") -> tuple[Tensor, Tensor]:
+    return select_experts(logits, k, renormalize=renormalize, backend=backend)
+
+
+@needs_triton
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(300, 128, 8), (9, 60, 4), (2, 5, 5), (1, 1, 1)], ids=str)
+def test_selection_and_its_gradient(
+    shape: tuple[int, int, int], dtype: torch.dtype, renormalize: bool, device: str
+) -> None:
+    n_tokens, n_experts, k = shape
+    logits = (3 * numbers(n_tokens, n_experts, dtype=dtype, device=device)).detach().requires_grad_()
+    assert torch.equal(select(logits, k)[0], select(logits, k, backend="torch")[0])
+    judge(
+        lambda logits: select(logits, k, renormalize)[1],
+        lambda logits: select(logits, k, renormalize, "torch")[1],
+        [logits],
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 128, 8), (5, 4, 4), (7, 33, 5), (64, 60, 4), (64, 512, 16)], ids=str)
+def test_both_routes_have_the_same_bits(shape: tuple[int, int, int], renormalize: bool, device: str) -> None:
+    n_tokens, n_experts, k = shape
+    logits = (8 * torch.randn(300, n_experts, device=device)).round() / 4  # with ties
+    ids, weights = select(logits, k, renormalize)
+    first = torch.randint(0, 301 - n_tokens, ()).item()
+    part = slice(first, first + n_tokens)
+    routing = route(logits[part], k, renormalize=renormalize, backend="triton")
+    assert torch.equal(routing.expert_ids, ids[part].int())
+    assert torch.equal(routing.weights[routing.rows], weights[part])
 
 
 @needs_triton
@@ -114,7 +151,7 @@ def test_large_differences_of_logits(device: str) -> None:
 
 def test_no_tokens(device: str) -> None:
     routing = route(torch.empty(0, 5, device=device), 2)
-    assert [tuple(t.shape) for t in routing] == [(0,), (1,), (0,), (0,), (0, 2)]
+    assert [tuple(t.shape) for t in routing] == [(0,), (1,), (0,), (0,), (0, 2), (0, 2)]
     assert routing.bounds.tolist() == [0]
 
 
@@ -129,13 +166,16 @@ def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
     (n_tokens, n_experts, k), dtype = case.values()
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
     with compiling_for_hopper():
-        route(torch.zeros(n_tokens, n_experts, dtype=dtype), k, backend="triton")
+        logits = torch.zeros(n_tokens, n_experts, dtype=dtype)
+        route(logits, k, backend="triton")
+        select(logits, k)
 
 
 @pytest.mark.plain
 def test_the_largest_shape_compiles() -> None:
     with compiling_for_hopper():
         route(torch.zeros(64, 512), 16, backend="triton")
+        select(torch.zeros(1, 32768), 16)
 
 
 @pytest.mark.parametrize("shape, k", [((2, 3, 4), 2), ((3, 4), 5), ((4,), 1)])

@@ -42,7 +42,7 @@ def options(shape: Shape, **others: Any) -> dict[str, Any]:
 def assert_same(actual: Routing, logits: Tensor, bias: Tensor, k: int, **chosen: Any) -> None:
     expected = sigmoid_reference(logits, bias, k, SigmoidOptions(**chosen))
     truth = sigmoid_reference(logits.double(), bias.double(), k, SigmoidOptions(**chosen))
-    for name in ("experts", "bounds", "tokens", "rows"):
+    for name in ("experts", "bounds", "tokens", "rows", "expert_ids"):
         pair = getattr(actual, name), getattr(expected, name)
         assert pair[0].dtype == torch.int32
         assert torch.equal(*pair), name
@@ -58,6 +58,7 @@ def test_the_reference_routes_as_the_router(shape: Shape, renormalize: bool, sca
     router.e_score_correction_bias.normal_(std=0.3)
     logits, expert_ids, weights = router(torch.randn(shape.tokens, 12, device=device))
     routing = router.routing(logits.detach(), "torch")
+    assert torch.equal(routing.expert_ids, expert_ids.int())
     expected = [sorted(zip(*pair, strict=True)) for pair in zip(expert_ids.tolist(), weights.tolist(), strict=True)]
     for got, required in zip(pairs(routing), expected, strict=True):
         assert [expert for expert, _ in got] == [expert for expert, _ in required]
