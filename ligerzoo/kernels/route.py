@@ -148,7 +148,7 @@ def _sort_keys(logits, expert, EXPERTS: tl.constexpr):
 
 @jit
 def _ranks(keys, mask, COUNT: tl.constexpr):
-    """The places of the COUNT largest distinct keys of a row, from 0 for the largest; COUNT for the other keys.
+    """The ranks of the COUNT largest distinct keys of a row, from 0 for the largest; COUNT for the other keys.
 
     `mask` is False for keys that do not count. None of the keys is the smallest integer.
     """
@@ -239,15 +239,14 @@ def _chosen(logits, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.const
 
 @kernel
 def _select_kernel(
-    logits, ids_ptr, weights_ptr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
-):  # fmt: skip
+    logits, ids_ptr, w_ptr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr
+):
     ranks, weights, token, expert = _chosen(logits, TOKENS, EXPERTS, SLOTS, RENORMALIZE)
     first = tl.program_id(0).to(tl.int64) * TOKENS
     for slot in range(SLOTS):
-        place, in_text = (first + token) * SLOTS + slot, first + token < logits.n_tokens
-        tl.store(ids_ptr + place, _of_slot(expert + tl.zeros_like(ranks), ranks, slot), mask=in_text)
-        tl.store(weights_ptr + place, _of_slot(weights, ranks, slot), mask=in_text)
+        offset, in_text = (first + token) * SLOTS + slot, first + token < logits.n_tokens
+        tl.store(ids_ptr + offset, _of_slot(expert + tl.zeros_like(ranks), ranks, slot), mask=in_text)
+        tl.store(w_ptr + offset, _of_slot(weights, ranks, slot), mask=in_text)
 
 
 @kernel
@@ -395,7 +394,7 @@ def select_experts(
         Expert ids (T, k) int64, the most probable first, and their weights (T, k), fp32, or fp64 for logits in fp64.
     """
     if uses_triton(logits, backend=backend) and fits_one_program(1, logits.shape[1]):
-        return _SelectExperts.apply(logits, num_experts_per_token, renormalize)  # type: ignore[no-any-return]
+        return _SelectExperts.apply(logits, num_experts_per_token, renormalize)
     return select_reference(logits, num_experts_per_token, renormalize)
 
 

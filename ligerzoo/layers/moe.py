@@ -157,7 +157,7 @@ class MoE(nn.Module):
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
         if self.jitter_noise:
-            yield "jitter_noise", "0, as inputs of training", f"is {self.jitter_noise}"
+            yield "jitter_noise", "0", f"is {self.jitter_noise}"
 
     def extra_repr(self) -> str:
         return f"jitter_noise={self.jitter_noise}" if self.jitter_noise else ""

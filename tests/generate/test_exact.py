@@ -9,9 +9,26 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, slots
-from ligerzoo.layers.exactness import check_exact, exact_length
+from ligerzoo.layers.exactness import check_exact, exact_length, obstacles
 from ligerzoo.losses import model_token_logps
-from ligerzoo.models import Llama, LlamaConfig, Mistral, MistralConfig, Qwen3, Qwen3Config
+from ligerzoo.models import (
+    Ernie4_5Moe,
+    Ernie4_5MoeConfig,
+    Llama,
+    LlamaConfig,
+    MiniMaxM2,
+    MiniMaxM2Config,
+    Mistral,
+    MistralConfig,
+    Mixtral,
+    MixtralConfig,
+    Qwen2Moe,
+    Qwen2MoeConfig,
+    Qwen3,
+    Qwen3Config,
+    Qwen3Moe,
+    Qwen3MoeConfig,
+)
 from tests.generate.models import TINY
 
 on_hopper = pytest.mark.skipif(
@@ -22,10 +39,14 @@ LARGE = {  # enough features that cuBLAS splits the sums of few rows
     "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
 }  # fmt: skip
 SMALL_HEADS = {**LARGE, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}
+MIXTURE = {**LARGE, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4}
 MODELS = {
     "llama": lambda **kwargs: Llama(LlamaConfig(**SMALL_HEADS), **kwargs),
     "qwen3": lambda **kwargs: Qwen3(Qwen3Config(**LARGE), **kwargs),
     "mistral": lambda **kwargs: Mistral(MistralConfig(**LARGE, sliding_window=4096), **kwargs),
+    "mixtral": lambda **kwargs: Mixtral(MixtralConfig(**MIXTURE), **kwargs),
+    "qwen2_moe": lambda **kwargs: Qwen2Moe(Qwen2MoeConfig(**MIXTURE, num_experts=60, num_experts_per_tok=4), **kwargs),
+    "qwen3_moe": lambda **kwargs: Qwen3Moe(Qwen3MoeConfig(**MIXTURE), **kwargs),
 }
 
 
@@ -129,6 +150,39 @@ def test_other_models_are_refused() -> None:
         model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3, exact=True)
     with pytest.raises(LigerzooError, match=f"exact.*{message}"):
         Scheduler(model, batch_size=2, exact=True)
+
+
+def refusals(model: Any) -> list[tuple[str, str, str]]:
+    """What prevents exact results, except for the device."""
+    return [obstacle for obstacle in obstacles(model, None, None) if "Hopper" not in obstacle[1]]
+
+
+MIXTURES: dict[str, tuple[Any, list[tuple[str, str]]]] = {
+    "Qwen2-MoE": (lambda **sizes: Qwen2Moe(Qwen2MoeConfig(**sizes), device="meta"), []),
+    "Qwen3-MoE": (lambda **sizes: Qwen3Moe(Qwen3MoeConfig(**sizes), device="meta"), []),
+    "jitter": (
+        lambda **sizes: Mixtral(MixtralConfig(**sizes, router_jitter_noise=0.1), device="meta"),
+        [("model.layers.0.mlp.jitter_noise", "is 0.1"), ("model.layers.1.mlp.jitter_noise", "is 0.1")],
+    ),
+    "one expert": (
+        lambda **sizes: Mixtral(MixtralConfig(**sizes, num_experts=1, num_experts_per_tok=1), device="meta"),
+        [("model.layers.0.mlp.experts", "is one expert"), ("model.layers.1.mlp.experts", "is one expert")],
+    ),
+    "sigmoid router": (
+        lambda **sizes: MiniMaxM2(MiniMaxM2Config(**sizes), device="meta"),
+        [("model.layers.0.mlp.gate", "is a SigmoidRouter"), ("model.layers.1.mlp.gate", "is a SigmoidRouter")],
+    ),
+    "balancing bias": (
+        lambda **sizes: Ernie4_5Moe(Ernie4_5MoeConfig(**sizes), device="meta"),
+        [("model.layers.1.mlp.gate", "is a BiasedRouter")],
+    ),
+}
+
+
+@pytest.mark.parametrize("make, expected", MIXTURES.values(), ids=MIXTURES.keys())
+def test_mixtures_that_are_refused(make: Any, expected: list[tuple[str, str]]) -> None:
+    model = make(**{**TINY, "head_dim": 64, "num_key_value_heads": 2, "num_hidden_layers": 2}).bfloat16()
+    assert [(name, got) for name, _, got in refusals(model)] == expected
 
 
 def test_windows_limit_the_length() -> None:
