@@ -249,13 +249,11 @@ def _one_token_kernel(
     blocks = tl.cdiv(w.n_inner, INNER)
     value = tl.zeros((ROWS, COLS), dtype=tl.float32)
     y = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    slots = tl.arange(0, EXPERTS)
-    experts = tl.load(routing.expert_ids + slots, mask=slots < n_rows, other=0)
-    rows = tl.load(routing.rows + slots, mask=slots < n_rows, other=0)
+    row_index = tl.arange(0, EXPERTS)
+    experts = tl.load(routing.experts + row_index, mask=row_index < n_rows, other=0)
     for step in range(n_rows * blocks):
-        slot, block = step // blocks, step % blocks
-        expert = tl.sum(tl.where(slots == slot, experts, 0), axis=0).to(tl.int64)
-        row = tl.sum(tl.where(slots == slot, rows, 0), axis=0)
+        row, block = step // blocks, step % blocks  # each expert has one row, the best the first
+        expert = tl.sum(tl.where(row_index == row, experts, 0), axis=0).to(tl.int64)
         x_ptrs = active_ptr + row * w.n_inner + tl.zeros((ROWS,), dtype=tl.int32)
         w_ptrs = w.ptr + expert * w.expert_stride + cols * w.row_stride
         x = _load_block(x_ptrs, is_first[:, None], block * INNER, w.n_inner, INNER, IS_EVEN)

@@ -11,7 +11,7 @@ times s, or times s over the sum of the k and 1e-20.
 
 In both `route` functions, the pairs (token, expert) become rows, sorted by expert and then by token, as in `routing`;
 but only experts with tokens are listed, so that a kernel's programs are as many as the experts that the tokens can
-reach. They are not differentiable.
+reach. The rows of one token are in the order of its choice. They are not differentiable.
 
 One program holds the logits of all tokens. A chosen expert is a 1 in a matrix of tokens and experts: sums over tokens
 count the rows of an expert, and prefix sums over tokens, experts and both number the rows. There are no atomics, no
@@ -44,7 +44,8 @@ class Routing(NamedTuple):
     """The experts of T tokens, k each. Active expert i has the rows from bounds[i] to bounds[i + 1].
 
     Attributes:
-        experts: (A,) int32, A = min(E, T * k): ids of the active experts, ascending, then zeros.
+        experts: (A,) int32, A = min(E, T * k): ids of the active experts, then zeros. They are ascending, but for one
+            token the best is the first.
         bounds: (A + 1,) int32, first row of each active expert, then T * k.
         tokens: (T * k,) int32, the token of each row. The rows of an expert are in the order of tokens.
         weights: (T * k,) the expert weight of each row; fp32, or fp64 for logits in fp64.
@@ -113,12 +114,12 @@ def selection_scores(scores: Tensor, bias: Tensor, num_groups: int = 1, num_sele
 
 def _sorted_by_expert(ids: Tensor, weights: Tensor, n_experts: int) -> Routing:
     """Returns the rows of the pairs of token and expert, from expert ids (T, k) and expert weights."""
-    sorted_ids, order = ids.flatten().sort(stable=True)
+    indices = torch.arange(ids.numel() + 1, device=ids.device)
+    sorted_ids, order = (ids[0], indices[: ids.numel()]) if len(ids) == 1 else ids.flatten().sort(stable=True)
     n_rows, n_active = len(order), min(n_experts, len(order))
     is_first = sorted_ids != sorted_ids.roll(1)
     is_first[:1] = True
     active = is_first.cumsum(0) - 1  # index of each row's expert among the active experts
-    indices = torch.arange(max(n_rows, n_active + 1), device=ids.device)
     return Routing(
         experts=sorted_ids.new_zeros(n_active).scatter_(0, active, sorted_ids).int(),
         bounds=torch.searchsorted(active, indices[: n_active + 1], out_int32=True),
@@ -191,27 +192,32 @@ def _store_rows(ranks, weights, token, routing, n_tokens, n_listed, EXPERTS: tl.
     """Numbers the pairs of token and expert, and stores a `Routing`."""
     in_text = token < n_tokens
     chosen = ((ranks < SLOTS) & in_text).to(tl.int32)
+    index = tl.arange(0, EXPERTS)
     counts = tl.sum(chosen, axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
-    rows = starts[None, :] + tl.cumsum(chosen, axis=0) - 1
-    index = tl.arange(0, EXPERTS)
-    for slot in range(SLOTS):
-        row = _of_slot(rows, ranks, slot)
+    is_one: tl.constexpr = token.shape[0] == 1
+    rows = ranks if is_one else starts[None, :] + tl.cumsum(chosen, axis=0) - 1
+    pairs = rows * EXPERTS + index[None, :]
+    for slot in tl.range(SLOTS, loop_unroll_factor=4):
+        pair, weight = _of_slot(pairs, ranks, slot), _of_slot(weights, ranks, slot)
+        row, expert = pair // EXPERTS, pair % EXPERTS
         tl.store(routing.tokens + row, token, mask=in_text)
-        tl.store(routing.weights + row, _of_slot(weights, ranks, slot), mask=in_text)
+        tl.store(routing.weights + row, weight, mask=in_text)
         tl.store(routing.rows + token * SLOTS + slot, row, mask=in_text)
-        expert = _of_slot(index[None, :] + tl.zeros_like(rows), ranks, slot)
         tl.store(routing.expert_ids + token * SLOTS + slot, expert, mask=in_text)
-
-    is_active = (counts > 0).to(tl.int32)
-    n_active = tl.sum(is_active, axis=0)
-    active = tl.cumsum(is_active, axis=0) - 1
-    tl.store(routing.experts + active, index, mask=is_active > 0)
-    tl.store(routing.bounds + active, starts, mask=is_active > 0)
-    is_rest = (index >= n_active) & (index < n_listed)
-    tl.store(routing.experts + index, tl.zeros_like(index), mask=is_rest)
-    tl.store(routing.bounds + index, tl.zeros_like(index) + n_tokens * SLOTS, mask=is_rest)
+        if is_one:
+            tl.store(routing.experts + row, expert)
+            tl.store(routing.bounds + row, row)
     tl.store(routing.bounds + n_listed, n_tokens * SLOTS)
+    if not is_one:
+        is_active = (counts > 0).to(tl.int32)
+        n_active = tl.sum(is_active, axis=0)
+        active = tl.cumsum(is_active, axis=0) - 1
+        tl.store(routing.experts + active, index, mask=is_active > 0)
+        tl.store(routing.bounds + active, starts, mask=is_active > 0)
+        is_rest = (index >= n_active) & (index < n_listed)
+        tl.store(routing.experts + index, tl.zeros_like(index), mask=is_rest)
+        tl.store(routing.bounds + index, tl.zeros_like(index) + n_tokens * SLOTS, mask=is_rest)
 
 
 @jit
@@ -243,7 +249,7 @@ def _select_kernel(
 ):
     ranks, weights, token, expert = _chosen(logits, TOKENS, EXPERTS, SLOTS, RENORMALIZE)
     first = tl.program_id(0).to(tl.int64) * TOKENS
-    for slot in range(SLOTS):
+    for slot in tl.range(SLOTS, loop_unroll_factor=4):
         offset, in_text = (first + token) * SLOTS + slot, first + token < logits.n_tokens
         tl.store(ids_ptr + offset, _of_slot(expert + tl.zeros_like(ranks), ranks, slot), mask=in_text)
         tl.store(w_ptr + offset, _of_slot(weights, ranks, slot), mask=in_text)

@@ -33,7 +33,7 @@ def pairs(routing: Routing) -> list[list[tuple[int, float]]]:
             slot = routing.rows[tokens[row]].tolist().index(row)
             assert routing.expert_ids[tokens[row], slot] == expert
             found[tokens[row]].append((expert, weights[row]))
-    return found
+    return list(map(sorted, found))
 
 
 def assert_same(actual: Routing, logits: Tensor, k: int, renormalize: bool) -> None:
