@@ -48,6 +48,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.route import Routing
 from ligerzoo.kernels.routing import add_bias
+from ligerzoo.kernels.tiling import StridedRows, load_strip
 from ligerzoo.kernels.weighted_glu import Biases
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe_value
 
@@ -219,10 +220,7 @@ def _down_kernel(
 
 
 @kernel
-def _combine_kernel(
-    values_ptr, routing, bias_ptr, residual_ptr, y_ptr, residual_stride, n_cols,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _combine_kernel(values_ptr, routing, bias_ptr, residual, y_ptr, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     blocks = tl.cdiv(n_cols, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -233,8 +231,8 @@ def _combine_kernel(
         if bias_ptr is not None:
             expert = tl.load(routing.expert_ids + token * SLOTS + slot)
             y = add_bias(y, bias_ptr, expert, tl.load(routing.weights + row), n_cols, cols, cols < n_cols)
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + token * residual_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    if residual.ptr is not None:
+        y += load_strip(residual, token, cols, cols < n_cols)
     tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
@@ -310,9 +308,10 @@ def _forward(
     _down_kernel[n_active * cdiv(n_cols, tile.cols)](
         active, down_weights, routing, values, *tile.constants(rows, n_features), **tile.options
     )
-    block, stride = min(_COMBINE_BLOCK, next_power_of_2(n_cols)), 0 if residual is None else residual.stride(0)
+    block, slots = min(_COMBINE_BLOCK, next_power_of_2(n_cols)), routing.rows.shape[1]
+    rows_to_add = StridedRows(residual, 0 if residual is None else residual.stride(0))
     _combine_kernel[n_tokens * cdiv(n_cols, block)](
-        values, routing, biases.down, residual, y, stride, n_cols, routing.rows.shape[1], block, num_warps=4
+        values, routing, biases.down, rows_to_add, y, n_cols, slots, block, num_warps=4
     )
     return y
 
