@@ -4,17 +4,15 @@
     engine       the loop: logits, a token of each row, what the host reads; for a batch that starts together
     scheduler    the engine of a queue: requests take the rows of those that have finished
     speculative  the engine that verifies draft tokens: looked up in the text so far, or of a smaller model
-    request      a prompt with its options, for the scheduler
-    prompts      the prompts of `generate`: token ids or embeddings, aligned for the model
+    prompts      the prompts of `generate`: token ids or embeddings, aligned for the model; requests of the scheduler
     rows         the tokens of a batch and the model's KV cache, padded or in slots
     slots        rows of a KV cache of fixed size, each with one sequence
-    graphs       decode steps over such a cache, as captured CUDA graphs
+    graphs       prefills and decode steps over such a cache, as captured CUDA graphs
     sampling     logits -> the next token of each row: seeds, filters and log-probabilities
     processors   repetition penalty, banned sequences and n-grams, filters, functions of the user
     stopping     end-of-sequence tokens, stop strings, criteria, padding of finished rows
     streaming    tokens and text during generation
-    options      options of calls: their values, generation_config.json, refusals
-    option_names options of other libraries: what to do instead, and values without an effect
+    options      options of calls: their values, generation_config.json, refusals, those of other libraries
 
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
@@ -32,7 +30,7 @@ from ligerzoo.generate.processors import (
     keep_top_p,
     penalize_repetition,
 )
-from ligerzoo.generate.request import Request
+from ligerzoo.generate.prompts import Request
 from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
 from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions

@@ -1,18 +1,37 @@
-"""The prompts of a call of `generate`: token ids or embeddings, aligned for the model."""
+"""The prompts of `generate`: token ids or embeddings, aligned for the model; requests: prompts with their options."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import is_integer
+from ligerzoo.checks import FLAG, integer, is_integer
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.options import CausalModel, SupportsGenerate, check_devices, invalid, require, type_name
+from ligerzoo.generate.options import (
+    CausalModel,
+    SupportsGenerate,
+    check_devices,
+    check_option,
+    count_new_tokens,
+    invalid,
+    no_such_option,
+    parse_call,
+    require,
+    type_name,
+)
+from ligerzoo.generate.sampling import check_generator
+from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 from ligerzoo.layers import KVCache
+from ligerzoo.sampling_options import SAMPLING_OPTIONS
 from ligerzoo.tensor_checks import kind_of
+
+MAX_TOP_LOGPS = 20
+"""Number of the most likely tokens that the device finds for each token, if any are asked for."""
 
 
 class Prompts:
@@ -235,3 +254,142 @@ def as_prompt(prompt: object, model: CausalModel, name: str) -> Tensor:
 def _is_token_id(value: object) -> bool:
     """Whether a value is an int64 integer, of any type."""
     return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
+
+
+_REMEDIES = {
+    "attention_mask": "Leave out the padding: each prompt is a list of tokens.",
+    "cache_dtype": "Pass it to Scheduler: all requests share a KV cache.",
+    "exact": "Pass it to Scheduler: all requests share a KV cache.",
+    "input_ids": "Pass the prompts as the first argument.",
+    "max_length": "Use max_new_tokens.",
+    "num_return_sequences": "Pass the prompt several times.",
+    "pad_token_id": "Leave it out: results contain no padding.",
+    "streamer": "Call step() of a ligerzoo.generate.Scheduler, which returns the new tokens of each step.",
+    "use_cache": "Leave it out: a KV cache is always kept.",
+    **dict.fromkeys(
+        ("inputs_embeds", "past_key_values", "return_dict_in_generate", "stopping_criteria"),
+        "Use generate, which has this option.",
+    ),
+}
+
+
+class RequestOptions:
+    """The options of a request, validated.
+
+    Args:
+        model: the model, whose configs give the defaults.
+        max_new_tokens: largest number of new tokens, at least 1, or 0 with `prompt_logps`.
+        eos_token_id, stop_strings, tokenizer, generator, use_model_defaults: see `generate`.
+        top_logps: number of the most likely tokens to return with each token, from 0 to MAX_TOP_LOGPS.
+        prompt_logps: whether to return the log-probabilities of the prompt.
+        sampling: see `SamplingOptions`.
+
+    Attributes:
+        naming_file: see `CallOptions`.
+
+    Raises:
+        LigerzooError: an option is unknown or invalid.
+    """
+
+    def __init__(
+        self,
+        model: SupportsGenerate,
+        *,
+        max_new_tokens: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: SupportsDecode | None = None,
+        generator: torch.Generator | None = None,
+        use_model_defaults: bool = True,
+        top_logps: int = 0,
+        prompt_logps: bool = False,
+        **sampling: Any,
+    ) -> None:
+        check_option("prompt_logps", prompt_logps, FLAG)
+        check_option("top_logps", top_logps, integer(0, MAX_TOP_LOGPS))
+        self.top_logps, self.prompt_logps = top_logps, prompt_logps
+        given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
+        call = parse_call(model, given, sampling, use_model_defaults=use_model_defaults)
+        for name in call.others:
+            raise no_such_option(name, "not an option of a request", _OPTIONS, ", ".join(_OPTIONS), others=_REMEDIES)
+        self.naming_file = call.naming_file
+        with call.naming_file():
+            self.sampling = call.sampling
+            self._max_new_tokens, self._max_length = call.get("max_new_tokens"), call.get("max_length")
+            if self._max_new_tokens is not None:
+                check_option("max_new_tokens", self._max_new_tokens, integer(0 if prompt_logps else 1))
+            strings = call.get("stop_strings")
+            self.stop_strings = StopStrings(strings, tokenizer) if strings is not None else None
+        self.eos_token_ids = frozenset(token_ids(model, "eos_token_id", eos_token_id))
+        if generator is not None:
+            check_generator(generator, getattr(model, "device", torch.device("cpu")))
+        self.generator = generator
+
+    def require_limit(self) -> None:
+        """Raises LigerzooError if there is no largest number of tokens."""
+        if self._max_length is None:
+            self.count_new_tokens(0)
+
+    def count_new_tokens(self, prompt_length: int) -> int:
+        """Returns the largest number of new tokens; raises LigerzooError if it is unknown, or none fits."""
+        return count_new_tokens(self._max_new_tokens, self._max_length, prompt_length)
+
+
+_OPTIONS = [name for name in inspect.signature(RequestOptions).parameters if name not in ("model", "sampling")]
+_OPTIONS += SAMPLING_OPTIONS
+
+
+class Request:
+    """A prompt, its options, and its new tokens so far.
+
+    Attributes:
+        prompt: (T,) int64 token ids on the CPU.
+        options: its options.
+        max_new_tokens: see `RequestOptions`.
+        started: number of new tokens that the device has been asked for; the host may not know all of them yet.
+        tokens: the new tokens that the host knows.
+        index: what `Scheduler.add` returned for it.
+        seed: (1,) int64 on the device, see `Sampler.assign`; None if the request does not sample.
+    """
+
+    index: int
+    seed: Tensor | None = None
+
+    def __init__(self, prompt: Tensor, options: RequestOptions) -> None:
+        self.prompt, self.options, self.max_new_tokens = prompt, options, options.count_new_tokens(len(prompt))
+        self.started = 0
+        self.tokens: list[int] = []
+        self._scored = 0  # tokens of the prompt whose log-probabilities the host knows
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt, and of those that the device has been asked for."""
+        return len(self.prompt) + self.started
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens, with those of the prompt."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def context(self) -> Tensor:
+        """The prompt and the new tokens that the host knows, (T,) int64 on the CPU."""
+        return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64)])
+
+    @property
+    def needs_prompt_logps(self) -> bool:
+        """Whether the prompt must be scored, before the first new token."""
+        return self.options.prompt_logps and self.started == 0
+
+    def append(self, token: int) -> str | None:
+        """Appends a new token, and returns why the request is finished; None if it is not."""
+        self.tokens.append(token)
+        stop = self.options.stop_strings
+        if token in self.options.eos_token_ids or (stop is not None and stop.found_in(self.tokens[-stop.window :])):
+            return "stop"
+        return "length" if len(self.tokens) == self.max_new_tokens else None
+
+    def count_scored(self, tokens: int) -> str | None:
+        """Counts tokens of the prompt that are scored, and returns why the request is finished; None if it is not."""
+        self._scored += tokens
+        return "length" if self.max_new_tokens == 0 and self._scored == len(self.prompt) - 1 else None

@@ -15,16 +15,53 @@ from ligerzoo.checks import AT_LEAST_1, integer, or_none
 from ligerzoo.device import to_device, upload
 from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
-from ligerzoo.generate.prompts import as_prompt
-from ligerzoo.generate.request import Request, RequestOptions, packed_logps, score, unpack, with_top_logps
+from ligerzoo.generate.prompts import MAX_TOP_LOGPS, Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots, default_cache_tokens
+from ligerzoo.kernels.cross_entropy import cross_entropy
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk on a CPU. It bounds the time for which the others wait."""
 
 GPU_CHUNK_TOKENS = 256
 """Tokens of a chunk on a GPU. It bounds the memory of the logits of a prompt."""
+
+
+Scored = tuple[list[int], list[float], list[dict[int, float]]]
+"""Tokens, their log-probabilities without temperature and filters, and for each the most likely tokens and theirs."""
+
+
+def packed_logps(tokens: Tensor, logps: Tensor) -> Tensor:
+    """Returns tokens and log-probabilities, (n,) each, as (2, n) fp64, which holds token ids exactly."""
+    return torch.stack([tokens.double(), logps.double()])
+
+
+def score(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the packed log-probabilities of given tokens, (n,), under logits (n, V)."""
+    logps = -cross_entropy(logits, tokens, reduction="none") if len(tokens) > 0 else logits.new_empty(0)
+    return packed_logps(tokens, logps)
+
+
+def with_top_logps(packed: Tensor, logits: Tensor) -> Tensor:
+    """Appends the most likely tokens to packed log-probabilities, (2, n), of logits (n, V).
+
+    Returns:
+        (2 + 2K, n): the packed rows, the ids of the K most likely tokens, and their log-probabilities. Tokens with the
+        logit of the given one have its log-probability, to the bit.
+    """
+    logits = logits.float()
+    top, ids = logits.topk(min(MAX_TOP_LOGPS, logits.shape[1]))
+    given = logits.gather(1, packed[0].long()[:, None])
+    logps = torch.where(top == given, packed[1][:, None], (top - logits.logsumexp(-1, keepdim=True)).double())
+    return torch.cat([packed, ids.T.double(), logps.T])
+
+
+def unpack(rows: Sequence[Sequence[float]], columns: Sequence[int], count: int) -> Scored:
+    """Returns some columns of what `with_top_logps` or `packed_logps` returned, with the `count` most likely tokens."""
+    tokens, logps, *top = rows
+    ids, top_logps = top[: len(top) // 2][:count], top[len(top) // 2 :][:count]
+    likely = [{int(a[i]): b[i] for a, b in zip(ids, top_logps, strict=True)} for i in columns] if count else []
+    return [int(tokens[i]) for i in columns], [logps[i] for i in columns], likely
 
 
 class ChunkedPrefill:

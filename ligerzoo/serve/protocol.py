@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from ligerzoo.checks import instances, integer, is_integer
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Request
-from ligerzoo.generate.request import MAX_TOP_LOGPS
+from ligerzoo.generate.prompts import MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
 from ligerzoo.serve.engine_thread import EngineThread
 from ligerzoo.serve.fields import (

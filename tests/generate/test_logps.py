@@ -10,7 +10,7 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Completion, Scheduler
 from ligerzoo.generate.api import _completion
-from ligerzoo.generate.request import packed_logps, score, unpack, with_top_logps
+from ligerzoo.generate.scheduler import packed_logps, score, unpack, with_top_logps
 from tests.generate.models import VOCAB
 from tests.generate.test_scheduler import (
     OPTIONS,

@@ -13,7 +13,7 @@ import transformers
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import DraftOptions, SamplingOptions, Scheduler, TextStreamer, generate
-from ligerzoo.generate.option_names import REMEDIES
+from ligerzoo.generate.options import REMEDIES
 from ligerzoo.models import Llama, LlamaConfig
 from tests.generate.models import PROMPT, TINY, Letters, Scripted, StreamingLetters, tiny_llama
 
