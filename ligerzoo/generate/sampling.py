@@ -41,6 +41,7 @@ class _Features(NamedTuple):
     has_functions: bool
     ngram_size: int
     processors: tuple[bool, ...]
+    temperature: float | None
 
 
 class _Parameters(RowState):
@@ -86,7 +87,8 @@ class Sampler:
         vocab_size: V.
         device: device of the logits.
         exact: compute the log-probability of a token by the kernel of the loss, as training does, so that it has the
-            same bits. The logits are in bf16, converted to fp32.
+            same bits; with a temperature, if all rows have the same one, and nothing else changes the scores. The
+            logits are in bf16, converted to fp32.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, *, exact: bool = False) -> None:
@@ -271,8 +273,7 @@ class Sampler:
             bounds = filter_bounds(logits if scores is None else scores, *filters)
         sampled = sample_tokens(logits, scores, *drawing, *bounds)
         if self._exact:
-            loss = cross_entropy(logits.to(torch.bfloat16), sampled.tokens, reduction="none")
-            sampled = sampled._replace(logps=-loss)
+            sampled = self._exact_logps(logits.to(torch.bfloat16), sampled)
         parameters.broken |= sampled.logps.isnan() | sampled.sampling_logps.isnan()
         parameters.counts += 1
         if features.keeps_history:
@@ -289,6 +290,17 @@ class Sampler:
     @property
     def _states(self) -> list[RowState]:
         return [value for value in vars(self).values() if isinstance(value, RowState)]
+
+    def _exact_logps(self, logits: Tensor, sampled: SampledTokens) -> SampledTokens:
+        """Returns the tokens with the log-probabilities that the loss computes, where they are known to be the same."""
+        temperature = self._features.temperature
+        logps = own = -cross_entropy(logits, sampled.tokens, reduction="none")
+        if temperature is None:
+            return sampled._replace(logps=logps)
+        if temperature != 1:
+            own = -cross_entropy(logits, sampled.tokens, reduction="none", temperature=temperature)
+        is_sampled = self._parameters.temperature > 0
+        return sampled._replace(logps=logps, sampling_logps=own.where(is_sampled, sampled.sampling_logps))
 
     def _process(self, scores: Tensor) -> Tensor:
         """Applies the repetition penalty, bans and functions of the rows to scores (R, V), which stay unchanged."""
@@ -312,15 +324,19 @@ class Sampler:
         options = self._options
         processors = self._biased, self._penalty, self._ngrams, self._banned, self._forced
         is_active = tuple(any(map(processor.is_used_by, options)) for processor in processors)
+        temperatures = {float(row.temperature) for row in options if row.do_sample}
+        filters = any(row.is_filtering for row in options)
+        is_shared = self._exact and len(temperatures) == 1 and not (filters or any(is_active) or self._functions)
         self._active: list[ScoreProcessor] = [*compress(processors, is_active)]
         self._ngrams.largest = max((row.no_repeat_ngram_size or 0 for row in options), default=0)
         self._features = _Features(
             samples=any(row.do_sample for row in options),
-            filters=any(row.is_filtering for row in options),
+            filters=filters,
             keeps_history=any(length is not None for length in self._lengths),
             has_functions=bool(self._functions),
             ngram_size=self._ngrams.largest,
             processors=is_active,
+            temperature=temperatures.pop() if is_shared else None,
         )
 
 

@@ -25,12 +25,12 @@ from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
+from ligerzoo.kernels.lora import LowRank, low_rank_product, update_gradients
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
 from ligerzoo.kernels.low_rank_glu_gradients import low_rank_glu_gradients
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.row_sums import unsplit_linear
+from ligerzoo.kernels.row_sums import unsplit_linear, unsplit_sum
 from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
 from ligerzoo.tensor_checks import check_floats, check_optional_floats
 
@@ -161,9 +161,9 @@ class _GLULinear(FusedFunction):
             z = unsplit_linear(y, weight, bias)
         else:
             rows = y.view(-1, y.shape[-1])
-            h = F.linear(rows, a.to(y.dtype))
+            h = unsplit_linear(rows, a.to(y.dtype))
             recomputable((h,), _inner, options, weight.dtype, a, gate, up, *factors, level=Recompute.BLOCK)
-            z = linear_with_update(rows, weight, bias, h, b, options.update_scale).view(*y.shape[:-1], len(weight))
+            z = unsplit_sum(rows, weight, bias, h, b, options.update_scale).view(*y.shape[:-1], len(weight))
         ctx.save_for_backward(gate, up, weight, a, b, h, *factors)
         ctx.options = options
         return z
@@ -254,7 +254,7 @@ def _activated(options: _LinearOptions, dtype: torch.dtype, gate: Tensor, up: Te
 def _inner(options: _LinearOptions, dtype: torch.dtype, a: Tensor, gate: Tensor, *others: Tensor) -> Tensor:
     """Returns the product of y and A, (T, r)."""
     y = _activated(options, dtype, gate, *others)
-    return F.linear(y.view(-1, gate.shape[-1]), a.to(dtype))
+    return unsplit_linear(y.view(-1, gate.shape[-1]), a.to(dtype))
 
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:

@@ -11,6 +11,9 @@ than x, such as fp32 for bf16: they are rounded to the dtype of x.
 The product of a weight adds to that of its update, not the reverse: the small term is rounded first, and the large
 matrices y_i and dx are written once by a product with few columns, which then need not read them.
 
+In bf16 on a GPU, sums are not split, see `row_sums`: a row of y has the same bits in every call, with gradients and
+without. So sampling with an adapter that is not merged computes what training does.
+
 Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B. A
 checkpointed block saves no h_i, so that its recomputation ends before the layers; see `recompute`.
 
@@ -31,6 +34,7 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.low_rank_gradients import low_rank_gradients, scaled_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
+from ligerzoo.kernels.row_sums import unsplit_linear, unsplit_sum
 from ligerzoo.tensor_checks import check_floats
 
 
@@ -58,22 +62,6 @@ def low_rank_product(x: Tensor, update: LowRank) -> Tensor:
     return scale * F.linear(F.linear(x, a), b)
 
 
-def linear_with_update(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Computes x @ weight.T + bias + scale * h @ b.T.
-
-    Args:
-        x: (T, H).
-        weight: (O, H).
-        bias: (O,) or None.
-        h: (T, r), the product of x and a.
-        b: (O, r), of any dtype.
-        scale: factor of the update.
-    """
-    b = b.to(h.dtype)
-    y = scaled_product(h, b.T, scale) if bias is None else torch.addmm(bias, h, b.T, alpha=scale)
-    return torch.addmm(y, x, weight.T, out=y)
-
-
 def update_gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float, needs_b: bool) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of h, (T, r), and of b, or None if that is not needed. dy is (T, O)."""
     return low_rank_gradients(dy, b, h, scale) if needs_b else (scaled_product(dy, b.to(dy.dtype), scale), None)
@@ -96,7 +84,7 @@ def reference(
     """`lora_linears` in plain torch: the specification, the CPU path and the test oracle."""
     outputs = []
     for weight, bias, update in zip(weights, biases, updates, strict=True):
-        y = F.linear(x, weight, bias)
+        y = unsplit_linear(x, weight, bias)
         outputs.append(y if update is None else y + low_rank_product(x if dropped is None else dropped, update))
     return tuple(outputs)
 
@@ -120,9 +108,9 @@ class _LoRALinears(FusedFunction):
         outputs = []
         for weight, bias, b, scale in zip(weights, biases, all_b, scales, strict=True):
             if scale is None:
-                outputs.append(F.linear(x, weight, bias))
+                outputs.append(unsplit_linear(x, weight, bias))
             else:
-                y = linear_with_update(rows, weight, bias, next(parts), b, scale)
+                y = unsplit_sum(rows, weight, bias, next(parts), b, scale)
                 outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(
             x if any(needs_weights) else None,
@@ -183,7 +171,7 @@ def _stack(dtype: torch.dtype, *all_a: Tensor) -> Tensor:
 
 def _inner(x: Tensor, a: Tensor) -> Tensor:
     """(..., H), (r, H) -> (T, r)."""
-    return F.linear(x.reshape(-1, x.shape[-1]), a)
+    return unsplit_linear(x.reshape(-1, x.shape[-1]), a)
 
 
 def _quarters(values: Sequence[Any]) -> tuple[Sequence[Any], ...]:

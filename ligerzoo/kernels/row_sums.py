@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +31,15 @@ from torch import Tensor, nn
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction
 from ligerzoo.kernels.dispatch import as_rows, cdiv, padded_size
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.low_rank_gradients import scaled_product
 from ligerzoo.kernels.registration import register
 
 _MIN_FEATURES = 2048  # cuBLAS does not split shorter sums: measured on an H200 for 512 to 4096 outputs
 _MAX_ROWS = 2048  # nor those of more rows: for 512 to 14336 outputs of up to 25600 features it stops at 700
 _MANY_OUTPUTS = 1024  # with fewer outputs, as many more rows may be split
 _FEW_OUTPUTS = 64  # of products that the kernel computes for any number of rows
+_FEW_ROWS = 64  # of sums with a low-rank term that the kernel computes for any number of outputs
 _ALIGNMENT = 8  # numbers in 16 bytes
-_ROWS, _COLS, _INNER = 64, 64, 128  # of a tile of the kernel
 _PLAIN = {Tensor, nn.Parameter}
 _HAS_CUBLASLT = os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"  # torch reads it once, too
 
@@ -84,10 +86,35 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
+class LowRankTerm(NamedTuple):
+    """An addend of a product, scale * h @ b.T, rounded to the dtype of the result before it is added.
+
+    Attributes:
+        h: (R, r), in the dtype of the result; None for no addend.
+        b: (N, r), contiguous, of any dtype: rounded to that of h.
+        scale: factor.
+        rank: r.
+    """
+
+    h: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    rank: int = 1
+
+
+class _Low(NamedTuple):
+    """A `LowRankTerm`, as the kernel reads it."""
+
+    h: Tensor | None
+    b: Tensor | None
+    h_stride: int
+    scale: float
+
+
 @kernel(unspecialized=("n_rows",))
 def _product_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, n_rows, n_outputs, n_features, x_stride, w_stride,
-    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, low, y_ptr, n_rows, n_outputs, n_features, x_stride, w_stride,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     col_tiles = tl.cdiv(n_outputs, COLS)
     rows = (tl.program_id(0) // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -102,10 +129,36 @@ def _product_kernel(
         x = tl.load(x_ptrs + start, mask=in_rows[:, None] & in_row[None, :], other=0.0)
         w = tl.load(w_ptrs + start, mask=in_cols[None, :] & in_row[:, None], other=0.0)
         y = tl.dot(x, w, y)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    if RANK is None:
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    else:
+        ranks = tl.arange(0, PADDED)
+        in_rank = ranks < RANK
+        h_ptrs, b_ptrs = low.h + rows[:, None] * low.h_stride, low.b + cols[None, :] * RANK
+        h = tl.load(h_ptrs + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+        b = tl.load(b_ptrs + ranks[:, None], mask=in_cols[None, :] & in_rank[:, None], other=0.0).to(h.dtype)
+        term = low.scale * tl.dot(h, b)
+        if bias_ptr is not None:
+            term += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+        y += term.to(y_ptr.dtype.element_ty).to(tl.float32)
     y_ptrs = y_ptr + rows[:, None] * n_outputs + cols[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+
+
+class _Tiling(NamedTuple):
+    rows: int
+    outputs: int
+    features: int
+    warps: int
+    stages: int
+
+
+def _tiling(n_rows: int, n_outputs: int) -> _Tiling:
+    """Of few rows, tiles are narrow, so that there are many."""
+    if n_rows <= _FEW_ROWS:
+        return _Tiling(64, 16, 256, 4, 3) if n_outputs <= _FEW_OUTPUTS else _Tiling(64, 32, 128, 4, 4)
+    return _Tiling(64, padded_size(n_outputs), 128, 4, 3) if n_outputs <= _FEW_OUTPUTS else _Tiling(128, 128, 64, 8, 3)
 
 
 @register(
@@ -113,13 +166,15 @@ def _product_kernel(
     fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
     flops=lambda x, weight: 2 * x.numel() * len(weight),
 )
-def _ordered_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _ordered_product(x: Tensor, weight: Tensor, bias: Tensor | None, term: LowRankTerm) -> Tensor:
     """(R, K), (N, K) -> (R, N) in half precision: one sum per number, over the features in order."""
     x, weight, bias = as_rows(x), as_rows(weight), None if bias is None else bias.contiguous()
-    y, cols = x.new_empty(len(x), len(weight)), min(_COLS, padded_size(len(weight)))
-    _product_kernel[cdiv(len(x), _ROWS) * cdiv(len(weight), cols)](
-        x, weight, bias, y, *y.shape, x.shape[1], x.stride(0), weight.stride(0), _ROWS, cols, _INNER,
-        num_warps=4, num_stages=3,
+    y, tiling = x.new_empty(len(x), len(weight)), _tiling(len(x), len(weight))
+    rank, h = (None, None) if term.h is None else (term.rank, as_rows(term.h))
+    low = _Low(h, term.b, 0 if h is None else h.stride(0), term.scale)
+    _product_kernel[cdiv(len(x), tiling.rows) * cdiv(len(weight), tiling.outputs)](
+        x, weight, bias, low, y, *y.shape, x.shape[1], x.stride(0), weight.stride(0), rank, padded_size(rank or 1),
+        *tiling[:3], num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return y
 
@@ -128,7 +183,7 @@ class _OrderedProduct(FusedFunction):
     @staticmethod
     def forward(ctx: FusedContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _ordered_product(x, weight, bias)
+        return _ordered_product(x, weight, bias, LowRankTerm())
 
     @staticmethod
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,3 +219,33 @@ def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
             return torch.addmm(_aligned(bias), _aligned(rows), _aligned(weight).T).view(shape)
         finally:
             options.allow_bf16_reduced_precision_reduction = before
+
+
+def unsplit_sum(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Computes x @ weight.T + round(scale * h @ b.T + bias), and splits sums only where it is allowed.
+
+    Args:
+        x: (R, K).
+        weight: (N, K).
+        bias: (N,) or None.
+        h: (R, r), in the dtype of x.
+        b: (N, r), of any dtype: rounded to that of x.
+        scale: factor.
+    """
+    is_few = len(x) <= _FEW_ROWS and _keeps_order(x, weight)
+    if is_few or would_split(x, weight) or would_split(h, rounded := b.to(h.dtype)):
+        return _ordered_product(x, weight, bias, LowRankTerm(h, b.contiguous(), scale, h.shape[1]))
+    y = scaled_product(h, rounded.T, scale) if bias is None else torch.addmm(bias, h, rounded.T, alpha=scale)
+    return torch.addmm(y, x, weight.T, out=y)
+
+
+def _keeps_order(x: Tensor, weight: Tensor) -> bool:
+    """Whether sums of these tensors must not be split."""
+    return (
+        x.dtype == torch.bfloat16 == weight.dtype
+        and x.is_cuda
+        and x.numel() > 0
+        and {type(x), type(weight)} <= _PLAIN
+        and not splits_row_sums()
+        and not torch.is_autocast_enabled("cuda")
+    )

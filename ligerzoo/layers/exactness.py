@@ -13,10 +13,10 @@ to the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ligerzoo.layers.plain import is_plain_tensor
 
@@ -56,12 +56,19 @@ def obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | None
     longest = exact_length(module)
     if capacity is not None and longest is not None and capacity > longest:
         yield "the capacity", f"at most {longest}, the sliding window", f"is {capacity}"
+    updates = {parameter for part in module.modules() for parameter in _updates(part)}
     for name, weight in module.named_parameters():
         if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:
             yield f"{name}", "a Hopper GPU (compute capability 9.0)", f"is on {weight.device}"
-        if weight.dtype != torch.bfloat16 or not is_plain_tensor(weight):
+        is_rounded = weight.dtype == torch.bfloat16 or weight in updates
+        if not (is_rounded and is_plain_tensor(weight)):
             yield f"{name}", "a plain tensor of torch.bfloat16", f"is a {type(weight).__name__} of {weight.dtype}"
     for name, part in module.named_modules():
         if hasattr(part, "exact_obstacles"):
             for attribute, expected, got in part.exact_obstacles():
                 yield f"{name}.{attribute}".rstrip("."), expected, got
+
+
+def _updates(layer: nn.Module) -> Iterable[Tensor]:
+    """The parameters of low-rank updates, which are rounded to the dtype of the weights before they are multiplied."""
+    return layer.update_parameters().values() if hasattr(layer, "update_parameters") else ()  # type: ignore[operator]

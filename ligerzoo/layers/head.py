@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, overload
 
@@ -13,6 +14,7 @@ from ligerzoo.checks import FINITE, POSITIVE_OR_NONE, check
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
+from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized
 from ligerzoo.layers.projection import check_features, linear
@@ -142,6 +144,17 @@ class LMHead(nn.Module):
     def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns hidden states (..., K) and a weight (V, K) whose product, plus the bias, are the loss's logits."""
         return hidden, dequantized(self.weight)
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """Yields why the loss computes other log-probabilities than sampling does from rounded logits."""
+        if self.softcap is not None or self.bias is not None:
+            yield (
+                "",
+                "logits without a soft cap and a bias",
+                f"has {'a bias' if self.softcap is None else 'a soft cap'}",
+            )
+        if math.frexp(self.logit_scale)[0] != 0.5:
+            yield "logit_scale", "a power of 2, which rounds nothing", f"is {self.logit_scale}"
 
     def extra_repr(self) -> str:
         bias = "" if self.bias is None else ", bias=True"

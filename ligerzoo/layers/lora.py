@@ -8,12 +8,16 @@ stays the same module with the same parameters, ties and names, and `state_dict(
 addition: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. They are fp32 by default, for weights of any dtype, since
 steps of a typical size would vanish in bf16. Products run in the dtype of the input.
 
+In bf16, the products are those of `kernels.lora` in training and in exact decoding, with the same bits: updates are not
+merged to sample, since W' rounded to bf16 would be another policy than the one that trains.
+
 Dropout applies to the input of A. Layers that project one input, such as q, k and v, share its mask.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +30,7 @@ from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
 from ligerzoo.kernels.lora_experts import lora_experts_mlp
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.moe import Experts
@@ -108,6 +113,10 @@ class LoRALayer(nn.Module):
     def merged_weight(self, parameter: str) -> Tensor:
         """Returns W' in the dtype of W: computed in fp32 (fp64 for fp64) and rounded once."""
         raise NotImplementedError
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """Yields what prevents that sampling computes the bits of training, see `layers.exactness`."""
+        yield "", "low-rank updates of linear layers only", f"is a {type(self).__name__}"
 
     def update_parameters(self) -> dict[str, nn.Parameter]:
         """Returns A, B and magnitudes by name."""
@@ -219,6 +228,11 @@ class LoRALinear(LoRAMatrixLayer, Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., K) -> (..., O)."""
         return project_alone(x, self._terms())
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `LoRALayer.exact_obstacles`."""
+        if dropout := max(options.dropout for options in self.lora.values()):
+            yield "lora", "no dropout, which only training has", f"drops {dropout} of the features"
 
     def terms(self) -> LinearTerms | None:
         """See `Linear.terms`."""

@@ -8,14 +8,16 @@ parallelism, adapters and profilers may add at any time. So each call asks each 
     --------------------  ---------------------------------------------  ------------------------------------------
     floating point        `linears`: the gradients of x accumulate       `linears`: one kernel for few rows
       gated MLP           `glu_linear`: keeps gate and up only           `linear_glu`: one kernel for few rows
-    LoRA                  `lora_linears`: one product with all A         each alone: `linear` plus the update
-      gated MLP           `glu_linear`: adds the update of down          each alone
-      no bias, no DoRA    `low_rank_glu`: adds gate's and up's too       each alone
-      unequal dropouts    each alone: `lora_linears` of one layer        each alone
+    LoRA                  `lora_linears`: one product with all A         the same
+      gated MLP           `glu_linear`: adds the update of down          the same
+      no bias, no DoRA    `low_rank_glu`: adds gate's and up's too       the same
+      unequal dropouts    each alone: `lora_linears` of one layer        the same
+      sums may be split                                                  each alone: `linear` plus the update
     int8 (torchao)        each alone, in torch                           as floating point; in torch for many rows
     other weights, hooks  each alone                                     each alone
 
-A layer whose input drops features for its update is not part of `glu_linear`: it runs alone.
+A layer whose input drops features for its update is not part of `glu_linear`: it runs alone. Layers with LoRA compute
+the same bits with gradients and without, unless sums may be split, as in decoding by default (`kernels.row_sums`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from ligerzoo.kernels.linears import compute_linears
 from ligerzoo.kernels.lora import LowRank, compute_lora_linears, low_rank_product, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
 from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable, recomputed
-from ligerzoo.kernels.row_sums import would_split
+from ligerzoo.kernels.row_sums import splits_row_sums, would_split
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
 from ligerzoo.layers.quantized import as_int8
 
@@ -170,7 +172,7 @@ class Operands(NamedTuple):
         """Returns the outputs of the layers; None where each must run alone, see the table above."""
         weights, biases, scales, updated = self
         if updated is not None:
-            return self._updated_products(x, updated, backend, level) if torch.is_grad_enabled() else None
+            return self._updated_products(x, updated, backend, level) if _trains_or_is_exact() else None
         if scales is not None and not uses_few_rows(x, weights, biases, backend, scales):
             return None
         outputs = compute_linears(x, weights, biases, scales, backend)
@@ -222,7 +224,7 @@ def project(
 
 def project_alone(x: Tensor, terms: LinearTerms) -> Tensor:
     """Returns the output of one layer with matrices A and B, (..., H) -> (..., O)."""
-    operands = Operands.read([terms]) if torch.is_grad_enabled() else None
+    operands = Operands.read([terms]) if _trains_or_is_exact() else None
     if operands is not None and (outputs := operands.products(x, "auto")) is not None:
         return outputs[0]
     dropped = None if terms.adapter is None else terms.adapter.dropped(x)
@@ -254,7 +256,7 @@ def gate_and_project(
     terms: LowRankTerms | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns down(activation(gate) * up), (..., I) each -> (..., O); with `terms`, adds them to gate and up first."""
-    outer = _trainable(down)
+    outer = _fusible(down, terms is not None)
     if outer is None:
         y = recomputed(partial(glu, activation=activation, backend=backend), gate, up)
         return down(y)  # type: ignore[no-any-return]
@@ -263,10 +265,19 @@ def gate_and_project(
     return outer.rescale(y)
 
 
-def _trainable(layer: nn.Module) -> LinearTerms | None:
-    """Returns the terms of a layer that may be part of `glu_linear`; None without gradients, and for other layers."""
-    terms = terms_of(layer) if torch.is_grad_enabled() else None
+def _fusible(layer: nn.Module, has_terms: bool) -> LinearTerms | None:
+    """Returns the terms of a layer that may be part of `glu_linear`.
+
+    None for other layers; without gradients, if its input has no low-rank terms, or sums may be split.
+    """
+    is_fused = torch.is_grad_enabled() or (has_terms and not splits_row_sums())
+    terms = terms_of(layer) if is_fused else None
     return None if terms is None or terms.drops or not terms.has_plain_tensors else terms
+
+
+def _trains_or_is_exact() -> bool:
+    """Whether layers with an adapter run as in training: with gradients, and where sums must not be split."""
+    return torch.is_grad_enabled() or not splits_row_sums()
 
 
 def low_rank_parts(
@@ -274,8 +285,8 @@ def low_rank_parts(
 ) -> tuple[Tensor, Tensor, LowRankTerms] | None:
     """Returns the products of x and the weights of gate and up, and their low-rank updates as terms.
 
-    None if `ligerzoo.kernels.glu_linear` does not add the terms in registers: without gradients, without the kernels,
-    in fp32 or fp64, with a rank above `MAX_RANK`, or if `gate` or `up` has a bias, no update, dropout or DoRA.
+    None if `ligerzoo.kernels.glu_linear` does not add the terms in registers: without the kernels, in fp32 or fp64,
+    with a rank above `MAX_RANK`, or if `gate` or `up` has a bias, no update, dropout or DoRA.
 
     Args:
         x: (..., H).
@@ -283,7 +294,7 @@ def low_rank_parts(
         down: the down projection.
         backend: see `gated_mlp`.
     """
-    outer, updates = _trainable(down), [one.update for one in inner if one.update is not None]
+    outer, updates = _fusible(down, True), [one.update for one in inner if one.update is not None]
     if outer is None or len(updates) < 2 or any(one.drops or one.rescales or one.bias is not None for one in inner):
         return None
     weights, dtype = [one.weight for one in inner], dtype_of_products(x)

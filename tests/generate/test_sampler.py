@@ -15,6 +15,8 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Sampler, SamplingOptions, filter_logits
 from ligerzoo.generate.processors import RowState
+from ligerzoo.kernels import cross_entropy
+from ligerzoo.kernels.sampling import SampledTokens
 from tests.covering import covering
 
 VOCAB = 61
@@ -395,3 +397,28 @@ def test_captured_draws_equal_eager_ones() -> None:
             tokens.append(torch.stack([result.double() for result in sampled]))
         results.append(torch.stack(tokens))
     assert torch.equal(*results)
+
+
+def test_exact_log_probabilities_are_those_of_the_loss(device: str) -> None:
+    """At the temperature that rows share, if nothing else changes the scores."""
+    logits = torch.stack([logits_at(0, row) for row in range(3)]).to(device).bfloat16()
+
+    def sample(*options: SamplingOptions) -> tuple[SampledTokens, Sampler]:
+        sampler = Sampler(3, VOCAB, logits.device, exact=True)
+        for row, one in enumerate(options):
+            sampler.assign([row], [prompt(row, 4)], one)
+        return sampler.choose(logits.float()), sampler
+
+    plain, warm, cold = (SamplingOptions(do_sample=True, temperature=t) for t in (1.0, 0.7, 2.0))
+    keys = set()
+    for options, temperature in (([plain] * 3, 1.0), ([warm] * 3, 0.7), ([cold] * 2, 2.0)):
+        sampled, sampler = sample(*options)
+        expected = -cross_entropy(logits, sampled.tokens, temperature=temperature, reduction="none")
+        assert torch.equal(sampled.sampling_logps[: len(options)], expected[: len(options)])
+        assert torch.equal(sampled.logps, -cross_entropy(logits, sampled.tokens, reduction="none"))
+        assert (sampled.sampling_logps[len(options) :] == 0).all()  # a free row
+        keys.add(sampler.graph_key)
+    assert len(keys) == 3  # each is captured
+    for options in ([plain, warm], [SamplingOptions(do_sample=True, top_k=3)] * 3):
+        sampled, _ = sample(*options)
+        torch.testing.assert_close(sampled.logps, -cross_entropy(logits, sampled.tokens, reduction="none"))

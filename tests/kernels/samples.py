@@ -24,6 +24,7 @@ from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds
 from ligerzoo.kernels.rms_norm import _Options as Options
 from ligerzoo.kernels.route import SigmoidOptions
+from ligerzoo.kernels.row_sums import LowRankTerm
 from ligerzoo.kernels.sampling import _Bounds as Bounds
 from ligerzoo.kernels.sampling import _Drawing as Drawing
 from ligerzoo.kernels.weighted_glu import Biases
@@ -200,8 +201,13 @@ def _few_rows(device: str) -> Samples:
 def _ordered_product(device: str) -> Samples:
     t = partial(new, device=device, dtype=torch.float16)
     return [
-        {"x": t(3, 20), "weight": t(1, 20), "bias": None},
-        {"x": t(1, 20), "weight": transposed(t(7, 20)), "bias": t(7)},
+        {"x": t(3, 20), "weight": t(1, 20), "bias": None, "term": LowRankTerm()},
+        {
+            "x": t(1, 20),
+            "weight": transposed(t(7, 20)),
+            "bias": t(7),
+            "term": LowRankTerm(t(1, 9)[:, :3], t(7, 3), 2.0, 3),
+        },
     ]
 
 

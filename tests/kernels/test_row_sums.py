@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import linears
-from ligerzoo.kernels.row_sums import unsplit_linear
+from ligerzoo.kernels.row_sums import LowRankTerm, unsplit_linear, unsplit_sum
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, judge
 from tests.kernels.compiling import compiling_for_hopper
@@ -85,13 +85,35 @@ def test_a_row_has_the_same_bits_in_every_call(device: str, addmm_calls: list[tu
         assert torch.equal(unsplit_linear(x[start:end], weight), y[start:end])
 
 
+@needs_triton
+@torch.no_grad()
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows, outputs, rank", [(1, 70, 16), (3, 7, 3), (70, 130, 40)])
+def test_sums_with_a_low_rank_term(
+    rows: int, outputs: int, rank: int, has_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, h, bias = (
+        numbers(*shape, dtype=HALF_DTYPE, device=device)
+        for shape in ((rows, 50), (outputs, 50), (rows, rank + 3), (outputs,))
+    )
+    h, b, bias = h[:, 2:-1], numbers(outputs, rank, dtype=torch.float32, device=device), bias if has_bias else None
+
+    expected = unsplit_sum(x, weight, bias, h, b, 1.5)
+    monkeypatch.setattr(kernel_file("row_sums"), "would_split", lambda x, weight: True)
+    y = unsplit_sum(x, weight, bias, h, b, 1.5)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.plain
 @torch.no_grad()
 @pytest.mark.parametrize("outputs", [1, 40, 3000])
 def test_it_compiles(outputs: int) -> None:
     x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(outputs, 4096, dtype=torch.bfloat16)
     with compiling_for_hopper():
-        kernel_file("row_sums")._ordered_product(x, weight, weight[:, 0])
+        for n in (1, 65):
+            term = LowRankTerm(x[:, :24].expand(n, -1), torch.empty(outputs, 24), 2.0, 24)
+            kernel_file("row_sums")._ordered_product(x.expand(n, -1), weight, weight[:, 0], term)
+        kernel_file("row_sums")._ordered_product(x, weight, None, LowRankTerm())
 
 
 # On a Hopper GPU
@@ -112,6 +134,26 @@ def test_rows_do_not_depend_on_their_number(outputs: int, features: int, has_bia
     for rows in ROWS:
         for results in (linears(x[:rows], [weight], [bias])[0], unsplit_linear(x[:rows], weight, bias)):
             assert torch.equal(results, whole[:rows]), f"{rows} rows: {(results != whole[:rows]).sum()} numbers differ"
+
+
+@needs_hopper
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rank", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("outputs, features", [(512, 2048), (2048, 2048), (4096, 4096), (1024, 3072), (4096, 14336)])
+def test_rows_with_a_low_rank_term_do_not_depend_on_their_number(
+    outputs: int, features: int, rank: int, has_bias: bool
+) -> None:
+    x, weight, h, b = (
+        torch.randn(*shape, device="cuda").bfloat16()
+        for shape in ((max(ROWS), features), (outputs, features), (max(ROWS), rank), (outputs, rank))
+    )
+    bias = b[:, 0].contiguous() if has_bias else None
+    whole = unsplit_sum(x, weight, bias, h, b, 2.0)
+    for rows in ROWS:
+        y = unsplit_sum(x[:rows], weight, bias, h[:rows], b, 2.0)
+        assert torch.equal(y, whole[:rows]), f"{rows} rows: {(y != whole[:rows]).sum()} numbers differ"
 
 
 @needs_hopper
