@@ -114,7 +114,7 @@ class StaticBatch:
         """
         length = self.cache.length
         logits = self._step(self._decode, model, tokens)
-        self.cache.count(length + tokens.shape[1])
+        self.cache.set_length(length + tokens.shape[1])
         return logits
 
     def prefill(self, model: Forward, prompts: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class StaticBatch:
         try:
             logits: Tensor = model(tokens, None, None, past_key_values=self.cache, **keep).logits.flatten(0, 1).float()
         finally:
-            self.cache.count(length)  # which may run again, for a graph
+            self.cache.set_length(length)  # which may run again, for a graph
         return logits
 
     def _prefill(self, model: Forward, prompts: Tensor) -> Tensor:

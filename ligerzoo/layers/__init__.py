@@ -11,7 +11,7 @@ from ligerzoo.layers.block import (
     SandwichBlock,
     ScaledPreNormBlock,
 )
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RecurrentLayerCache, RollingLayerCache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context, LayerOutputs, shifted_labels
 from ligerzoo.layers.cross_attention import (
     CrossAttention,
@@ -42,7 +42,8 @@ from ligerzoo.layers.rotary import (
     sectioned,
 )
 from ligerzoo.layers.routers import BiasedRouter, Router, SigmoidRouter
-from ligerzoo.layers.static_cache import StaticLayerCache, StaticRecurrentLayerCache
+from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
+from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
     Grids,
@@ -123,6 +124,7 @@ __all__ = [
     "TileMask",
     "TilePositionEmbedding",
     "TiledVisionTower",
+    "TokenCache",
     "UngatedMLP",
     "VisionTower",
     "WindowedVisionTower",

@@ -16,7 +16,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
-from ligerzoo.layers.cache import LayerCache, RollingLayerCache
+from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD, Linear
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""
         if capacity is None and self.window is not None:
             return RollingLayerCache(self.window)
-        return LayerCache() if capacity is None else StaticLayerCache(capacity)
+        return TokenCache() if capacity is None else StaticLayerCache(capacity)
 
     @property
     def cached_features(self) -> int:

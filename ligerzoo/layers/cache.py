@@ -1,16 +1,15 @@
 """Caches of one layer: keys and values of earlier tokens, which attention reads again, or states of a recurrent layer.
 
-                         grows           keeps a window      fixed size
-    keys and values      LayerCache      RollingLayerCache   StaticLayerCache
-    states               RecurrentLayerCache                 StaticRecurrentLayerCache
-    states of images     CrossAttentionLayerCache
+                         grows                     keeps a window      fixed size
+    keys and values      TokenCache                RollingLayerCache   StaticLayerCache
+    of images            CrossAttentionLayerCache
+    states               RecurrentLayerCache                           StaticRecurrentLayerCache
 
-A kind says what differs: `is_recurrent`, `counts_tokens`, `is_static`. Caches are updated in place, so autograd cannot
-differentiate through them: a cache is for inference. `static_cache` has those of fixed size, and `kv_cache` the caches
-of all layers.
+They are siblings: `LayerCache` says what all have. A kind says what differs: `is_recurrent`, `counts_tokens`,
+`is_static`. Caches are updated in place, so autograd cannot differentiate through them: a cache is for inference.
+`state_cache` has those of states, `static_cache` those of fixed size, and `kv_cache` the caches of all layers.
 
-Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size; C channels of a
-convolution, k its kernel size, V value heads, D_k and D_v key and value head sizes.
+Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ligerzoo.kernels.fp8 import as_bytes, to_storage
 
 
 class LayerCache:
-    """Growing cache of one attention layer. Its buffers double when they are full: appending is O(1) per token.
+    """What the caches of all layers have: two tensors, of keys and values or of states, and the number of tokens.
 
     Attributes:
         length: number of tokens appended so far, padding included.
@@ -39,7 +38,7 @@ class LayerCache:
         drops_tokens: whether it drops tokens that a window does not reach.
     """
 
-    is_recurrent: bool = False
+    is_recurrent: ClassVar[bool] = False
     counts_tokens: ClassVar[bool] = True
     is_static: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = False
@@ -58,23 +57,22 @@ class LayerCache:
         return torch.arange(self.length, self.length + tokens, device=device)[None]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values of new tokens, and returns those to attend to.
+        """See `TokenCache.append`. Raises TypeError for a cache without keys and values."""
+        raise self._error_without_tokens()
 
-        Args:
-            keys: (B, T, K, D).
-            values: (B, T, K, D).
+    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
+        """See `TokenCache.read`. Raises TypeError for a cache without keys and values."""
+        raise self._error_without_tokens()
 
-        Returns:
-            Keys and values, (B, S, K, D) each, in `dtype`.
+    def _error_without_tokens(self) -> TypeError:
+        return TypeError(
+            f"{type(self).__name__}: holds no keys and values; expected a cache of attention, a TokenCache"
+        )
 
-        Raises:
-            ValueError: the batch size or the heads differ from the cache's, or the capacity is exceeded.
-        """
-        self._check_batch(keys)
-        keys, values = self._stored(keys), self._stored(values)
-        start, self.length = self.length, self.length + keys.shape[1]
-        self._keys, self._values = _append(self._keys, keys, start), _append(self._values, values, start)
-        return between(self._keys, 0, self.length), between(self._values, 0, self.length)
+    @property
+    def first(self) -> int:
+        """Sequence index of the first token in the cache; more than 0 where a window has dropped earlier tokens."""
+        return 0
 
     @property
     def rows(self) -> int | None:
@@ -106,20 +104,13 @@ class LayerCache:
         if not 0 <= tokens <= self.length:
             raise ValueError(f"{type(self).__name__}: cannot remove {tokens} tokens; expected 0 to {self.length}")
 
-    @property
-    def first(self) -> int:
-        """Sequence index of the first token in the cache; more than 0 where a window has dropped earlier tokens."""
-        return 0
-
-    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of the cached tokens from sequence index `start` on, (B, S, K, D) each.
-
-        The cache must not be empty.
-        """
-        assert self._keys is not None
-        assert self._values is not None
-        start, end = max(start - self.first, 0), self.length - self.first
-        return between(self._keys, start, end), between(self._values, start, end)
+    def check_room(self, tokens: int) -> None:
+        """Raises ValueError if `tokens` more tokens exceed the capacity."""
+        if self.capacity is not None and self.length + tokens > self.capacity:
+            raise ValueError(
+                f"{type(self).__name__}: cannot append {tokens} tokens to the {self.length} in the cache; "
+                f"expected at most {self.capacity} in all, the capacity"
+            )
 
     def reset(self) -> None:
         """Empties the cache."""
@@ -133,13 +124,46 @@ class LayerCache:
             clone._keys, clone._values = self._keys.clone(), self._values.clone()
         return clone
 
-    def _stored(self, x: Tensor) -> Tensor:
-        """Returns keys or values in the dtype of this cache."""
-        return x if self.dtype is None else to_storage(x, self.dtype)
-
     def make_writable(self) -> None:
         """See `KVCache.make_writable`."""
         self._keys, self._values = writable(self._keys), writable(self._values)
+
+
+class TokenCache(LayerCache):
+    """Growing cache of keys and values. Its buffers double when they are full: appending is O(1) per token."""
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values of new tokens, and returns those to attend to.
+
+        Args:
+            keys: (B, T, K, D).
+            values: (B, T, K, D).
+
+        Returns:
+            Keys and values, (B, S, K, D) each, in `dtype`.
+
+        Raises:
+            ValueError: the batch size or the heads differ from the cache's, or the capacity is exceeded.
+        """
+        self._check_batch(keys)
+        keys, values = self._stored(keys), self._stored(values)
+        start, self.length = self.length, self.length + keys.shape[1]
+        self._keys, self._values = _append(self._keys, keys, start), _append(self._values, values, start)
+        return between(self._keys, 0, self.length), between(self._values, 0, self.length)
+
+    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of the cached tokens from sequence index `start` on, (B, S, K, D) each.
+
+        The cache must not be empty.
+        """
+        assert self._keys is not None
+        assert self._values is not None
+        start, end = max(start - self.first, 0), self.length - self.first
+        return between(self._keys, start, end), between(self._values, start, end)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """Returns keys or values in the dtype of this cache."""
+        return x if self.dtype is None else to_storage(x, self.dtype)
 
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is None:
@@ -154,7 +178,7 @@ class LayerCache:
             )
 
 
-class RollingLayerCache(LayerCache):
+class RollingLayerCache(TokenCache):
     """Cache of a sliding-window layer. Holds at most 2 * `window` tokens.
 
     Args:
@@ -169,7 +193,7 @@ class RollingLayerCache(LayerCache):
         self._held = 0  # tokens in the buffers
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.append`. Returns the new tokens and up to `window - 1` tokens before them."""
+        """See `TokenCache.append`. Returns the new tokens and up to `window - 1` tokens before them."""
         self._check_batch(keys)
         keys, values = self._stored(keys), self._stored(values)
         kept = min(self._held, self.window - 1)
@@ -213,97 +237,13 @@ class RollingLayerCache(LayerCache):
         self._held = 0
 
 
-class CrossAttentionLayerCache(LayerCache):
+class CrossAttentionLayerCache(TokenCache):
     """Cache of a cross-attention layer: projected keys and values of states that are not tokens, such as images.
 
     These states do not count towards the length of the sequence.
     """
 
     counts_tokens = False
-
-
-class RecurrentLayerCache(LayerCache):
-    """States of one recurrent layer: the last inputs of its convolution, (B, k - 1, C), and the state of its
-    recurrence, (B, V, D_k, D_v) in fp32, whatever the dtype of the cache.
-
-    They are the two buffers of this cache, in place of keys and values. A state is a sum over all tokens, so that none
-    can be removed: neither speculative decoding nor a shorter common prefix can go back to an earlier state.
-    """
-
-    is_recurrent = True
-
-    @property
-    def is_updatable(self) -> bool:
-        """Whether there are states, and a step may update the tensors of `read_states` in place."""
-        return self._keys is not None
-
-    def read_states(self, rows: int, tokens: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Returns the inputs of the convolution and the state of the recurrence; None twice before the first token.
-
-        Args:
-            rows: B.
-            tokens: number of tokens that follow. They must fit before a step updates the states in place.
-
-        Raises:
-            ValueError: the states have another batch size, or the capacity is exceeded.
-        """
-        if self.capacity is not None and self.length + tokens > self.capacity:
-            raise ValueError(
-                f"{type(self).__name__}: cannot append {tokens} tokens to the {self.length} in the cache; "
-                f"expected at most {self.capacity} in all, the capacity"
-            )
-        if self._keys is None or self._values is None:
-            return None, None
-        if len(self._keys) != rows:
-            raise ValueError(f"{type(self).__name__}: got tokens of batch size {rows}; expected {len(self._keys)}")
-        return self._keys, self._values
-
-    def write_states(self, conv_state: Tensor, state: Tensor, tokens: int) -> None:
-        """Replaces the states, in place from the second time on, and counts tokens.
-
-        Args:
-            conv_state: (B, k - 1, C).
-            state: (B, V, D_k, D_v).
-            tokens: number of tokens since the last states.
-        """
-        for buffer, new in zip(self.allocate(len(state), conv_state, state), (conv_state, state), strict=True):
-            buffer.copy_(new)
-        self.count(tokens)
-
-    def count(self, tokens: int) -> None:
-        """Counts tokens, for which the states were updated in place."""
-        self.length += tokens
-
-    def allocate(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the buffers of B = `rows` rows; of zeros, unless they exist.
-
-        Args:
-            rows: B.
-            keys: (..., k - 1, C), inputs of a convolution.
-            values: (..., V, D_k, D_v), states.
-        """
-        if self._keys is None or self._values is None:
-            self._keys = keys.new_zeros(rows, *keys.shape[1:])
-            self._values = values.new_zeros(rows, *values.shape[1:])
-        return self._keys, self._values
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises TypeError: this cache holds no keys and values."""
-        raise TypeError(f"{type(self).__name__}: holds states of a recurrent layer; expected a cache of attention")
-
-    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Raises TypeError: this cache holds no keys and values."""
-        raise TypeError(f"{type(self).__name__}: holds states of a recurrent layer, no keys and values")
-
-    def check_removal(self, tokens: int) -> None:
-        """Raises ValueError unless `tokens` is 0: a state cannot go back to an earlier token."""
-        super().check_removal(tokens)
-        if tokens > 0:
-            raise ValueError(
-                f"{type(self).__name__}: cannot remove the last {tokens} of {self.length} tokens, which are part of "
-                "the state of a recurrent layer. Use clone() before the tokens to remove, or reset() and process the "
-                "text again"
-            )
 
 
 def writable(x: Tensor | None) -> Tensor | None:

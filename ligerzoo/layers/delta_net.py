@@ -21,12 +21,11 @@ from ligerzoo.kernels import (
     gated_rms_norm,
 )
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.layers.cache import RecurrentLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.projection import check_features, project
-from ligerzoo.layers.static_cache import StaticRecurrentLayerCache
+from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 
 _LARGEST_DECAY = 16.0
 """Decay rates of new layers are between 0 and this."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels.fp8 import FP8
-from ligerzoo.layers.cache import LayerCache, RollingLayerCache, writable
-from ligerzoo.layers.static_cache import StaticLayerCache, StaticPosition
+from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache, writable
+from ligerzoo.layers.static_cache import StaticCache, StaticLayerCache, StaticPosition
 
-_TOKEN_CACHES = {LayerCache, RollingLayerCache, StaticLayerCache}
+_TOKEN_CACHES = {TokenCache, RollingLayerCache, StaticLayerCache}
 """Kinds of caches that a cache of all tokens can replace."""
 
 
@@ -48,7 +48,7 @@ def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache
             f"{type(layer).__name__}: no method new_cache, and several parts with caches of different kinds: {listed}; "
             "expected new_cache(capacity=None), which returns the cache of the part to which forward passes it"
         )
-    return LayerCache() if capacity is None else StaticLayerCache(capacity)
+    return TokenCache() if capacity is None else StaticLayerCache(capacity)
 
 
 def _parts_with_cache(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -137,7 +137,7 @@ class KVCache:
         self.layers = list(layers)
         self._self_attention = [layer for layer in self.layers if layer.counts_tokens]
         self._cross_attention = [layer for layer in self.layers if not layer.counts_tokens]
-        self._static = [cast(StaticLayerCache, layer) for layer in self.layers if layer.is_static]
+        self._static = [cast(StaticCache, layer) for layer in self.layers if layer.is_static]
         for layer in self.layers:
             layer.dtype = self.dtype
         for layer in self._static:
@@ -181,7 +181,7 @@ class KVCache:
                 "expected a model with self-attention only, since tokens must be removed again"
             )
 
-    def count(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """Sets the number of tokens that the host knows. A replayed CUDA graph counts on the device only."""
         for layer in self._static:
             layer.length = length
@@ -203,11 +203,11 @@ class KVCache:
             lengths: (B,) int64.
             longest: the largest of them, or an upper bound.
         """
-        self.count(longest)
+        self.set_length(longest)
         self._position.set(lengths, longest)
 
     def prefill_rows(self, index: Tensor, rows: int, prompt_lengths: Tensor | None = None) -> KVCache:
-        """Returns a cache that writes prompts to some rows of these static caches; see `PrefillLayerCache`.
+        """Returns a cache that writes prompts to some rows of these static caches; see `PrefillRows`.
 
         Args:
             index: (n,) int64, the rows.
@@ -398,7 +398,7 @@ class KVCache:
         if self.drops_tokens:
             if self.length > 0:
                 raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")
-            self._set_layers(LayerCache() if layer.drops_tokens else layer for layer in self.layers)
+            self._set_layers(TokenCache() if layer.drops_tokens else layer for layer in self.layers)
 
     def get_seq_length(self) -> int:
         """Returns `length`; the name that Hugging Face's caches use."""

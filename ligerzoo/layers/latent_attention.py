@@ -26,7 +26,7 @@ from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.fp8 import from_storage
 from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record, attend_unequal
-from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.cache import LayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import Linear
@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
 
         Its keys are the latent vectors, and its values the rotated keys.
         """
-        return LayerCache() if capacity is None else StaticLayerCache(capacity)
+        return TokenCache() if capacity is None else StaticLayerCache(capacity)
 
     @property
     def cached_features(self) -> int:

@@ -1,16 +1,18 @@
-"""Key-value caches of fixed size, for decode steps that are captured in a CUDA graph.
+"""Caches of fixed size, for steps that are captured in a CUDA graph: what all have, and those of keys and values.
 
 Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels import write_to_cache
 from ligerzoo.kernels.fp8 import as_bytes
-from ligerzoo.layers.cache import LayerCache, RecurrentLayerCache, between
+from ligerzoo.layers.cache import LayerCache, TokenCache, between
 
 DECODE_TOKENS = 32
 """Most tokens of a decode step, for which static caches return tensors of constant shape: one token and drafts."""
@@ -23,7 +25,7 @@ class StaticPosition:
 
     Attributes:
         length: upper bound of the number of tokens in each row, known on the host. A replayed graph does not count on
-            the host; see `KVCache.count`.
+            the host; see `KVCache.set_length`.
         lengths: (B,) int64, number of tokens in each row; None before the first write, when all have `length`.
     """
 
@@ -78,10 +80,10 @@ class StaticPosition:
         return clone
 
 
-class StaticLayerCache(LayerCache):
-    """Cache of fixed size, for decode steps that are captured in a CUDA graph.
+class StaticCache(LayerCache, ABC):
+    """What caches of fixed size have.
 
-    Its buffers are allocated once, decode steps have constant shapes, and the write positions are a tensor on the
+    Their buffers are allocated once, decode steps have constant shapes, and the write positions are a tensor on the
     device. Rows may hold different numbers of tokens; `length` is an upper bound then.
 
     Args:
@@ -95,28 +97,78 @@ class StaticLayerCache(LayerCache):
     """
 
     is_static = True
+    capacity: int
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         if capacity < 1:
-            raise ValueError(f"StaticLayerCache: capacity={capacity}; expected at least 1")
-        self.capacity: int = capacity
+            raise ValueError(f"{type(self).__name__}: capacity={capacity}; expected at least 1")
+        self.capacity = capacity
         self.position = StaticPosition()
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """See `LayerCache.positions`."""
         return self.position.next(tokens, device)
 
+    def remove_last(self, tokens: int) -> None:
+        """See `LayerCache.remove_last`."""
+        length = self.length
+        super().remove_last(tokens)
+        self.position.remove_last(length, tokens)
+
+    def reset(self) -> None:
+        """Empties the cache; its memory stays allocated. `KVCache.reset` restarts the shared position."""
+        self.length = 0
+
+    def free(self) -> None:
+        """Frees the memory."""
+        self._keys = self._values = None
+
+    def copy_rows_from(
+        self, other: StaticCache, sources: Tensor | slice, targets: Tensor, rows: int, tokens: int
+    ) -> None:
+        """See `KVCache.copy_rows_from`."""
+        if other._keys is not None and other._values is not None:  # else a layer without attention
+            buffers = self._buffers_like(other._keys, other._values, rows)
+            for buffer, source in zip(buffers, (other._keys, other._values), strict=True):
+                self._part(buffer, tokens)[targets] = self._part(source, tokens)[sources]
+
+    @abstractmethod
+    def prefill_rows(self, index: Tensor, rows: int) -> LayerCache:
+        """Returns a cache that writes prompts to rows `index`, (n,) int64, of B = `rows`; see `PrefillRows`."""
+
+    @abstractmethod
+    def copy_tokens_from(self, other: LayerCache, source: int, columns: Tensor, target: int, rows: int) -> None:
+        """See `KVCache.copy_tokens_from`."""
+
+    @abstractmethod
+    def append_tokens_to(self, other: LayerCache, rows: Tensor, positions: Tensor) -> None:
+        """See `KVCache.append_tokens_to`."""
+
+    @abstractmethod
+    def _buffers_like(self, keys: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Returns the buffers of B = `rows` rows. Allocates them first, like those of another cache, if needed."""
+
+    @abstractmethod
+    def _part(self, buffer: Tensor, tokens: int) -> Tensor:
+        """Returns what a buffer holds of the first tokens of all rows, as a view."""
+
+
+class StaticLayerCache(StaticCache, TokenCache):
+    """Keys and values in buffers of fixed size.
+
+    Args:
+        capacity: maximum number of tokens.
+
+    Raises:
+        ValueError: `capacity` is less than 1.
+    """
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.append`. Returns the whole buffers for up to DECODE_TOKENS tokens, else the slots written."""
+        """See `TokenCache.append`. Returns the whole buffers for up to DECODE_TOKENS tokens, else the slots written."""
         self._check_batch(keys)
-        tokens = keys.shape[1]
-        if self.length + tokens > self.capacity:
-            raise ValueError(
-                f"StaticLayerCache: cannot append {tokens} tokens to the {self.length} in the cache; "
-                f"expected at most {self.capacity} in all, the capacity"
-            )
-        rows = len(keys)
+        rows, tokens = keys.shape[:2]
+        self.check_room(tokens)
         buffers = self.allocate(rows, keys, values)
         positions = self.position.write(self.length, rows, tokens, keys.device)
         write_to_cache(*buffers, keys, values, positions)
@@ -139,41 +191,9 @@ class StaticLayerCache(LayerCache):
             )
         return self._keys, self._values
 
-    def remove_last(self, tokens: int) -> None:
-        """See `LayerCache.remove_last`."""
-        length = self.length
-        super().remove_last(tokens)
-        self.position.remove_last(length, tokens)
-
-    def reset(self) -> None:
-        """Empties the cache; its memory stays allocated. `KVCache.reset` restarts the shared position."""
-        self.length = 0
-
-    def free(self) -> None:
-        """Frees the memory."""
-        self._keys = self._values = None
-
-    def copy_rows_from(
-        self, other: StaticLayerCache, sources: Tensor | slice, targets: Tensor, rows: int, tokens: int
-    ) -> None:
-        """See `KVCache.copy_rows_from`."""
-        if other._keys is not None and other._values is not None:  # else a layer without attention
-            for buffer, source in zip(self._like(rows, other), (other._keys, other._values), strict=True):
-                self._part(buffer, tokens)[targets] = self._part(source, tokens)[sources]
-
-    def _part(self, buffer: Tensor, tokens: int) -> Tensor:
-        """Returns the first tokens of all rows of a buffer, as a view."""
-        return as_bytes(buffer)[:, :, :tokens]
-
-    def _like(self, rows: int, other: StaticLayerCache) -> tuple[Tensor, Tensor]:
-        """Allocates the buffers for what the other cache holds."""
-        assert other._keys is not None
-        assert other._values is not None
-        return self.allocate(rows, other._keys.transpose(1, 2), other._values.transpose(1, 2))
-
-    def prefill_rows(self, index: Tensor, rows: int) -> PrefillLayerCache:
-        """Returns a cache that writes prompts to rows `index`, (n,) int64, of B = `rows`."""
-        return PrefillLayerCache(self, index, rows)
+    def prefill_rows(self, index: Tensor, rows: int) -> PrefillTokens:
+        """See `StaticCache.prefill_rows`."""
+        return PrefillTokens(self, index, rows)
 
     def copy_tokens_from(self, other: LayerCache, source: int, columns: Tensor, target: int, rows: int) -> None:
         """See `KVCache.copy_tokens_from`."""
@@ -193,68 +213,47 @@ class StaticLayerCache(LayerCache):
             )
             other.append(keys, values)
 
-
-class StaticRecurrentLayerCache(RecurrentLayerCache, StaticLayerCache):
-    """States in buffers that stay where they are, for decode steps that are captured in a CUDA graph.
-
-    Args:
-        capacity: maximum number of tokens, as for the caches of attention layers.
-    """
-
-    def count(self, tokens: int) -> None:
-        """See `RecurrentLayerCache.count`. Advances the position that all static layers share."""
-        assert self._values is not None
-        self.position.write(self.length, len(self._values), tokens, self._values.device)
-        super().count(tokens)
-
-    def reset(self) -> None:
-        """Empties the cache; its memory stays allocated."""
-        self.length = 0
-        for buffer in (self._keys, self._values):
-            if buffer is not None:
-                buffer.zero_()
+    def _buffers_like(self, keys: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        return self.allocate(rows, keys.transpose(1, 2), values.transpose(1, 2))
 
     def _part(self, buffer: Tensor, tokens: int) -> Tensor:
-        """Returns the states, which include all tokens."""
-        return buffer
-
-    def _like(self, rows: int, other: StaticLayerCache) -> tuple[Tensor, Tensor]:
-        assert other._keys is not None
-        assert other._values is not None
-        return self.allocate(rows, other._keys, other._values)
-
-    def copy_tokens_from(self, other: LayerCache, source: int, columns: Tensor, target: int, rows: int) -> None:
-        """See `StaticLayerCache.copy_tokens_from`. The states include all tokens of the other cache."""
-        if other._keys is not None and other._values is not None:
-            states = other._keys, other._values
-            for buffer, state in zip(self.allocate(rows, *states), states, strict=True):
-                buffer[target] = state[source]
-
-    def append_tokens_to(self, other: LayerCache, rows: Tensor, positions: Tensor) -> None:
-        """See `StaticLayerCache.append_tokens_to`. The states include all tokens of the rows."""
-        assert isinstance(other, RecurrentLayerCache)
-        if self._keys is not None and self._values is not None:
-            other.write_states(self._keys[rows], self._values[rows], positions.shape[1])
+        return as_bytes(buffer)[:, :, :tokens]
 
 
-class PrefillLayerCache(RecurrentLayerCache):
+class PrefillRows(LayerCache):
     """Some rows of a static cache, to which prompts are written from position 0, while other rows keep their tokens.
 
     Does not change the lengths of the static cache; see `KVCache.set_lengths`.
 
     Args:
-        cache: the static cache, of keys and values or of states.
+        cache: the static cache.
         index: (B,) int64, the rows.
         rows: number of rows of the static cache.
     """
 
-    def __init__(self, cache: StaticLayerCache, index: Tensor, rows: int) -> None:
+    def __init__(self, cache: StaticCache, index: Tensor, rows: int) -> None:
         super().__init__()
-        self.capacity, self.is_recurrent = cache.capacity, cache.is_recurrent
-        self._cache, self._index, self._rows = cache, index, rows
+        self.capacity, self._index, self._rows = cache.capacity, index, rows
+
+    @property
+    def rows(self) -> int | None:
+        """See `LayerCache.rows`."""
+        return len(self._index)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Continues with rows `index`, (rows,) int64, of the current ones."""
+        self._index = self._index[index]
+
+
+class PrefillTokens(PrefillRows, TokenCache):
+    """`PrefillRows` of keys and values."""
+
+    def __init__(self, cache: StaticLayerCache, index: Tensor, rows: int) -> None:
+        super().__init__(cache, index, rows)
+        self._cache = cache
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.append`."""
+        """See `TokenCache.append`."""
         buffers = self._cache.allocate(self._rows, keys, values)
         start, self.length = self.length, self.length + keys.shape[1]
         keys, values = self._stored(keys), self._stored(values)
@@ -266,31 +265,3 @@ class PrefillLayerCache(RecurrentLayerCache):
             as_bytes(buffer)[self._index, :, : self.length].transpose(1, 2).view(buffer.dtype) for buffer in buffers
         )
         return keys, values
-
-    @property
-    def is_updatable(self) -> bool:
-        """False: `read_states` returns copies."""
-        return False
-
-    def read_states(self, rows: int, tokens: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """See `RecurrentLayerCache.read_states`. The first tokens do not continue what the rows held before."""
-        conv_state, state = self._cache._keys, self._cache._values
-        if self.length == 0 or conv_state is None or state is None:
-            return None, None
-        return conv_state[self._index], state[self._index]
-
-    def write_states(self, conv_state: Tensor, state: Tensor, tokens: int) -> None:
-        """See `RecurrentLayerCache.write_states`."""
-        buffers = self._cache.allocate(self._rows, conv_state, state)
-        for buffer, new in zip(buffers, (conv_state, state), strict=True):
-            buffer[self._index] = new
-        self.count(tokens)
-
-    @property
-    def rows(self) -> int | None:
-        """See `LayerCache.rows`."""
-        return len(self._index)
-
-    def select_rows(self, index: Tensor) -> None:
-        """Continues with rows `index`, (rows,) int64, of the current ones."""
-        self._index = self._index[index]

@@ -10,7 +10,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, graphs, slots
 from ligerzoo.generate import rows as rows_module
 from ligerzoo.kernels.fp8 import FP8, to_storage
-from ligerzoo.layers import Attention, KVCache, LayerCache, RecurrentLayerCache
+from ligerzoo.layers import Attention, KVCache, RecurrentLayerCache, TokenCache
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import BUILD, build
@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": NO_END}
 LENGTHS = [7, 12, 9]
 
 
-class RoundingCache(LayerCache):
+class RoundingCache(TokenCache):
     """Returns rounded keys and values in their own dtype: the specification of a cache in fp8."""
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

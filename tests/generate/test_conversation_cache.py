@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import ConversationCache, generate
-from ligerzoo.layers import KVCache, LayerCache
+from ligerzoo.layers import KVCache, TokenCache
 from tests.generate.families import FAMILIES, pair
 from tests.generate.models import LEFT, PROMPT, VOCAB, Recorder, Scripted, mask_of, prompts, tiny_llama
 
@@ -123,7 +123,7 @@ def test_an_exception_empties_the_cache(kind: str) -> None:
 
 
 def new_cache(tokens: int = 0, rows: int = 2, layers: int = 2, capacity: int | None = None) -> KVCache:
-    cache = tiny_llama("cpu").new_cache(capacity) if capacity else KVCache(LayerCache() for _ in range(layers))
+    cache = tiny_llama("cpu").new_cache(capacity) if capacity else KVCache(TokenCache() for _ in range(layers))
     for layer in cache.layers if tokens else ():
         layer.append(torch.zeros(rows, tokens, 6, 8), torch.zeros(rows, tokens, 6, 8))
     return cache

@@ -16,10 +16,10 @@ from ligerzoo.layers import (
     Decoder,
     GatedMLP,
     KVCache,
-    LayerCache,
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
+    TokenCache,
     attend,
     attention_paths,
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_head_counts_must_divide() -> None:
 
 
 def test_cache_is_extended() -> None:
-    attention, x, cache = Attention(24, 4, 2, rotary=RotaryEmbedding(6)), torch.randn(2, 9, 24), LayerCache()
+    attention, x, cache = Attention(24, 4, 2, rotary=RotaryEmbedding(6)), torch.randn(2, 9, 24), TokenCache()
     whole = attention(x, Context(x))
     parts = []
     for start, end in [(0, 4), (4, 5), (5, 9)]:

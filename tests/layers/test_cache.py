@@ -25,6 +25,7 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     SandwichBlock,
     StaticLayerCache,
+    TokenCache,
 )
 from ligerzoo.layers.static_cache import DECODE_TOKENS
 
@@ -36,7 +37,7 @@ def random_tokens() -> tuple[Tensor, Tensor]:
 
 
 def test_growing_cache_returns_all_tokens() -> None:
-    cache, (keys, values) = LayerCache(), random_tokens()
+    cache, (keys, values) = TokenCache(), random_tokens()
     for start, end in STEPS:
         got = cache.append(keys[:, start:end], values[:, start:end])
         assert torch.equal(got[0], keys[:, :end])
@@ -78,7 +79,7 @@ def test_static_cache_keeps_its_memory(tokens: int) -> None:
     assert cache.length == 297
 
 
-@pytest.mark.parametrize("new_layer", [LayerCache, lambda: StaticLayerCache(20)], ids=["growing", "static"])
+@pytest.mark.parametrize("new_layer", [TokenCache, lambda: StaticLayerCache(20)], ids=["growing", "static"])
 @pytest.mark.parametrize("new", [1, 3])
 def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: int) -> None:
     keys, values = random_tokens()
@@ -100,8 +101,8 @@ def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: i
 
 
 LAYERS: dict[str, Callable[[], list[LayerCache]]] = {
-    "growing": lambda: [LayerCache(), LayerCache()],
-    "rolling": lambda: [RollingLayerCache(6), LayerCache()],  # the second counts tokens
+    "growing": lambda: [TokenCache(), TokenCache()],
+    "rolling": lambda: [RollingLayerCache(6), TokenCache()],  # the second counts tokens
     "static": lambda: [StaticLayerCache(40), StaticLayerCache(40)],
 }
 KINDS = [*LAYERS, *(f"fp8 {kind}" for kind in LAYERS)]
@@ -215,7 +216,7 @@ def test_a_clone_is_independent(kind: str) -> None:
     assert (cache.length, clone.length, other.length) == (18, 9, 7)
     assert clone.position_offset is cache.position_offset
     assert_equal_after(clone, expected, *(x[:, 20:30] for x in random_tokens()))
-    assert KVCache([LayerCache()]).clone().length == 0
+    assert KVCache([TokenCache()]).clone().length == 0
     assert CrossAttentionLayerCache().clone().rows is None
 
 
@@ -246,13 +247,13 @@ def test_rows_of_static_caches_take_over_tokens_of_others_and_give_them_back(kin
 
 
 def test_buffers_double() -> None:
-    cache, token = LayerCache(), torch.ones(1, 1, 2, 4)
+    cache, token = TokenCache(), torch.ones(1, 1, 2, 4)
     pointers = {cache.append(token, token)[0].untyped_storage().data_ptr() for _ in range(1000)}
     assert len(pointers) <= 5  # 64, 128, 256, 512, 1024
 
 
 def test_kv_cache_has_one_cache_per_layer() -> None:
-    cache, token = KVCache(LayerCache() for _ in range(3)), torch.ones(1, 1, 2, 4)
+    cache, token = KVCache(TokenCache() for _ in range(3)), torch.ones(1, 1, 2, 4)
     assert (len(cache.layers), cache.length, cache.get_seq_length(), cache.capacity) == (3, 0, 0, None)
     for layer in cache.layers:
         layer.append(token, token)
@@ -263,7 +264,7 @@ def test_kv_cache_has_one_cache_per_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "cache", [LayerCache(), RollingLayerCache(3), StaticLayerCache(9)], ids=lambda c: type(c).__name__
+    "cache", [TokenCache(), RollingLayerCache(3), StaticLayerCache(9)], ids=lambda c: type(c).__name__
 )
 def test_other_batch_sizes_and_heads_are_refused_and_change_nothing(cache: LayerCache) -> None:
     cache.append(torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4))
@@ -299,7 +300,7 @@ def blocks(window: int | None) -> list[nn.Module]:
 @pytest.mark.parametrize("layer", range(4))
 def test_layers_create_their_caches(layer: int) -> None:
     full, windowed = ([attention(window), *blocks(window)][layer] for window in (None, 5))
-    assert type(full.new_cache()) is LayerCache  # type: ignore[operator]
+    assert type(full.new_cache()) is TokenCache  # type: ignore[operator]
     rolling = windowed.new_cache()  # type: ignore[operator]
     assert isinstance(rolling, RollingLayerCache)
     assert rolling.window == 5
@@ -345,7 +346,7 @@ def test_layers_without_new_cache_get_a_cache_of_all_tokens(capacity: int | None
     decoder = Decoder(nn.Embedding(20, 8), [MLPBlock(), CustomBlock(), *blocks(3)], RMSNorm(8))
     tokens = torch.randint(20, (2, 12))
     cache, outputs = decoder.new_cache(capacity), []
-    assert type(cache.layers[1]) is (LayerCache if capacity is None else StaticLayerCache)
+    assert type(cache.layers[1]) is (TokenCache if capacity is None else StaticLayerCache)
     for start, end in [(0, 6), (6, 7), (7, 8), (8, 12)]:
         chunk = tokens[:, start:end]
         assert cache.length == start

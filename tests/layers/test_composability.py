@@ -18,7 +18,6 @@ from ligerzoo.layers import (
     Experts,
     GatedMLP,
     KVCache,
-    LayerCache,
     LayerNorm,
     LMHead,
     MoE,
@@ -32,6 +31,7 @@ from ligerzoo.layers import (
     ScaledPreNormBlock,
     SharedExpertMoE,
     StaticLayerCache,
+    TokenCache,
     shifted_labels,
 )
 
@@ -153,7 +153,7 @@ def test_forward_and_backward(model: Model) -> None:
 def caches(model: Model) -> Iterator[KVCache]:
     yield model.decoder.new_cache()
     yield model.decoder.new_cache(capacity=25)
-    yield KVCache([LayerCache(), *(StaticLayerCache(30) for _ in model.decoder.layers[1:])])
+    yield KVCache([TokenCache(), *(StaticLayerCache(30) for _ in model.decoder.layers[1:])])
 
 
 @seed(2)

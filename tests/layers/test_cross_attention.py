@@ -17,10 +17,10 @@ from ligerzoo.layers import (
     Decoder,
     GatedMLP,
     KVCache,
-    LayerCache,
     PreNormBlock,
     RMSNorm,
     TileMask,
+    TokenCache,
     tile_cross_attention_inputs,
 )
 from ligerzoo.layers.attention_paths import AttentionCall, reference
@@ -163,7 +163,7 @@ def test_decoder_with_cross_attention_uses_its_cache() -> None:
 
 def test_length_counts_tokens_and_cross_attention_length_counts_states() -> None:
     keys = torch.randn(2, 70, 1, 4)
-    of_images, of_tokens = CrossAttentionLayerCache(), LayerCache()
+    of_images, of_tokens = CrossAttentionLayerCache(), TokenCache()
     cache = KVCache([of_images, of_tokens])
     of_images.append(keys[:, :64], keys[:, :64])
     of_images.append(keys[:, 64:], keys[:, 64:])
@@ -181,7 +181,7 @@ def test_cross_attention_without_states_fails() -> None:
     with pytest.raises(TypeError, match=r"is a tensor of shape .* and dtype .*; expected CrossAttentionInputs$"):
         attention(x, context)
     context.cross_attention_inputs = CrossAttentionInputs()
-    for cache in (None, LayerCache(), CrossAttentionLayerCache()):
+    for cache in (None, TokenCache(), CrossAttentionLayerCache()):
         with pytest.raises(ValueError, match="got no states; expected new ones, or a cache that holds some"):
             attention(x, context, cache)
 

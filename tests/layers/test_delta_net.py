@@ -291,7 +291,9 @@ def test_impossible_sizes(key_heads: int, value_heads: int) -> None:
 
 def test_keys_cannot_be_appended_to_states() -> None:
     cache: KVCache = hybrid("linear").new_cache()
-    with pytest.raises(TypeError, match=r"^RecurrentLayerCache: holds states of a recurrent layer"):
+    with pytest.raises(
+        TypeError, match=r"^RecurrentLayerCache: holds no keys and values; expected a cache of attention"
+    ):
         cache.layers[0].append(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3))
 
 

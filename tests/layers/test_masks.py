@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import Context, KVCache, LayerCache, Mask, RollingLayerCache, StaticLayerCache, attention_paths
+from ligerzoo.layers import Context, KVCache, Mask, RollingLayerCache, StaticLayerCache, TokenCache, attention_paths
 from ligerzoo.layers.attention_paths import AttentionCall, reference
 from tests.kernels.op_recorder import Recorder
 
@@ -19,7 +19,7 @@ def after(past: int) -> KVCache | None:
     """A cache of `past` tokens; None for 0."""
     if past == 0:
         return None
-    cache = LayerCache()
+    cache = TokenCache()
     cache.append(torch.zeros(3, past, 1, 1), torch.zeros(3, past, 1, 1))
     return KVCache([cache])
 
@@ -136,7 +136,7 @@ def test_tokens_of_a_span_attend_to_each_other(window: int | None, padded: bool)
 @pytest.mark.parametrize("is_rolling", [True, False])
 def test_spans_after_a_cache(is_rolling: bool) -> None:
     """Spans of the chunk, for any offset of the layer's keys."""
-    cache = RollingLayerCache(4) if is_rolling else LayerCache()
+    cache = RollingLayerCache(4) if is_rolling else TokenCache()
     first, second = (torch.zeros(2, tokens, 1, 1) for tokens in (5, 6))
     cache.append(first, first)
     context = Context(second[..., 0, 0], cache=KVCache([cache]))
@@ -179,7 +179,7 @@ def test_spans_when_compiled() -> None:
         assert torch.equal(*torch.broadcast_tensors(compiled(SPANS.float(), in_span), visible(SPANS.float(), in_span)))
 
 
-@pytest.mark.parametrize("wrong", [{"attention_mask": torch.ones(1, 10)}, {"cache": KVCache([LayerCache()])}])
+@pytest.mark.parametrize("wrong", [{"attention_mask": torch.ones(1, 10)}, {"cache": KVCache([TokenCache()])}])
 def test_packing_requires_one_row(wrong: dict[str, object]) -> None:
     for x, options in ((torch.zeros(1, 10), wrong), (torch.zeros(2, 10), {})):
         with pytest.raises(
@@ -292,7 +292,7 @@ def test_only_queries_without_visible_keys_fall_back_to_their_own(
 ) -> None:
     """Left padding; right or inner padding only if it is longer than the window."""
     padding = torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0, 0, 0]]) == 1
-    layer = RollingLayerCache(3) if "rolling" in kind else LayerCache()
+    layer = RollingLayerCache(3) if "rolling" in kind else TokenCache()
     past = 5 if "cache" in kind else 0
     if past:
         layer.append(*2 * [torch.zeros(3, past, 1, 1)])
@@ -408,7 +408,7 @@ def test_position_ids_mark_segments_only_without_a_cache() -> None:
     """A cache does not store the starts of segments."""
     restarting = torch.tensor([[0, 1, 2, 0, 1]])
     assert Context(torch.zeros(1, 5), position_ids=restarting).segment_start is not None
-    assert Context(torch.zeros(1, 5), position_ids=restarting, cache=KVCache([LayerCache()])).segment_start is None
+    assert Context(torch.zeros(1, 5), position_ids=restarting, cache=KVCache([TokenCache()])).segment_start is None
 
 
 def test_fork_has_all_attributes() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers import KVCache, LayerCache, StaticLayerCache
+from ligerzoo.layers import KVCache, StaticLayerCache, TokenCache
 from ligerzoo.models import Gemma2, Gemma2Config, Llama, LlamaConfig, Mistral, MistralConfig, Qwen3Moe, Qwen3MoeConfig
 
 SIZES: dict[str, Any] = {
@@ -132,6 +132,6 @@ def test_logits_of_other_tokens_in_each_row(model: Any, tokens: Tensor) -> None:
 
 
 def test_numbers_for_each_row_need_static_caches() -> None:
-    for cache in (KVCache([LayerCache()]), KVCache([StaticLayerCache(3)])):
+    for cache in (KVCache([TokenCache()]), KVCache([StaticLayerCache(3)])):
         with pytest.raises(ValueError, match="got a tensor; expected an int, since the caches are empty or not static"):
             cache.remove_last(torch.tensor([1]))
