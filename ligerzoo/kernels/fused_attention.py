@@ -17,14 +17,14 @@ from ligerzoo.kernels.autograd import under_transform
 
 _ALIGNMENT = 8  # head sizes that the kernels of a GPU take are multiples of it
 
-AttentionKernel = Literal["cudnn", "flash", "cpu"]
+AttentionKernel = Literal["cudnn", "flash", "cpu", "auto"]
 
 
 class TorchAttention(NamedTuple):
     """How a kernel of torch computes softmax(q k^T * scale) v.
 
     Attributes:
-        kernel: "cudnn", "flash" (both for fp16 and bf16 on a GPU) or "cpu" (fp32 and fp64).
+        kernel: "cudnn", "flash" (both for fp16 and bf16 on a GPU), "cpu" (fp32 and fp64), or "auto", to be `chosen`.
         scale: factor of the scores.
         is_causal: a query attends to the keys up to its own, which requires T = S.
     """
@@ -32,6 +32,14 @@ class TorchAttention(NamedTuple):
     kernel: AttentionKernel
     scale: float
     is_causal: bool
+
+    def chosen(self, q: Tensor, k: Tensor, v: Tensor) -> TorchAttention:
+        """Returns this with the kernel of `attention_kernel` in place of "auto"."""
+        if self.kernel != "auto":
+            return self
+        kernel = attention_kernel(q, k, v, self.is_causal)
+        assert kernel is not None, "compiled code has no kernel for these tensors"
+        return self._replace(kernel=kernel)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, T, D), (B, K, S, D) twice -> the output, (B, N, T, D), and the logsumexp of the scores, (B, N, T)."""

@@ -123,7 +123,7 @@ def _heads_first(x: Tensor, start: int, documents: int, length: int, heads: int)
 def _to_rows(all_parts: Sequence[Sequence[Tensor]], packing: Packing, triton: bool) -> list[Tensor]:
     """(documents, N, length, D) of each batch -> (B * T, N * D), of several tensors; zeros for a token without slot."""
     matrices = [[x.transpose(1, 2).flatten(0, 1).flatten(1) for x in parts] for parts in all_parts]
-    slots = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in matrices]
+    slots = [parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for parts in matrices]
     return _gather(slots, packing.slots, triton)
 
 
@@ -187,6 +187,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, attention: TorchAttention, triton: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, (B, T, N, V), and the logsumexp, (B, N, T)."""
+    attention = attention.chosen(q, k, v)
     rows = _gather([_as_matrix(x) for x in (q, k, v)], packing.source, triton)
     outs, lses, start = [], [], 0
     for documents, length in packing.batches.tolist():
@@ -212,7 +213,7 @@ def _allocate_backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 def _backward(
     results: _Results, q: Tensor, k: Tensor, v: Tensor, packing: Packing, attention: TorchAttention, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, out, lse = results
+    attention, (dout, out, lse) = attention.chosen(q, k, v), results
     operands = [_as_matrix(x) for x in (dout, q, k, v, out, lse.transpose(1, 2)[..., None])]
     rows = _gather(operands, packing.source, triton)
     heads = [x.shape[2] for x in (dout, q, k, v, out, q)]
@@ -303,7 +304,8 @@ def packed_attention(
             f"{len(packing.slots)} tokens and sinks {None if sinks is None else tuple(sinks.shape)}; expected "
             "(B, T, N, D), (B, T, K, D), (B, T, K, V), B * T tokens and (N,), N a multiple of K"
         )
-    name = attention_kernel(q, k, v, is_causal=True)
+    # Dynamo cannot ask torch which kernel supports the tensors.
+    name = "auto" if torch.compiler.is_compiling() else attention_kernel(q, k, v, is_causal=True)
     if name is None:
         raise ValueError(
             f"packed_attention: {q.dtype} on {q.device} with head size {q.shape[-1]}; expected bf16 or fp16 and a "

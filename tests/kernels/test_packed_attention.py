@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import packed_attention, packing
-from ligerzoo.kernels.packed_attention import reference
+from ligerzoo.kernels.packed_attention import _to_rows, reference
 from ligerzoo.kernels.packing import pack_documents
 from tests.kernels.accuracy import differentiate, judge
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, ON_GPU, needs_hopper, on_gpu_too
+from tests.kernels.machine import INTERPRETING, ON_GPU, needs_hopper, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -62,7 +62,7 @@ def operands(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, d
             ([[0, 40, 0]], 40),
             ([[1, 1]], 3),
         ],
-        [([[2000, 96], [30, 1999]], 2048)],
+        [([[2000, 48], [30, 1999]], 2048)],
     ),
     ids=str,
 )
@@ -70,7 +70,7 @@ def operands(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, d
 def test_equals_the_reference(lengths: list[list[int]], tokens: int, with_sinks: bool, device: str) -> None:
     inputs = operands(len(lengths), tokens, 4, 2, 16, device)
     if with_sinks:
-        inputs.append(numbers(4, dtype=torch.float32, device=device))
+        inputs.append(numbers(4, dtype=DTYPE, device=device))
     compare(inputs, pack_documents([spans(row) for row in lengths], tokens, device))
 
 
@@ -79,6 +79,15 @@ def test_strided_inputs(device: str) -> None:
     compare(
         [joint], pack_documents([[(2, 30), (32, 7)]], 40, device), lambda x: (x[:, :, :4], x[:, :, 4:6], x[:, :, 6:])
     )
+
+
+@needs_triton
+def test_results_with_heads_before_tokens(device: str) -> None:
+    """As cuDNN's logsumexp: the rows of a single document have no unit stride."""
+    lse = torch.randn(1, 4, 64, 1, device=device)
+    (rows,) = _to_rows([[lse]], pack_documents([[(0, 7)]], 9, device), True)
+    assert torch.equal(rows[:7], lse[0, :, :7, 0].T)
+    assert (rows[7:] == 0).all()
 
 
 @pytest.mark.skipif(ON_GPU or INTERPRETING, reason="fp64 runs in plain torch on a CPU")
