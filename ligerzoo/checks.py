@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, cast, get_args, get_origin
 
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
+
+T = TypeVar("T")
 
 
 def _anything(value: Any) -> bool:
@@ -83,14 +85,29 @@ def argument_type(values: Values) -> Callable[[str], Any]:
     return parse
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Returns whether a value is an integer, which True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and type(value) is not bool
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Returns whether a value is a real number, which True and False are not."""
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))  # of a float, at once
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Returns whether a value is a string."""
+    return isinstance(value, str)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Returns whether a value is a list or a tuple."""
+    return isinstance(value, list | tuple)
+
+
+def as_list(value: T | Iterable[T], single: type[T]) -> list[T]:
+    """Returns the items of a value, or the value alone if it has the type of a single one."""
+    return [value] if isinstance(value, single) else list(cast("Iterable[T]", value))
 
 
 def number(expected: str, contains: Callable[[Any], bool] = _anything) -> Values:
@@ -137,7 +154,7 @@ def instances(expected: str, accepts: Callable[[Any], bool]) -> Values:
 def one_of(choices: Collection[str]) -> Values:
     """Names."""
     expected = f"one of {', '.join(map(repr, choices))}"
-    return Values(expected, lambda value: isinstance(value, str), lambda value: value in choices, choices=choices)
+    return Values(expected, is_text, lambda value: value in choices, choices=choices)
 
 
 FINITE = number("a finite number")
@@ -150,7 +167,7 @@ SHARE = number("a number greater than 0 and at most 1", lambda x: 0 < x <= 1)
 COUNT = integer(0)
 AT_LEAST_1 = integer(1)
 FLAG = instances("True or False", lambda value: isinstance(value, bool))
-TEXT = Values("a text that is not empty", lambda value: isinstance(value, str), lambda value: value != "")
+TEXT = Values("a text that is not empty", is_text, lambda value: value != "")
 
 
 def annotated_values(hint: Any) -> Values | None:

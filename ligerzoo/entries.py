@@ -9,9 +9,9 @@ Every other value is an error of one form, with the entry, the value and what is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeGuard, TypeVar, cast
 
-from ligerzoo.checks import FLAG, Values, is_integer, is_number
+from ligerzoo.checks import FLAG, Values, is_integer, is_number, is_text
 from ligerzoo.errors import ConfigError, LigerzooError, quote
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ Entries = Mapping[str, object]
 
 def shown(value: object) -> str:
     """Returns a value from a file for a message: escaped and shortened."""
-    return quote(value) if isinstance(value, str) else repr(value)[:200]
+    return quote(value) if is_text(value) else repr(value)[:200]
 
 
 class JsonType(Values, Generic[T]):
@@ -46,20 +46,28 @@ class JsonType(Values, Generic[T]):
         return None if value is None else self.read(value, name)
 
 
-def _is_list(value: object) -> bool:
+def is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Returns whether a value is an object of JSON."""
+    return isinstance(value, Mapping)
+
+
+def is_array(value: object) -> TypeGuard[list[Any]]:
+    """Returns whether a value is an array of JSON."""
     return isinstance(value, list)
 
 
 def list_of(items: JsonType[T], expected: str, problem: str = "invalid value") -> JsonType[list[T]]:
     """Lists of values."""
-    return JsonType(expected, _is_list, lambda value: all(map(items.accepts, value)), problem=problem)
+    return JsonType(expected, is_array, lambda value: all(map(items.accepts, value)), problem=problem)
 
 
 BOOLEAN = JsonType[bool]("true or false", FLAG.has_type)
 NUMBER = JsonType[float]("a number", is_number)
 INTEGER = JsonType[int]("an integer", is_integer)
-NAME = JsonType[str]("a name", lambda value: isinstance(value, str), bool)
-OBJECT = JsonType[Entries]("an object", lambda value: isinstance(value, Mapping), problem="not an object")
+STRING = JsonType[str]("a string", is_text)
+NAME = JsonType[str]("a name", is_text, bool)
+LIST = JsonType[list[object]]("a list", is_array)
+OBJECT = JsonType[Entries]("an object", is_object, problem="not an object")
 
 
 def object_entry(raw: Entries, name: str) -> Entries:

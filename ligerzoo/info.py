@@ -27,7 +27,6 @@ from ligerzoo.memory import TrainingSetting, predict_training
 from ligerzoo.memory.simulation import COUNTS, with_unit
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
-from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.text.tokenizer import Tokenizer
@@ -277,7 +276,10 @@ def _describe_shape(config: DecoderConfig) -> Lines:
 
 def _moe_layers(config: DecoderConfig) -> int:
     """Returns the number of layers with experts; the others have a dense MLP."""
-    return sum(isinstance(config, RoutedConfig) and config.has_mixture(i) for i in range(config.num_hidden_layers))
+    match config:
+        case RoutedConfig():
+            return sum(map(config.has_mixture, range(config.num_hidden_layers)))
+    return 0
 
 
 def _describe_experts(config: DecoderConfig) -> Lines:
@@ -289,18 +291,19 @@ def _describe_experts(config: DecoderConfig) -> Lines:
 
 def _windows(config: DecoderConfig) -> list[int | None]:
     """Returns the window of each self-attention layer; None for full attention."""
-    if isinstance(config, WindowedConfig):
-        return [config.window(layer) for layer in range(config.num_hidden_layers)]
-    if isinstance(config, GatedDeltaConfig):
-        return [None for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
-    window = getattr(config, "sliding_window", None)
+    match config:
+        case WindowedConfig():
+            return [config.window(layer) for layer in range(config.num_hidden_layers)]
+        case GatedDeltaConfig():
+            return [None for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     layers = config.num_hidden_layers - len(_cross_attention_layers(config))
+    window = getattr(config, "sliding_window", None)
     return [window if isinstance(window, int) else None] * layers
 
 
 def _cross_attention_layers(config: DecoderConfig) -> set[int]:
     """Returns the layers that attend to images instead of the text."""
-    layers = config.cross_attention_layers if isinstance(config, MllamaConfig) else ()
+    layers = getattr(config, "cross_attention_layers", ())
     return {layer for layer in layers if layer < config.num_hidden_layers}
 
 

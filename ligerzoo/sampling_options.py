@@ -16,8 +16,10 @@ from ligerzoo.checks import (
     POSITIVE,
     SHARE,
     Values,
+    as_list,
     instances,
     integer,
+    is_list,
     is_number,
     number,
     option_values,
@@ -63,16 +65,12 @@ def _offered(default: T, metavar: str, help: str, values: Values, client: Values
     return field(default=default, metadata={"offer": Offer(client or values, values, metavar, help)})
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
 def _are_ids(value: Sequence[object]) -> bool:
-    return _is_list(value) and all(map(_INT32.accepts, value))
+    return is_list(value) and all(map(_INT32.accepts, value))
 
 
 def _are_words(value: Sequence[Sequence[object]]) -> bool:
-    return _is_list(value) and all(word and _are_ids(word) for word in value)
+    return is_list(value) and all(word and _are_ids(word) for word in value)
 
 
 def _are_bad_words(value: Sequence[Sequence[object]]) -> bool:
@@ -88,10 +86,10 @@ def _pairs(bias: Biases | None) -> list[tuple[Sequence[int], float]]:
 
 
 def _is_bias(pair: Sequence[object]) -> bool:
-    if not _is_list(pair) or len(pair) != 2:
+    if not is_list(pair) or len(pair) != 2:
         return False
     ids, bias = pair
-    return bool(ids) and _are_ids(ids) and is_number(bias) and abs(bias) <= _LARGEST  # type: ignore[arg-type]
+    return bool(ids) and _are_ids(ids) and is_number(bias) and abs(bias) <= _LARGEST
 
 
 _IDS = instances("a list of token ids", _are_ids)
@@ -99,10 +97,10 @@ _WORDS = instances("a list of lists of token ids, none of them empty", _are_word
 _ID_OR_IDS = instances("a token id, a list of them", lambda value: _INT32.accepts(value) or _are_ids(value))
 _BIASES = instances(
     "a dict of tuples of token ids to numbers, or a list of such pairs",
-    lambda value: (_is_list(value) or isinstance(value, Mapping)) and all(map(_is_bias, _pairs(value))),
+    lambda value: (is_list(value) or isinstance(value, Mapping)) and all(map(_is_bias, _pairs(value))),
 )
 _FUNCTIONS = instances(
-    "a list of functions of input_ids and scores", lambda value: _is_list(value) and all(map(callable, value))
+    "a list of functions of input_ids and scores", lambda value: is_list(value) and all(map(callable, value))
 )
 _BAD_WORDS = instances(f"up to {_MAX_WORDS} lists, each with 1 to {_MAX_WORD_LENGTH} token ids", _are_bad_words)
 _CLIENT_TEMPERATURE = number(
@@ -223,7 +221,7 @@ class SamplingOptions:
     def forced_eos_token_ids(self) -> list[int]:
         """The tokens of `forced_eos_token_id`."""
         ids = self.forced_eos_token_id
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        return [] if ids is None else as_list(ids, int)
 
 
 _VALUES = {one.name: values for one in fields(SamplingOptions) if (values := option_values(one.type))}

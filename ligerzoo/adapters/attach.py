@@ -1,6 +1,5 @@
 """Chooses what trains: low-rank updates of some layers, or some parameters."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -9,11 +8,13 @@ from torch import nn
 
 from ligerzoo.adapters.module_names import lora_layers
 from ligerzoo.adapters.targets import Target, targets_of
+from ligerzoo.checks import as_list
 from ligerzoo.errors import LigerzooError, did_you_mean
-from ligerzoo.hub.tying import EMBEDDING_MODULE, HEAD_MODULE
+from ligerzoo.hub.tying import untie
 from ligerzoo.layers import Decoder, Experts, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRAOptions
+from ligerzoo.layers.plain import find_modules
 from ligerzoo.models.language_model import LanguageModel
 
 
@@ -59,21 +60,22 @@ def add_lora(
     except ValueError as error:
         raise LigerzooError(str(error).removeprefix("LoRA: "), where="add_lora") from error
     available = targets_of(model)
-    chosen = _default_targets(model, available) if targets is None else _matching_targets(available, _listed(targets))
+    patterns = None if targets is None else as_list(targets, str)
+    chosen = _default_targets(model, available) if patterns is None else _matching_targets(available, patterns)
     if experts := [t.name for t in chosen if t.is_experts]:
         for name, value, neutral in (("dora", dora, False), ("dropout", dropout, 0.0)):
             if value != neutral:
                 what, where = f"experts have no {name}", f"add_lora, {experts[0]!r}"
                 remedy = "Leave the experts out of the targets."
                 raise LigerzooError(what, where=where, got=value, expected=neutral, remedy=remedy)
-    to_train = modules_to_train(model, _listed(trained), exclude={target.module for target in chosen})
+    to_train = modules_to_train(model, as_list(trained, str), exclude={target.module for target in chosen})
     model.requires_grad_(False)
     for module in to_train:
         untie(model, module)
         model.get_submodule(module).requires_grad_(True)
     attach(model, [(target, options) for target in chosen], dora=dora, dtype=dtype)
-    if targets is not None:
-        for fused in _fused_only(chosen, _listed(targets)):
+    if patterns is not None:
+        for fused in _fused_only(chosen, patterns):
             share_a(model, fused)
     return [target.name for target in chosen]
 
@@ -113,10 +115,10 @@ def freeze_all_but(model: nn.Module, patterns: str | Sequence[str]) -> list[str]
         LigerzooError: a pattern matches no parameter.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern in _listed(patterns):
+    for pattern in as_list(patterns, str):
         if not any(matches(name, [pattern]) for name in names):
             raise _no_match("freeze_all_but", pattern, names)
-    chosen = [name for name in names if matches(name, _listed(patterns))]
+    chosen = [name for name in names if matches(name, as_list(patterns, str))]
     model.requires_grad_(False)
     for name in chosen:
         model.get_parameter(name).requires_grad_(True)
@@ -137,20 +139,6 @@ def modules_to_train(model: LanguageModel, patterns: Sequence[str], exclude: set
     return [name for name in owners if matches(name, patterns)]
 
 
-def untie(model: LanguageModel, name: str) -> None:
-    """Gives a module its own copy of a weight that it shares, so that training it does not change the other module."""
-    if name not in tied_modules(model):
-        return
-    weight = model.get_input_embeddings().weight
-    model.get_submodule(name).weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)  # type: ignore[type-var]
-
-
-def tied_modules(model: LanguageModel) -> tuple[str, ...]:
-    """Returns the names of the embedding and the head if they share a weight."""
-    return (EMBEDDING_MODULE, HEAD_MODULE) if model.shares_head else ()
-
-
 def has_adapters(model: nn.Module) -> bool:
     """Whether layers of the model have low-rank updates."""
     return bool(lora_layers(model))
@@ -163,13 +151,8 @@ def refuse_adapters(model: LanguageModel, where: str) -> None:
         raise LigerzooError("the model has adapters already", where=where, remedy=remedy)
 
 
-def _listed(patterns: str | Sequence[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
-
-
 def _default_targets(model: LanguageModel, available: Sequence[Target]) -> list[Target]:
-    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
-    blocks = {module for decoder in decoders for module in decoder.layers.modules()}
+    blocks = {module for decoder in find_modules(model, Decoder) for module in decoder.layers.modules()}
     layers = {target: model.get_submodule(target.module) for target in available}
     return [
         target for target, layer in layers.items() if layer in blocks and type(layer) in (Linear, nn.Linear, Experts)

@@ -20,15 +20,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.adapters.attach import tied_modules, untie
 from ligerzoo.adapters.module_names import ModuleNames, lora_layers
 from ligerzoo.adapters.peft_config import PeftConfig, unmatched
 from ligerzoo.adapters.peft_tensors import PREFIX
 from ligerzoo.convert.stored_tensors import StoredTensors, assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.dtensors import full
+from ligerzoo.entries import is_object
 from ligerzoo.errors import CheckpointError
-from ligerzoo.hub.tying import EMBEDDING, EMBEDDING_MODULE, HEAD, HEAD_MODULE, TIED, refuse_different
+from ligerzoo.hub.tying import (
+    EMBEDDING,
+    EMBEDDING_MODULE,
+    HEAD,
+    HEAD_MODULE,
+    TIED,
+    refuse_different,
+    tied_modules,
+    untie,
+)
 from ligerzoo.models.language_model import LanguageModel
 
 _WRAPPERS = ("", ".base_layer", ".token_adapter.base_layer")
@@ -142,7 +151,7 @@ def _rows(config: PeftConfig, names: ModuleNames, trained: Collection[str], wher
     modules = {name.removesuffix(".weight"): names.module_of(name) for name in present}
     entry = config.trainable_token_indices
     all_names = [name for module in modules.values() for name in names.all_of(module)]
-    if isinstance(entry, Mapping) and (missing := unmatched(entry, all_names)):
+    if is_object(entry) and (missing := unmatched(entry, all_names)):
         what, expected = "not the embedding or the head", " or ".join(modules.values())
         raise CheckpointError(what, where=where, got=missing, expected=expected)
     rows: dict[str, TokenRows] = {}
@@ -208,7 +217,7 @@ def stored_base_weights(
             remedy = "Freeze the weight, or save the whole model."
             raise CheckpointError(what, where=f"{directory}, module {name!r}", got=got, remedy=remedy)
     slices = [part for name in names for part in parts[name]]
-    stored = StoredTensors(slices, {name: full(state[name]).detach() for name in names})
+    stored = StoredTensors(slices, {name: full(state[name]) for name in names})
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in stored.items()}
     rows: dict[str, list[int]] = {}
     for module, indices in model.replaced_weights.items():
@@ -219,14 +228,14 @@ def stored_base_weights(
             wrapper = ".base_layer" if has_update else ""
             for name in shapes.keys() & {f"{module}.weight", f"{module}.bias"}:
                 leaf = name.rpartition(".")[2]
-                tensors[f"{PREFIX}{stored_module}{wrapper}.{leaf}"] = full(state[name]).detach()
+                tensors[f"{PREFIX}{stored_module}{wrapper}.{leaf}"] = full(state[name])
         elif has_update:
             what, where = "PEFT's files hold an update of a module or rows of it", f"{directory}, module {module!r}"
             remedy = "Leave the module out of the targets, or save the whole model."
             raise CheckpointError(what, where=where, got="both", remedy=remedy)
         else:
             rows[stored_module] = list(indices)
-            tensors[_rows_name(stored_module)] = full(state[f"{module}.weight"]).detach()[list(indices)]
+            tensors[_rows_name(stored_module)] = full(state[f"{module}.weight"])[list(indices)]
     is_tied = any(f"{module}.weight" in names for module in tied_modules(model))
     entries: dict[str, object] = {
         "modules_to_save": modules or None,

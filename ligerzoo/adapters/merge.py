@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.adapters.attach import untie
 from ligerzoo.adapters.loading import load_adapter, resize_for_adapter
 from ligerzoo.adapters.module_names import lora_layers
 from ligerzoo.convert.stored_tensors import ComputedTensors
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import AutoModel, save
+from ligerzoo.hub.tying import untie
 from ligerzoo.layers.lora import LoRALayer
 from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.models.language_model import LanguageModel

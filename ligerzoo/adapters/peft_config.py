@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
-from ligerzoo.entries import BOOLEAN, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_one_of, list_of
+from ligerzoo.checks import is_text
+from ligerzoo.entries import BOOLEAN, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_array, is_object, is_one_of, list_of
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
 from ligerzoo.files.locate import ADAPTER_CONFIG_FILE
 from ligerzoo.files.untrusted import read_json
@@ -183,7 +184,7 @@ def _read(kind: JsonType[T], value: object, where: str) -> T:
 
 def _listed(kind: JsonType[list[T]], value: object, where: str) -> tuple[T, ...]:
     """Returns the values of a list, or a single value."""
-    values: list[T] = _read(kind, value if isinstance(value, list) else [value], where)
+    values: list[T] = _read(kind, value if is_array(value) else [value], where)
     return tuple(values)
 
 
@@ -193,7 +194,7 @@ _indices = partial(_listed, list_of(INTEGER, "a list of integers"))
 
 
 def _names_or_expression(value: object, where: str) -> NamesOrExpression:
-    return None if isinstance(value, str) else _names(value, where)
+    return None if is_text(value) else _names(value, where)
 
 
 def _numbers_by_name(value: object, where: str) -> dict[str, float]:
@@ -206,7 +207,7 @@ def _numbers_by_name(value: object, where: str) -> dict[str, float]:
 
 
 def _tokens(value: object, where: str) -> TokenIndices:
-    if isinstance(value, dict):
+    if is_object(value):
         return {name: _distinct_tokens(indices, where) for name, indices in value.items()}
     return _distinct_tokens(value, where)
 

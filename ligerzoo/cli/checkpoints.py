@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligerzoo.checks import is_text
 from ligerzoo.errors import LigerzooError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
     base, problem = raw.get("base_model_name_or_path"), None
     if choice.adapter is not None:
         problem = "MODEL is an adapter too"
-    elif not isinstance(base, str) or not base:
+    elif not is_text(base) or not base:
         problem = "the adapter does not say which base model it has"
     elif (directory / base).is_dir():
         base = str(directory / base)
@@ -83,7 +84,7 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
         raise LigerzooError(problem, where=where, got=got, remedy=remedy)
     if not Path(model).is_dir():
         directory, revision = _download_adapter(model, directory.name), None
-    if revision is None and isinstance(raw.get("revision"), str):
+    if revision is None and is_text(raw.get("revision")):
         revision = raw["revision"]
     tokenizer = choice.tokenizer
     if tokenizer is None and (directory / "tokenizer.json").exists():

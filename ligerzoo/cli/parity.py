@@ -77,12 +77,12 @@ def find_inputs(choice: ModelChoice, text: str, images: list[str]) -> dict[str, 
     import torch
 
     from ligerzoo.hub import read_config
-    from ligerzoo.vision.processor import Processor
+    from ligerzoo.vision.processor import tokenizer_of
 
     if images:
         inputs, _ = prepare_images(text, images, choice)
     elif (preprocessor := find_preprocessor(choice.model, choice.revision)) is not None:
-        tokenizer = preprocessor.tokenizer if isinstance(preprocessor, Processor) else preprocessor
+        tokenizer = tokenizer_of(preprocessor)
         inputs = tokenizer([text], return_tensors="pt")
     else:
         config = read_config(choice.model, revision=choice.revision)

@@ -7,6 +7,7 @@ import dataclasses
 from functools import partial
 from importlib import import_module
 
+from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.families import FAMILIES
 from ligerzoo.convert.fields import is_classifier
@@ -33,7 +34,7 @@ def architecture_of(model_type: object) -> Architecture:
     Raises:
         ConfigError: No architecture has this name.
     """
-    if isinstance(model_type, str):
+    if is_text(model_type):
         if model_type in _REGISTERED:
             return _REGISTERED[model_type]
         model_type = ALIASES.get(model_type, model_type)

@@ -4,7 +4,7 @@ transformers requires `layer_types` without a sliding window. There it has no ef
 """
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, is_array
 from ligerzoo.models.exaone4 import Exaone4Config
 
 
@@ -12,7 +12,7 @@ def _read_entries(raw: Entries) -> Entries:
     """Returns config.json, without a `layer_types` that has no effect."""
     types = raw.get("layer_types")
     count, window = (raw.get(name, getattr(Exaone4Config, name)) for name in ("num_hidden_layers", "sliding_window"))
-    is_plain = window is None and isinstance(types, list) and len(types) == count and set(types) == {"full_attention"}
+    is_plain = window is None and is_array(types) and len(types) == count and set(types) == {"full_attention"}
     return {**raw, "layer_types": None} if is_plain else raw
 
 

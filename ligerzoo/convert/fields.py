@@ -8,7 +8,8 @@ from typing import Any, TypedDict, Union, get_args, get_origin
 
 import torch
 
-from ligerzoo.entries import Entries, flag_entry, object_entry, shown
+from ligerzoo.checks import is_text
+from ligerzoo.entries import Entries, flag_entry, is_array, is_object, object_entry, shown
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.config import DecoderConfig, field_types
 
@@ -45,7 +46,7 @@ under another name, or only where it is not None."""
 def is_classifier(raw: Entries) -> bool:
     """Returns whether config.json names a class of transformers that classifies sequences."""
     names = raw.get("architectures")
-    return isinstance(names, list) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
+    return is_array(names) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
 
 
 def shared_fields(raw: Entries, config_class: type) -> dict[str, object]:
@@ -76,7 +77,7 @@ def convert_value(value: object, hint: object, name: str) -> object:
     for kind in kinds:
         if isinstance(kind, type) and is_dataclass(kind) and not (value is None or isinstance(value, kind)):
             return build_config(kind, shared_fields(object_entry({name: value}, name), kind))
-        if (get_origin(kind) or kind) is tuple and isinstance(value, list):
+        if (get_origin(kind) or kind) is tuple and is_array(value):
             return tuple(value)
     return value
 
@@ -185,7 +186,7 @@ def rope_fields(raw: Entries, default_theta: float = 10000.0) -> RopeFields:
     original = _first_not_null((_ORIGINAL, part.get(_ORIGINAL)) for part in (raw, scaling))
     if original is not None:
         scaling[_ORIGINAL] = original
-    if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
+    if nested := [name for name, value in scaling.items() if is_object(value)]:
         got, expected = f"an object with {', '.join(map(repr, nested))}", "the parameters of all layers in one object"
         raise ConfigError("not supported", where="rope_parameters", got=got, expected=expected)
     scales = {"rope_type": rope_type, **scaling} if rope_type != "default" else None
@@ -270,7 +271,7 @@ def parse_dtype(name: object, *, where: str) -> torch.dtype:
     Raises:
         ConfigError: It is not a dtype that weights can have.
     """
-    dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else name
+    dtype = _DTYPES.get(name.removeprefix("torch.")) if is_text(name) else name
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
     remedy = did_you_mean(_OTHER_DTYPE_NAMES.get(str(name).lower(), name), _DTYPES)
@@ -290,6 +291,6 @@ def refuse(raw: Entries, name: str, *, unless: tuple[object, ...], remedy: str |
     """
     value = raw.get(name)
     if not any(value == other and (type(value) is bool) is (type(other) is bool) for other in unless):  # 0 == False
-        got = f"an object with {', '.join(map(repr, value))}" if isinstance(value, Mapping) else repr(value)
+        got = f"an object with {', '.join(map(repr, value))}" if is_object(value) else repr(value)
         expected = " or ".join("no entry" if other is None else repr(other) for other in unless)
         raise ConfigError("not supported", where=name, got=got, expected=expected, remedy=remedy)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 
+from ligerzoo.checks import TEXT, is_list, is_text
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.layout import Rule
 from ligerzoo.errors import ConfigError
@@ -17,10 +18,10 @@ def check_arguments(config_class: object, model_class: object, model_type: objec
     if not _is_model_class(model_class):
         raise ConfigError("not a model class", where="model_class", got=model_class, expected="a subclass of CausalLM")
     _check_config_class(config_class)
-    if not isinstance(layout, tuple | list) or not all(isinstance(rule, Rule) for rule in layout):
+    if not is_list(layout) or not all(isinstance(rule, Rule) for rule in layout):
         expected = "a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.layout"
         raise ConfigError("not a tuple of rules", where="layout", got=repr(layout), expected=expected)
-    if not isinstance(model_type, str) or not model_type:
+    if not TEXT.accepts(model_type):
         raise ConfigError("not a name", where="model_type", got=repr(model_type), expected="a non-empty string")
     if model_type in ARCHITECTURES or model_type in ALIASES:
         what = "the name belongs to an architecture of ligerzoo.models"
@@ -33,9 +34,9 @@ def _check_order(*arguments: object) -> None:
     def kind(value: object) -> str | None:
         if _is_model_class(value):
             return "model_class"
-        if isinstance(value, type) and dataclasses.is_dataclass(value):
+        if inspect.isclass(value) and dataclasses.is_dataclass(value):
             return "config_class"
-        return "model_type" if isinstance(value, str) else None
+        return "model_type" if is_text(value) else None
 
     expected, got = ("config_class", "model_class", "model_type"), tuple(map(kind, arguments))
     if got != expected and {*got} == {*expected}:
@@ -50,13 +51,13 @@ def _check_order(*arguments: object) -> None:
 
 
 def _is_model_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, CausalLM)
+    return inspect.isclass(value) and issubclass(value, CausalLM)
 
 
 def _check_config_class(config_class: object) -> None:
     remedy = "Decorate the class with @dataclass(frozen=True, kw_only=True)."
     if not (
-        isinstance(config_class, type)
+        inspect.isclass(config_class)
         and dataclasses.is_dataclass(config_class)
         and config_class.__dataclass_params__.frozen  # type: ignore[attr-defined]
     ):

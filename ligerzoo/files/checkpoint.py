@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ligerzoo.entries import STRING, is_object
 from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.layout import DTYPES, INDEX_FILE, SINGLE_FILE, SUPPORTED, is_plain_name
 from ligerzoo.files.untrusted import (
@@ -216,7 +217,7 @@ def weight_files(directory: Path) -> set[str]:
     return set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
 
 
-def read_weight_map(index: str | Path) -> dict[str, str]:
+def read_weight_map(index: str | Path) -> Mapping[str, str]:
     """Reads the file name of each tensor from a `model.safetensors.index.json`.
 
     Raises:
@@ -224,10 +225,10 @@ def read_weight_map(index: str | Path) -> dict[str, str]:
             file in the same directory.
     """
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not is_object(weight_map) or not weight_map:
         raise CheckpointError("no weight_map", where=index, expected="an object of tensor names and file names")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not is_plain_name(file) or not file.endswith(".safetensors"):
+        if not STRING.accepts(file) or not is_plain_name(file) or not file.endswith(".safetensors"):
             where, expected = f"{index}, tensor {quote(name)}", "the name of a .safetensors file in the same directory"
             raise CheckpointError("invalid file name", where=where, got=quote(file), expected=expected)
     return weight_map

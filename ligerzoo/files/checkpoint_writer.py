@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ligerzoo.checks import is_integer
 from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import CheckpointError, quote
 from ligerzoo.files.atomic import replacing_directory
@@ -114,9 +115,9 @@ def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
 def _number_of_bytes(size: int | str) -> int:
     """Parses a size: "5GB" is 5 * 10**9."""
     number, factor = size, 1
-    if isinstance(size, str) and (match := re.fullmatch(r"(\d+) ?([KMGT])(i?)B", size)):
+    if match := re.fullmatch(r"(\d+) ?([KMGT])(i?)B", str(size)):
         number, factor = int(match[1]), (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
-    if not isinstance(number, int) or number < 1:
+    if not is_integer(number) or number < 1:
         expected = 'a number of bytes, or a string such as "500MB", "5GB" or "2GiB"'
         raise CheckpointError("invalid size", where="max_shard_size", got=repr(size), expected=expected)
     return number * factor

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 
-from ligerzoo.entries import OBJECT, is_one_of
+from ligerzoo.entries import is_object, is_one_of
 from ligerzoo.errors import ConfigError, unknown_names
 
 
@@ -150,7 +150,7 @@ def _others(options: Mapping[str, Any], accepted: Mapping[str, _Option]) -> dict
     for name, value in options.items():
         if name not in accepted or value is None:
             continue
-        values = list(value.values()) if name == "attn_implementation" and OBJECT.accepts(value) else [value]
+        values = list(value.values()) if name == "attn_implementation" and is_object(value) else [value]
         choices, remedy = accepted[name]
         if not all(is_one_of(one, choices) for one in values):
             got, expected = repr(value)[:200], " or ".join(map(repr, (*choices, None)))
@@ -164,11 +164,11 @@ def _others(options: Mapping[str, Any], accepted: Mapping[str, _Option]) -> dict
 
 def _single_device(device_map: object) -> str | torch.device:
     """Returns the device of a device map that names one."""
-    if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if is_one_of(device_map, ("auto", "balanced", "balanced_low_0", "sequential")):
         if torch.cuda.device_count() > 1:
             _log(f"device_map={device_map!r}: the whole model is loaded on cuda:0")
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    values = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    values = list(device_map.values()) if is_object(device_map) else [device_map]
     devices = {f"cuda:{value}" if type(value) is int else str(value) for value in values}
     if len(devices) != 1 or not isinstance(values[0], str | int | torch.device) or devices <= {"disk", "True", "False"}:
         got = repr(device_map)[:200]

@@ -121,11 +121,14 @@ class AutoModelForSequenceClassification:
 
 def _refuse_other_than_config(config: object) -> None:
     """Raises ConfigError for a model, the name of a checkpoint or a class in place of a config."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return
-    is_model = isinstance(config, LanguageModel)
-    remedy = "Pass model.config." if is_model else "To load a checkpoint, call from_pretrained."
-    got = repr(config) if isinstance(config, str | type) else type(config).__name__
+    got, remedy = type(config).__name__, "To load a checkpoint, call from_pretrained."
+    match config:
+        case str() | type():
+            got = repr(config)
+        case LanguageModel():
+            remedy = "Pass model.config."
+        case _ if dataclasses.is_dataclass(config):
+            return
     expected = "a config of ligerzoo.models, such as LlamaConfig(...), or of a registered class"
     raise ConfigError("not a config", where="config", got=got, expected=expected, remedy=remedy)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import is_text
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.stored_tensors import StoredTensors, assemble
@@ -161,7 +162,7 @@ def refuse_other_values(state: Mapping[str, Tensor], where: str) -> None:
     """
     for name, tensor in state.items():
         location = f"{where}, tensor {name!r}"
-        if not isinstance(name, str):
+        if not is_text(name):
             raise CheckpointError("not a name", where=location, got=type(name).__name__, expected="a string")
         if not isinstance(tensor, Tensor):
             raise CheckpointError("not a tensor", where=location, got=type(tensor).__name__, expected="a torch.Tensor")

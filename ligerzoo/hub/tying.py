@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.dtensors import full, is_sharded
+from ligerzoo.entries import is_object
 from ligerzoo.errors import CheckpointError
-from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ def tie_if_equal(model: LanguageModel, raw: dict[str, object]) -> dict[str, obje
     If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the
     returned config.json.
     """
-    if not (model.config.tie_word_embeddings and isinstance(model, CausalLM)):
-        return raw
     parameters = model.state_dict()
+    if not (model.config.tie_word_embeddings and HEAD in parameters):
+        return raw
     if _are_equal(parameters[HEAD], parameters[EMBEDDING]):
         model.tie_weights()
         return raw
@@ -72,4 +72,18 @@ def tie_if_equal(model: LanguageModel, raw: dict[str, object]) -> dict[str, obje
 def _untied(raw: Mapping[str, object]) -> dict[str, object]:
     """Sets `tie_word_embeddings` to False at every level of config.json that has it."""
     untied = {name: False if name == "tie_word_embeddings" else value for name, value in raw.items()}
-    return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in untied.items()}
+    return {name: _untied(value) if is_object(value) else value for name, value in untied.items()}
+
+
+def tied_modules(model: LanguageModel) -> tuple[str, ...]:
+    """Returns the names of the embedding and the head if they share a weight."""
+    return (EMBEDDING_MODULE, HEAD_MODULE) if model.shares_head else ()
+
+
+def untie(model: LanguageModel, name: str) -> None:
+    """Gives a module its own copy of a weight that it shares, so that training it does not change the other module."""
+    if name not in tied_modules(model):
+        return
+    weight = model.get_input_embeddings().weight
+    model.get_submodule(name).weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)  # type: ignore[type-var]

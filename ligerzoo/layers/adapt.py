@@ -23,6 +23,7 @@ from ligerzoo.layers.lora import (
     LoRAScaledEmbedding,
 )
 from ligerzoo.layers.moe import Experts
+from ligerzoo.layers.plain import find_modules
 from ligerzoo.layers.routers import Router
 
 _CLASSES: dict[type[nn.Module], type[LoRALayer]] = {
@@ -90,7 +91,7 @@ def adapt(
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Computes without the low-rank updates within the context: the base model, such as the reference of DPO."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LoRALayer)]
+    layers = find_modules(model, LoRALayer)
     before = [layer.lora_enabled for layer in layers]
     try:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Detects modules and weights that a fused kernel may read directly."""
+"""Finds modules by their class, and detects those and weights that a fused kernel may read directly."""
 
 from types import NoneType
 from typing import TypeGuard, TypeVar
@@ -8,6 +8,11 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 _PLAIN_TENSORS = frozenset({nn.Parameter, Tensor, NoneType})
+
+
+def find_modules(model: nn.Module, *kinds: type[M]) -> list[M]:
+    """Returns the modules of a model that are instances of a class or its subclasses, the model itself included."""
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def is_plain(module: nn.Module, *kinds: type[M]) -> TypeGuard[M]:

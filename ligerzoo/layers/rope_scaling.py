@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import is_list, is_number, is_text
+
 Scaling = Mapping[str, Any]
 """A rope type and its parameters, `{"rope_type": ..., its parameters}`."""
 
@@ -193,7 +195,7 @@ def scaling_error(scaling: object, dim: int) -> str | None:
     if not isinstance(scaling, Mapping):
         return f"not a mapping; got {_short(scaling)}; expected a mapping with rope_type and its parameters"
     rope_type = scaling.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+    if not is_text(rope_type) or rope_type not in ROPE_TYPES:
         return f"unknown rope type; got {_short(rope_type)}; expected one of {', '.join(ROPE_TYPES)}"
     required = ROPE_TYPES[rope_type].required
     for name in (*required, *_OPTIONAL_PARAMETERS):
@@ -201,7 +203,7 @@ def scaling_error(scaling: object, dim: int) -> str | None:
         if value is None and name not in required:
             continue
         if name in ("short_factor", "long_factor"):
-            is_valid = isinstance(value, list | tuple) and len(value) == dim // 2 and all(map(is_positive, value))
+            is_valid = is_list(value) and len(value) == dim // 2 and all(map(is_positive, value))
             expected = f"a list of {dim // 2} positive numbers, one per pair of rotated features"
         else:
             is_valid, expected = is_positive(value), "a positive number"
@@ -229,7 +231,7 @@ def is_theta(theta: object) -> bool:
 
 def is_positive(value: object) -> TypeGuard[int | float]:
     """Whether `value` is a positive number, within limits that keep the formulas above from overflowing."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30
+    return is_number(value) and 1e-30 < value < 1e30
 
 
 def _short(value: object) -> str:

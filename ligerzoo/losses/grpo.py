@@ -46,14 +46,14 @@ two are equal without padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import AT_LEAST_1, FINITE, POSITIVE, Values, check, number, one_of
+from ligerzoo.checks import AT_LEAST_1, FINITE, POSITIVE, Values, check, is_list, number, one_of
 from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_both_or_neither, check_constants, check_sequences
@@ -277,7 +277,7 @@ class GRPOOptions(LogpOptions):
 
     def check(self, name: str) -> None:
         _check_pair(name, "sapo_temperatures", self.sapo_temperatures, POSITIVE)
-        if not isinstance(self.vespo_shapes, Sequence) or len(self.vespo_shapes) != 2:
+        if not is_list(self.vespo_shapes) or len(self.vespo_shapes) != 2:
             what = f"vespo_shapes={self.vespo_shapes!r}"
             raise WrongTypeError(what, where=name, expected="two pairs of numbers")
         for i, pair in enumerate(self.vespo_shapes):
@@ -304,7 +304,7 @@ class GRPOOptions(LogpOptions):
 
 def _check_pair(name: str, argument: str, pair: object, valid: Values) -> None:
     """Raises unless an argument is a pair of numbers in the range."""
-    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+    if not is_list(pair) or len(pair) != 2:
         raise WrongTypeError(f"{argument}={pair!r}", where=name, expected=f"a pair, each {valid.expected}")
     for i, value in enumerate(pair):
         check(name, valid, **{f"{argument}[{i}]": value})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ligerzoo.checks import is_text
+
 OURS = {
     "sigmoid_norm": "dpo_loss(variant='sigmoid', average_log_prob=True)",
     "sft": "nll_weight=... with any variant",
@@ -52,7 +54,7 @@ UNSUPPORTED = {
 
 def our_name(theirs: object) -> str | None:
     """Returns a remedy with our name for a variant or an option; None if TRL and liger-kernel lack it too."""
-    if not isinstance(theirs, str):
+    if not is_text(theirs):
         return None
     if theirs in OURS:
         return f"Use {OURS[theirs]} instead of {theirs!r} from TRL or liger-kernel"

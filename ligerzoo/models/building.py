@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ligerzoo.checks import is_text
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.config import require_config
 
@@ -28,7 +29,7 @@ class ModelMeta(type):
     ) -> Any:
         if args or "config" in options:
             require_config(cls, args[0] if args else options["config"])
-        if isinstance(dtype, str):
+        if is_text(dtype):
             where, got, expected = f"dtype of {cls.__name__}", repr(dtype), "a torch.dtype"
             remedy = "Pass one such as torch.bfloat16, or call AutoModel.from_config(config, dtype=...) with a name."
             raise LigerzooError("not a dtype", where=where, got=got, expected=expected, remedy=remedy)

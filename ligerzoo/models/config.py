@@ -9,6 +9,7 @@ from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, Protocol, TypeGuard, get_args, get_type_hints
 
+from ligerzoo.checks import FLAG, is_list, is_number, is_text, one_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, Scaling, is_positive, is_rotary_dim, is_theta, scaling_error
 from ligerzoo.tensor_checks import describe_value
@@ -29,8 +30,7 @@ def check_fields(config: Any) -> None:
     for field in fields(config):
         name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (value is None and NoneType in kinds) or (isinstance(value, str) and str in kinds):
+        if (value is None and NoneType in kinds) or (is_text(value) and str in kinds):
             continue
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list) and len(kinds) > 2 else [value]
@@ -39,12 +39,15 @@ def check_fields(config: Any) -> None:
                 "a token id" + (" or a list of them" if len(kinds) > 2 else ""),
             )
         elif bool in kinds:
-            is_valid, expected = isinstance(value, bool), "true or false"
+            is_valid, expected = FLAG.accepts(value), "true or false"
         elif int in kinds:
             is_valid = type(value) is int and least <= value <= _LARGEST_SIZE
             expected = f"an integer, {least} or more"
         elif float in kinds:
-            is_valid, expected = is_number and (value == 0 or is_positive(value)), "0, or a number from 1e-30 to 1e30"
+            is_valid, expected = (
+                is_number(value) and (value == 0 or is_positive(value)),
+                "0, or a number from 1e-30 to 1e30",
+            )
         else:
             continue  # structured fields have separate checks
         refuse_unless(is_valid, name, value, expected)
@@ -67,16 +70,17 @@ REQUIRED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
 
 def require_config(model_class: type, config: object) -> None:
     """Raises ConfigError unless a model's first argument is a config, that is, an object with `REQUIRED_FIELDS`."""
-    if not isinstance(config, type) and all(hasattr(config, name) for name in REQUIRED_FIELDS):
+    if not inspect.isclass(config) and all(hasattr(config, name) for name in REQUIRED_FIELDS):
         return
     name, config_class = model_class.__name__, _config_class_name(model_class)
-    remedies = {
-        type: f"Create one: {name}({config_class}(...)).",
-        dict: f"Build one from the dict: {name}({config_class}(**values)).",
-        str: f"To load a checkpoint, call {name}.from_pretrained.",
-    }
-    remedy = next((remedy for kind, remedy in remedies.items() if isinstance(config, kind)), None)
-    got = f"the class {config.__name__}" if isinstance(config, type) else describe_value(config)
+    got, remedy = describe_value(config), None
+    match config:
+        case type():
+            got, remedy = f"the class {config.__name__}", f"Create one: {name}({config_class}(...))."
+        case dict():
+            remedy = f"Build one from the dict: {name}({config_class}(**values))."
+        case str():
+            remedy = f"To load a checkpoint, call {name}.from_pretrained."
     raise ConfigError("not a config", where=f"argument config of {name}", got=got, expected=config_class, remedy=remedy)
 
 
@@ -86,7 +90,7 @@ def _config_class_name(model_class: type) -> str:
         for annotated in (cls, vars(cls).get("__init__")):
             annotation = inspect.get_annotations(annotated).get("config") if annotated is not None else None
             if annotation is not None:
-                return annotation if isinstance(annotation, str) else str(getattr(annotation, "__name__", annotation))
+                return str(getattr(annotation, "__name__", annotation))
     return "config"
 
 
@@ -98,7 +102,7 @@ def refuse_unless(holds: bool, where: str, got: object, expected: str, what: str
 
 def are_indices(value: object) -> TypeGuard[Sequence[int]]:
     """Whether `value` is a list of integers, 0 or more."""
-    return isinstance(value, list | tuple) and all(type(number) is int and number >= 0 for number in value)
+    return is_list(value) and all(type(number) is int and number >= 0 for number in value)
 
 
 def check_positive(config: Any, *names: str) -> None:
@@ -245,11 +249,7 @@ _WINDOW_TYPES = ("full_attention", "sliding_attention")
 def check_layer_types(config: Any, kinds: Sequence[str], name: str = "layer_types") -> None:
     """Raises ConfigError unless this field is None or lists one of these kinds for each layer."""
     types, layers = getattr(config, name), config.num_hidden_layers
-    is_valid = types is None or (
-        isinstance(types, list | tuple)
-        and len(types) == layers
-        and all(isinstance(kind, str) and kind in kinds for kind in types)
-    )
+    is_valid = types is None or (is_list(types) and len(types) == layers and all(map(one_of(kinds).accepts, types)))
     expected = f"a list of {layers} entries, each {' or '.join(kinds)}"
     refuse_unless(is_valid, name, types, expected, "invalid layer types")
 

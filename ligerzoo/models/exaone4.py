@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ligerzoo.checks import is_text
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, PostNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import WindowedConfig, heads, refuse_unless, rotary_arguments
@@ -38,7 +39,7 @@ class Exaone4Config(WindowedConfig):
     def validate(self) -> None:
         super().validate()
         pattern = self.sliding_window_pattern
-        is_pattern = not isinstance(pattern, str) or re.fullmatch("[LG]+", pattern) is not None
+        is_pattern = not is_text(pattern) or re.fullmatch("[LG]+", pattern) is not None
         expected = "a positive integer, or a string of L (sliding window) and G (full attention)"
         refuse_unless(is_pattern, "sliding_window_pattern", pattern, expected, "invalid pattern")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ligerzoo.checks import is_list, is_text
 from ligerzoo.tensor_checks import describe_value
 
 
@@ -33,8 +34,7 @@ def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None)
 def _check_input_ids(input_ids: object) -> None:
     """Raises unless `input_ids` is a (B, T) tensor of integers."""
     if not isinstance(input_ids, Tensor):
-        texts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
-        if any(isinstance(text, str) for text in texts):
+        if any(map(is_text, input_ids if is_list(input_ids) else [input_ids])):
             remedy = "Encode text first: model(**tokenizer([text], return_tensors='pt'))"
         elif isinstance(input_ids, Mapping):
             remedy = "Pass the output of a tokenizer as model(**inputs)"

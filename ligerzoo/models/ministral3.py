@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import is_number
 from ligerzoo.layers import Attention, Context, Embedding, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import Scaling, is_positive
 from ligerzoo.models.causal_lm import CausalLM
@@ -54,7 +55,7 @@ class Ministral3Config(DecoderConfig):
     def validate(self) -> None:
         super().validate()
         growth = (self.rope_scaling or {}).get("llama_4_scaling_beta")
-        is_zero = isinstance(growth, int | float) and not isinstance(growth, bool) and growth == 0
+        is_zero = is_number(growth) and growth == 0
         expected = "a positive number, or 0 or null for no query scaling"
         is_valid = growth is None or is_zero or is_positive(growth)
         refuse_unless(is_valid, "rope_scaling, llama_4_scaling_beta", growth, expected)

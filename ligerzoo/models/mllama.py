@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import is_list
 from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import (
     MLP,
@@ -86,7 +87,7 @@ class MllamaVisionConfig:
         are_kept = are_indices(kept) and all(i < c.num_hidden_layers for i in kept)
         expected = f"a list of integers from 0 to {c.num_hidden_layers - 1}"
         refuse_unless(are_kept, where + "intermediate_layers_indices", kept, expected)
-        are_arrangements = isinstance(ratios, list | tuple) and all(map(c._is_arrangement, ratios))
+        are_arrangements = is_list(ratios) and all(map(c._is_arrangement, ratios))
         expected = f"a list of [rows, columns], at most {c.max_num_tiles} tiles"
         refuse_unless(are_arrangements, where + "supported_aspect_ratios", ratios, expected)
         outputs, features = c.vision_output_dim, c.hidden_size * (1 + len(kept))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ligerzoo.checks import is_list
 from ligerzoo.layers import Context, DeepSeekMoE, Experts, GatedMLP, Linear, Router, SharedExpertMoE, SigmoidRouter
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, refuse_unless
@@ -136,7 +137,7 @@ class SparseStepMoEConfig(MoEConfig):
     def validate(self) -> None:
         super().validate()
         layers = self.mlp_only_layers
-        are_integers = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
+        are_integers = is_list(layers) and all(type(layer) is int for layer in layers)
         refuse_unless(are_integers, "mlp_only_layers", layers, "a list of integers", "invalid layer indices")
 
     def has_mixture(self, layer: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.checks import is_text
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.layers import Decoder, KVCache, Linear
@@ -42,7 +43,7 @@ class Labels:
     problem_type: ProblemType | None = None
 
     def __post_init__(self) -> None:
-        if not self.names or not all(isinstance(name, str) for name in self.names):
+        if not self.names or not all(map(is_text, self.names)):
             raise ConfigError("invalid names of labels", where="id2label", got=self.names, expected="one name or more")
         if self.problem_type is not None:
             _check_problem_type(self.problem_type, len(self.names))

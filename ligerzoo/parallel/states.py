@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ligerzoo.checks import as_list
 from ligerzoo.convert.tensor_slices import TensorSlice, within
 from ligerzoo.dtensors import as_shard_of, full, is_dtensor, is_sharded, largest_mesh, local, shard_of
 from ligerzoo.errors import CheckpointError, first_names
@@ -53,7 +54,7 @@ def save_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
     content: dict[str, Any] = {"processes": processes, "groups": [], "values": {}, "on_cpu": []}
     whole: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
-    for optimizer in _as_list(optimizers):
+    for optimizer in as_list(optimizers, Optimizer):
         content["groups"].append([_described(group, names) for group in optimizer.param_groups])
         for weight, state in optimizer.state.items():
             for key, value in state.items():
@@ -96,7 +97,7 @@ def load_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
     directory = Path(directory)
     names = _parameter_names(model)
     weights = {name: weight for weight, name in names.items()}
-    optimizers = _as_list(optimizers)
+    optimizers = as_list(optimizers, Optimizer)
     with ExitStack() as files:
         content = read_json(directory / OPTIMIZER_FILE)
         groups = _checked_groups(content, optimizers, names, directory)
@@ -219,10 +220,6 @@ def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """Returns the names of the parameters, the first one of a tied weight. FSDP2 frees gathered ones before."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return {weight: name for name, weight in reversed(state.items())}
-
-
-def _as_list(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def _described(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:

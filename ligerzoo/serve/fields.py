@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ligerzoo import checks
-from ligerzoo.checks import Values, instances, integer
+from ligerzoo.checks import Values, instances, integer, is_text
+from ligerzoo.entries import is_array, is_object
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
 from ligerzoo.serve.strict_json import parse_strict_json
 
@@ -21,9 +22,9 @@ Json = dict[str, object]
 
 TOKEN_ID = integer(0, 2**31 - 1)
 FLAG = checks.FLAG._replace(expected="true or false")
-STRING = instances("a text", lambda value: isinstance(value, str))
-OBJECT = instances("an object", lambda value: isinstance(value, dict))
-IDS = instances("a list of token ids", lambda value: isinstance(value, list) and all(map(TOKEN_ID.accepts, value)))
+STRING = instances("a text", is_text)
+OBJECT = instances("an object", is_object)
+IDS = instances("a list of token ids", lambda value: is_array(value) and all(map(TOKEN_ID.accepts, value)))
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = 200

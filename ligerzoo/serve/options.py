@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ligerzoo.checks import Values, instances, integer
+from ligerzoo.checks import Values, instances, integer, is_text
+from ligerzoo.entries import is_array
 from ligerzoo.sampling_options import OFFERS, infer_do_sample
 from ligerzoo.serve.fields import Fields, checked
 
@@ -17,11 +18,11 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 _LARGEST = 2**31 - 1
 
 
-_STOP = Values("", lambda value: isinstance(value, str), lambda value: 0 < len(value) <= MAX_STOP_LENGTH)
+_STOP = Values("", is_text, lambda value: 0 < len(value) <= MAX_STOP_LENGTH)
 
 
 def _is_stop(value: object) -> bool:
-    strings = value if isinstance(value, list) else [value]
+    strings = value if is_array(value) else [value]
     return len(strings) <= MAX_STOPS and all(map(_STOP.accepts, strings))
 
 
@@ -63,7 +64,7 @@ class ClientOptions(NamedTuple):
             if (value := fields.get(field)) is not None:
                 given[name] = checked(value, field, VALUES[name])
         stop = given.pop("stop", [])
-        return cls(given, given.pop("seed", None), tuple(stop if isinstance(stop, list) else [stop]))
+        return cls(given, given.pop("seed", None), tuple(stop if is_array(stop) else [stop]))
 
     @property
     def max_new_tokens(self) -> int | None:

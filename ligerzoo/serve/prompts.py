@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from ligerzoo.checks import instances, one_of
+from ligerzoo.checks import instances, is_text, one_of
+from ligerzoo.entries import is_array
 from ligerzoo.errors import LigerzooError, quote
 from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read
 from ligerzoo.text.chat import CHAT_OPTIONS
@@ -20,9 +21,9 @@ from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 
 _SPECIAL_TOKENS = one_of(("text", "control"))._replace(expected='"text" or "control"')
-_MESSAGES = instances("a list of messages", lambda value: isinstance(value, list) and value != [])
+_MESSAGES = instances("a list of messages", lambda value: is_array(value) and value != [])
 _ROLE = STRING._replace(expected='"system", "user" or "assistant"')
-_CONTENT = instances("a string, or a list of parts", lambda value: isinstance(value, str | list))
+_CONTENT = instances("a string, or a list of parts", lambda value: is_text(value) or is_array(value))
 _PART = instances(
     '{"type": "text", "text": "..."}',
     lambda part: OBJECT.accepts(part) and part.get("type") == "text" and STRING.accepts(part.get("text")),
@@ -200,7 +201,7 @@ def _message(message: object, where: str) -> Json:
     role, content = checked(fields.get("role"), f"{where}.role", _ROLE), fields.get("content")
     if content is not None or role != "assistant":
         content = checked(content, f"{where}.content", _CONTENT)
-    if isinstance(content, list):
+    if is_array(content):
         parts = (checked(part, f"{where}.content[{i}]", _PART, _NO_IMAGES) for i, part in enumerate(content))
         content = "\n".join(part["text"] for part in parts)
     parsed = with_parsed_arguments(fields, where)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ligerzoo.checks import instances, integer, is_integer
+from ligerzoo.entries import is_array
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Request
 from ligerzoo.generate.prompts import MAX_TOP_LOGPS
@@ -350,7 +351,7 @@ def _is_prompt(value: object) -> bool:
 
 _PROMPTS = instances(
     "a text, a list of texts, a list of token ids, or a list of such lists",
-    lambda value: _is_prompt(value) or (isinstance(value, list) and value != [] and all(map(_is_prompt, value))),
+    lambda value: _is_prompt(value) or (is_array(value) and value != [] and all(map(_is_prompt, value))),
 )
 
 

@@ -1,13 +1,14 @@
 """The boundary to the tokenizers library: limits on lengths, and its errors as TokenizerError."""
 
 import reprlib
-from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import tokenizers
 import torch
 from tokenizers import AddedToken
 
+from ligerzoo.checks import is_list, is_text
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.token_bound import TokenBound
 from ligerzoo.text.tokenizer_files import TokenizerFiles, reporting
@@ -126,9 +127,9 @@ class Backend:
         return self._bound(text)
 
     def _check_text(self, text: object) -> None:
-        if not isinstance(text, str):
+        if not is_text(text):
             what, got = "cannot encode this text: it is not a string", reprlib.repr(text)
-            remedy = "Call tokenizer([...]) for several texts." if isinstance(text, list | tuple) else None
+            remedy = "Call tokenizer([...]) for several texts." if is_list(text) else None
             raise TokenizerError(what, where=self.where, got=got, remedy=remedy)
         self._limits.check_text(text)
         try:
@@ -157,16 +158,26 @@ class Backend:
         Raises:
             TokenizerError: they are not a sequence of non-negative integers, or the text is too long.
         """
-        row = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-        if isinstance(row, Iterable) and not isinstance(row, str):
-            row = list(row)
-        if not (isinstance(row, list) and all(map(_is_integer, row[:1]))):
+        row = as_lists(ids)
+        if not (is_list(row) and all(map(_is_integer, row[:1]))):
             got, expected = reprlib.repr(ids), "a list or a 1-D tensor of integers"
             what, remedy = "cannot decode these ids", "decode takes one row of ids, batch_decode takes several."
             raise TokenizerError(what, where=self.where, got=got, expected=expected, remedy=remedy)
         with reporting("cannot decode these ids", self.where, ids):
             self._limits.check_tokens(map(self.library.id_to_token, row), len(row))
             return self.library.decode(row, skip_special_tokens=skip_special_tokens)
+
+
+def as_lists(value: Any) -> Any:
+    """Returns the elements of a tensor or the items of another iterable as lists; other values unchanged."""
+    match value:
+        case torch.Tensor():
+            return value.tolist()
+        case str() | Mapping():
+            return value
+        case Iterable():
+            return list(value)
+    return value
 
 
 def _is_integer(value: object) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ligerzoo.checks import is_list, is_text
 from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoder import Encoder, refuse_unknown
@@ -99,7 +100,7 @@ class OpenMessage:
     """
 
     def __init__(self, messages: Messages, field: str | bool, source: str) -> None:
-        name = field if isinstance(field, str) else "content"
+        name = field if is_text(field) else "content"
         self._where = f"continue_final_message={field!r}"
         self._tag = f"CONTINUE{secrets.token_hex(8)} "  # unpredictable: no message can contain it
         last = messages[-1]
@@ -116,9 +117,9 @@ class OpenMessage:
 
     def _tagged(self, content: Any) -> tuple[str, Any]:
         """Returns the text to continue, and the content with the tag after it."""
-        if isinstance(content, str):
+        if is_text(content):
             return content, content + self._tag
-        for index in reversed(range(len(content)) if isinstance(content, list | tuple) else ()):
+        for index in reversed(range(len(content)) if is_list(content) else ()):
             match content[index]:
                 case {"text": str(text)}:
                     part = {**content[index], "text": text + self._tag}
@@ -224,9 +225,9 @@ class ChatRenderer(Encoder):
             TokenizerError: the conversation is empty, or an option is unknown or does not go with another one; the
                 template does not exist, fails, refuses the messages, or exceeds the time or memory limit.
         """
-        is_batch = isinstance(conversation, Sequence) and bool(conversation) and isinstance(conversation[0], Sequence)
+        is_batch = is_list(conversation) and bool(conversation) and is_list(conversation[0])
         conversations: Sequence[Any] = conversation if is_batch else [conversation]
-        if any(isinstance(one, Sequence) and not one for one in conversations):
+        if any(is_list(one) and not one for one in conversations):
             raise TokenizerError("the conversation is empty", where="messages", expected="at least one message")
         if return_assistant_tokens_mask and not (tokenize and return_dict is not False and not continue_final_message):
             what = "does not go with tokenize=False, return_dict=False or continue_final_message"

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
-from ligerzoo.checks import is_number
+from ligerzoo.checks import as_list, is_number, is_text
+from ligerzoo.entries import is_array
 from ligerzoo.errors import TokenizerError, unknown_names
+from ligerzoo.text.backend import as_lists
 from ligerzoo.text.padding import BatchEncoding, Columns, Padding
 from ligerzoo.text.rendered import Rendered, Span
 from ligerzoo.text.tokenizer_files import PaddingSide, TokenizerFiles
@@ -126,12 +126,11 @@ class Encoder(Vocabulary):
         if unknown:
             parameters = inspect.signature(Encoder.__call__).parameters
             refuse_unknown(unknown, [name for name in parameters if name not in ("self", "unknown")], "the tokenizer")
-        is_single = isinstance(text, str)
-        texts = [text] if isinstance(text, str) else list(text)
+        is_single, texts = is_text(text), as_list(text, str)
         if not isinstance(text_pair, str | Sequence | None):
             expected = "a text, a list or None"
             raise TokenizerError("not a text", where="text_pair", got=repr(text_pair), expected=expected)
-        pairs = None if text_pair is None else [text_pair] if isinstance(text_pair, str) else list(text_pair)
+        pairs = None if text_pair is None else as_list(text_pair, str)
         limit = self._limit(max_length)
         encodings = self.backend.encode(
             texts,
@@ -181,15 +180,15 @@ class Encoder(Vocabulary):
             TokenizerError: `input_ids` are missing, rows have different inputs, or as `__call__`.
         """
         if isinstance(encoded_inputs, Mapping):
-            columns = {name: _as_lists(value) for name, value in encoded_inputs.items()}
+            columns = {name: as_lists(value) for name, value in encoded_inputs.items()}
         else:
             names = {name for row in encoded_inputs for name in row}
             if any(names - row.keys() for row in encoded_inputs):
                 raise TokenizerError("rows with different inputs", where="encoded_inputs", got=sorted(names))
-            columns = {name: [_as_lists(row[name]) for row in encoded_inputs] for name in encoded_inputs[0]}
+            columns = {name: [as_lists(row[name]) for row in encoded_inputs] for name in encoded_inputs[0]}
         if "input_ids" not in columns:
             raise TokenizerError("no input_ids", where="encoded_inputs", got=sorted(columns))
-        is_single = not all(isinstance(row, list) for row in columns["input_ids"])
+        is_single = not all(map(is_array, columns["input_ids"]))
         if is_single:
             columns = {name: [value] for name, value in columns.items()}
         if return_attention_mask and "attention_mask" not in columns:
@@ -230,7 +229,3 @@ def refuse_unknown(options: Mapping[str, object], accepted: Sequence[str], what:
     for name, nearest in unknown_names(options, accepted):
         expected = None if nearest else ", ".join(accepted)
         raise TokenizerError(f"not an option of {what}", where=name, expected=expected, remedy=nearest)
-
-
-def _as_lists(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, Sequence) else value

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ligerzoo.entries import OBJECT, JsonType
+from ligerzoo.checks import is_list, is_text
+from ligerzoo.entries import LIST, OBJECT, is_object
 from ligerzoo.errors import ImageError, LigerzooError, TokenizerError, did_you_mean, quote
 
 Messages = list[dict[str, Any]]
@@ -17,7 +18,7 @@ _MEDIA_KEYS = {"image": ("image", "path", "url"), "video": ("video", "path", "ur
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
 
-_CALLS = JsonType[list[object]]("a list", lambda value: isinstance(value, list), problem="wrong type")
+_CALLS = LIST._replace(problem="wrong type")
 _CALL = OBJECT._replace(problem="wrong type")
 _ARGUMENTS = _CALL._replace(expected="a JSON object")
 
@@ -28,7 +29,7 @@ def checked_objects(values: object, where: str) -> Messages:
     Raises:
         TokenizerError: it is something else.
     """
-    if isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values):
+    if is_list(values) and all(map(is_object, values)):
         return [dict(value) for value in values]
     raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
 
@@ -79,7 +80,7 @@ def _parsed_call(value: object, where: str) -> dict[str, object]:
     if "arguments" not in call and "name" not in call:
         return dict(call)
     arguments, where = call.get("arguments"), f"{where}.arguments"
-    if isinstance(arguments, str) and arguments.strip():
+    if is_text(arguments) and arguments.strip():
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:

@@ -18,6 +18,8 @@ from typing import Any, Literal, Self
 import tokenizers
 from tokenizers import AddedToken
 
+from ligerzoo.checks import is_text
+from ligerzoo.entries import is_array, is_object
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.tokenizer_json import read_object, read_rules
@@ -137,7 +139,7 @@ class TokenizerFiles:
             return from_files
 
         value = self.config.get("chat_template") or []
-        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+        entries = value if is_array(value) else [{"name": "default", "template": value}]
         from_config = {}
         where = f"{self.where}/tokenizer_config.json: chat_template"
         for entry in entries:
@@ -153,7 +155,7 @@ class TokenizerFiles:
         """Returns the listed tokens in ascending order of their ids, those with a name, and further special tokens."""
         config, source = self.config, f"{self.where}/tokenizer_config.json"
         where, by_id = f"{source}: added_tokens_decoder", self.config.get("added_tokens_decoder") or {}
-        if not isinstance(by_id, dict) or not all(map(_ID.fullmatch, by_id)):
+        if not is_object(by_id) or not all(map(_ID.fullmatch, by_id)):
             raise TokenizerError("malformed", where=where, expected="an object that maps ids to tokens")
         listed = [_token(by_id[token_id], where) for token_id in sorted(by_id, key=int)]
         named, extra = _named_tokens(config, source), _extra_tokens(config, source)
@@ -229,9 +231,9 @@ def _named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken
     named = {
         name: value
         for name, value in config.items()
-        if value and (name in NAMED_TOKENS or (name.endswith("_token") and isinstance(value, str | dict)))
+        if value and (name in NAMED_TOKENS or (name.endswith("_token") and (is_text(value) or is_object(value))))
     }
-    if isinstance(config.get("extra_special_tokens"), dict):
+    if is_object(config.get("extra_special_tokens")):
         named |= config["extra_special_tokens"]
     return {name: _token(value, f"{where}: {name}") for name, value in named.items()}
 
@@ -239,7 +241,7 @@ def _named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken
 def _extra_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
     """Returns the unnamed special tokens, which are under the newer or the older key."""
     for key in ("extra_special_tokens", "additional_special_tokens"):
-        if isinstance(config.get(key), list):
+        if is_array(config.get(key)):
             return [_token(value, f"{where}: {key}") for value in config[key]]
     return []
 
@@ -247,10 +249,10 @@ def _extra_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
 def _token(value: Any, where: str) -> AddedToken:
     """Returns a token from a string (a special token) or from an object with its content and flags."""
     with reporting("not a token", where, value):
-        if isinstance(value, str):
+        if is_text(value):
             return AddedToken(value, special=True)
         content, flags = value["content"], {flag: value[flag] for flag in _TOKEN_FLAGS if flag in value}
-        if isinstance(content, str):
+        if is_text(content):
             return AddedToken(content, **flags)
     raise TokenizerError("not a token", where=where, got=reprlib.repr(value), expected="a string or an object")
 
@@ -265,15 +267,15 @@ def checked_side(side: object, where: str) -> PaddingSide:
 def _set_special_tokens(entries: dict[str, Any], named: Mapping[str, str], extra: list[str]) -> None:
     """Sets the entries that name special tokens. An entry with the same token keeps its spelling."""
     others = entries.get("extra_special_tokens")
-    others = others if isinstance(others, dict) else {}
+    others = others if is_object(others) else {}
     for name, token in named.items():
         entry = entries.get(name, others.get(name))
-        if (entry["content"] if isinstance(entry, dict) else entry) != token:
+        if (entry["content"] if is_object(entry) else entry) != token:
             entries[name] = token
     for name in NAMED_TOKENS:
         if name not in named:
             entries.pop(name, None)
-    newer = isinstance(entries.get("extra_special_tokens"), list)
+    newer = is_array(entries.get("extra_special_tokens"))
     key = "extra_special_tokens" if newer else "additional_special_tokens"
     if extra or key in entries:
         entries[key] = extra

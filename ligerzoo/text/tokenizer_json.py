@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ligerzoo.entries import is_object
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.tokenizer_limits import MAX_TOKEN
 
@@ -48,7 +49,7 @@ def read_rules(files: Mapping[str, bytes], where: str) -> dict[str, Any]:
 
     rules = read_object({"tokenizer.json": _TABLE.sub(cut, files["tokenizer.json"])}, "tokenizer.json", where)
     model = rules.get("model")
-    found = [name for name in ("vocab", "merges") if isinstance(model, dict) and model.get(name) == _CUT]
+    found = [name for name in ("vocab", "merges") if is_object(model) and model.get(name) == _CUT]
     if len(found) != tables or longest > MAX_TOKEN:  # a table elsewhere, or perhaps a token that is too long
         return read_object(files, "tokenizer.json", where)
     for name in found:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import tokenizers
 
+from ligerzoo.entries import is_array, is_object
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text.stages import Stage, stages_of
 
@@ -97,10 +98,10 @@ def _check_entries(section: object, where: str) -> None:
     count, pending = 1, [section]
     while pending:
         value = pending.pop()
-        if isinstance(value, Mapping | list):
-            count += len(value)
-            _check(count, MAX_ENTRIES, "entries", where)
-            pending += value.values() if isinstance(value, Mapping) else value
+        items = value.values() if is_object(value) else value if is_array(value) else ()
+        count += len(items)
+        _check(count, MAX_ENTRIES, "entries", where)
+        pending += items
 
 
 def _rules(content: Mapping[str, Any]) -> dict[str, list[Stage]]:
@@ -152,7 +153,7 @@ def _longest_in_table(encoded: str) -> int:
 
 def _check_model(model: Mapping[str, Any], where: str) -> None:
     vocabulary = model.get("vocab") or []
-    if isinstance(vocabulary, list):  # Unigram: pairs of token and score
+    if is_array(vocabulary):  # Unigram: pairs of token and score
         vocabulary = [entry[0] for entry in vocabulary]
     _check(max(map(len, vocabulary), default=0), MAX_TOKEN, "characters in a token", f"{where}.vocab")
     for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):

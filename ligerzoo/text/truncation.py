@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from ligerzoo.checks import is_text
 from ligerzoo.errors import TokenizerError
 
 TruncationStrategy = bool | Literal["longest_first", "only_first", "only_second", "do_not_truncate"]
@@ -66,7 +67,7 @@ def truncation_of(value: object, max_length: int | None, side: str) -> Truncatio
     if value is False or value is None or value == "do_not_truncate":
         return None
     strategy = "longest_first" if value is True else value
-    if not isinstance(strategy, str) or strategy not in ("longest_first", "only_first", "only_second"):
+    if not is_text(strategy) or strategy not in ("longest_first", "only_first", "only_second"):
         expected = 'True, "longest_first", "only_first", "only_second", False or "do_not_truncate"'
         raise TokenizerError("unsupported value", where="truncation", got=repr(value), expected=expected)
     if max_length is None:

@@ -7,6 +7,8 @@ from typing import Any, Generic, Self, SupportsIndex, TypeVar, overload
 import torch
 from tokenizers import AddedToken
 
+from ligerzoo.checks import is_list, is_text
+from ligerzoo.entries import is_object
 from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.backend import Backend
 from ligerzoo.text.special_text import SpecialText
@@ -134,7 +136,7 @@ class Vocabulary:
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
         """Returns the id of a token, or the ids of several. Unknown tokens have `unk_token_id`, or else None."""
-        if isinstance(tokens, str):
+        if is_text(tokens):
             token_id = self.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
@@ -185,7 +187,7 @@ class Vocabulary:
         Raises:
             TokenizerError: a name is unknown, or a token is not a string or an `AddedToken`.
         """
-        if not isinstance(special_tokens_dict, Mapping):
+        if not is_object(special_tokens_dict):
             special_tokens_dict = {"extra_special_tokens": special_tokens_dict}
         lists = ("extra_special_tokens", "additional_special_tokens")
         where, names = "special_tokens_dict", (*NAMED_TOKENS, *lists)
@@ -193,7 +195,7 @@ class Vocabulary:
             what, expected = "not a name of special tokens", None if nearest else ", ".join(names)
             raise TokenizerError(what, where=where, got=repr(name), expected=expected, remedy=nearest)
         for name, value in special_tokens_dict.items():
-            if name in lists and not isinstance(value, list | tuple):
+            if name in lists and not is_list(value):
                 got = reprlib.repr(value)
                 raise TokenizerError("not a list of tokens", where=f"{where}, {name}", got=got, expected="a list")
         kept = [] if replace_extra_special_tokens else self.additional_special_tokens

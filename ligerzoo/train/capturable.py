@@ -17,7 +17,7 @@ from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.layers import Decoder
 from ligerzoo.layers.capture import capture_obstacle, never_reads_values
-from ligerzoo.layers.plain import is_plain_tensor
+from ligerzoo.layers.plain import find_modules, is_plain_tensor
 from ligerzoo.train.optimizers.clipped_step import steps_in_backward
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer
 
@@ -64,10 +64,9 @@ def _reason_against_module(module: nn.Module, trusts_layers: bool) -> str | None
 
 
 def _checkpoints_blocks(model: nn.Module) -> bool:
-    return any(
-        getattr(module, "gradient_checkpointing", False)
-        or (isinstance(module, Decoder) and Recompute.BLOCK in module.activation_plan)
-        for module in model.modules()
+    decoders = find_modules(model, Decoder)
+    return any(Recompute.BLOCK in decoder.activation_plan for decoder in decoders) or any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
 
 

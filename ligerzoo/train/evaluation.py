@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ligerzoo.entries import is_object
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import reshard, unsharded
@@ -52,7 +53,7 @@ def continue_prompts(
     gathered = unsharded(model) if processes.world_size() > 1 else contextlib.nullcontext()
     with evaluating(model), gathered:
         for prompt in prompts:
-            given = prompt if isinstance(prompt, Mapping) else {"input_ids": torch.tensor([list(prompt)])}
+            given = prompt if is_object(prompt) else {"input_ids": torch.tensor([list(prompt)])}
             inputs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in given.items()}
             ids = given["input_ids"][0].tolist()
             continued = model.generate(**inputs, max_new_tokens=max_new_tokens, use_model_defaults=False)[0, len(ids) :]

@@ -33,15 +33,16 @@ def fingerprint(state: object) -> str:
 
 
 def _leaves(state: object, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(state, Mapping):
-        entries = sorted((repr(key), value) for key, value in state.items())
-    elif isinstance(state, list | tuple):
-        entries = [(str(index), value) for index, value in enumerate(state)]
-    elif hasattr(state, "__tensor_flatten__"):  # a sharded or quantized tensor
-        entries = [(name, getattr(state, name)) for name in state.__tensor_flatten__()[0]]
-    else:
-        yield path, state
-        return
+    match state:
+        case Mapping():
+            entries = sorted((repr(key), value) for key, value in state.items())
+        case list() | tuple():
+            entries = [(str(index), value) for index, value in enumerate(state)]
+        case object(__tensor_flatten__=flatten):  # a sharded or quantized tensor
+            entries = [(name, getattr(state, name)) for name in flatten()[0]]
+        case _:
+            yield path, state
+            return
     yield path, f"{len(entries)} entries"
     for name, value in entries:
         yield from _leaves(value, f"{path}/{name}")

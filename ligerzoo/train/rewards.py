@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from ligerzoo.checks import is_text
 from ligerzoo.errors import ConfigError, LigerzooError, quote
 from ligerzoo.train.completions import SampledCompletion, sampling_numbers
 
@@ -174,7 +175,7 @@ def mean_reward(completions: Sequence[SampledCompletion]) -> dict[str, float]:
 
 def _completion(completion: SampledCompletion) -> Any:
     """Returns a completion as TRL passes it: like its prompt, as a text or as messages."""
-    if isinstance(completion.prompt.record["prompt"], str):
+    if is_text(completion.prompt.record["prompt"]):
         return completion.text
     return [{"role": "assistant", "content": completion.text}]
 

@@ -30,6 +30,7 @@ from ligerzoo.train.run_data import RunData, RunPrompts
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState, TrainedState, refuse_output
 from ligerzoo.train.tracking import check_tracker, open_tracker
+from ligerzoo.vision.processor import tokenizer_of
 
 
 class Run:
@@ -89,7 +90,7 @@ class Run:
                     lock = stack.enter_context(locked_output(self.output))
             self.state = RunState(self.output, options, lock=lock)
             self.processor = run_model.open_processor(options, self.state)
-            self.tokenizer = run_model.tokenizer_of(self.processor)
+            self.tokenizer = tokenizer_of(self.processor)
             self.meta_model = run_model.open_meta_model(options, self.state, new=self._new)
             self._stack = stack.pop_all()
         return self

@@ -30,9 +30,8 @@ from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
 from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
 from ligerzoo.train.methods import RolloutRunOptions, methods_for
-from ligerzoo.train.run_model import tokenizer_of
 from ligerzoo.train.run_options import BatchOptions, RunOptions
-from ligerzoo.vision.processor import Processor
+from ligerzoo.vision.processor import Processor, tokenizer_of
 
 
 class RunSamples:

@@ -22,7 +22,7 @@ from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
+from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer, tokenizer_of
 
 
 def checkpoint_directory(model: str | Path) -> str:
@@ -87,11 +87,6 @@ def open_model(
         initialize_sharded(built)
         return built.train()
     return load_sharded(model, dtype=dtype, param_dtype=param_dtype).train()
-
-
-def tokenizer_of(processor: Processor | Tokenizer) -> Tokenizer:
-    """Returns the tokenizer of a processor; a tokenizer unchanged."""
-    return processor.tokenizer if isinstance(processor, Processor) else processor
 
 
 def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeGuard
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
-from ligerzoo.checks import POSITIVE
+from ligerzoo.checks import POSITIVE, is_list, is_text
+from ligerzoo.entries import is_object
 from ligerzoo.errors import ImageError, TokenizerError
 from ligerzoo.text.messages import Messages, normalize_media
 from ligerzoo.vision.io import ImageInput, VideoInput
-
-
-def is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Returns whether a value is a list or a tuple."""
-    return isinstance(value, list | tuple)
 
 
 def conversations_in(text: object) -> list[Messages] | None:
@@ -27,9 +23,9 @@ def conversations_in(text: object) -> list[Messages] | None:
         case str():
             return None
         case [first, *rest]:
-            if all(isinstance(one, str) for one in (first, *rest)):
+            if all(map(is_text, (first, *rest))):
                 return None
-            batch = [(first, *rest)] if isinstance(first, Mapping) else (first, *rest)
+            batch = [(first, *rest)] if is_object(first) else (first, *rest)
             return [[normalize_media(message) for message in _messages(conversation)] for conversation in batch]
     expected = "a text, a list of messages, or a list of these"
     raise TokenizerError("neither text nor messages", where="text", got=repr(text), expected=expected)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import as_list
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import replace_files
 from ligerzoo.files.transformers_options import TextOptions, text_options
@@ -230,6 +231,11 @@ def load_processor_or_tokenizer(name_or_path: str | Path, *, revision: str | Non
         return Tokenizer.from_pretrained(directory)
 
 
+def tokenizer_of(processor: Processor | Tokenizer) -> Tokenizer:
+    """Returns the tokenizer of a processor; a tokenizer unchanged."""
+    return processor.tokenizer if isinstance(processor, Processor) else processor
+
+
 def family_of(files: ProcessorFiles) -> type[ProcessorFamily]:
     """Returns the family that config.json's `model_type` names or, without config.json, that `processor_class` names.
 
@@ -268,4 +274,4 @@ def _plain_prompts(text: Any, special_tokens: SpecialTokens) -> list[Rendered]:
         what, got = "given with texts, whose placeholders are special tokens", repr(special_tokens)
         remedy = "Pass messages instead of texts."
         raise TokenizerError(what, where="special_tokens", got=got, expected='"control"', remedy=remedy)
-    return [Rendered(one, None, None) for one in ((text,) if isinstance(text, str) else text)]
+    return [Rendered(one, None, None) for one in as_list(text, str)]

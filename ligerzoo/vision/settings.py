@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ligerzoo.checks import Values, instances, integer, is_number, number
-from ligerzoo.entries import OBJECT, Entries
+from ligerzoo.checks import Values, instances, integer, is_list, is_number, number, or_none
+from ligerzoo.entries import OBJECT, STRING, Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.files.untrusted import read_bytes, read_json
 from ligerzoo.text.chat_template import ChatTemplate
@@ -17,7 +17,7 @@ MAX_SIDE = 2**13  # pixels of a tile
 
 
 def _are_channels(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_moderate, value))
+    return is_list(value) and len(value) == 3 and all(map(_is_moderate, value))
 
 
 def _is_moderate(value: Any) -> bool:
@@ -25,7 +25,7 @@ def _is_moderate(value: Any) -> bool:
 
 
 POSITIVE = number("a positive number", lambda x: 0 < x < 2**31)
-_STRING = instances("a string", lambda value: value is None or isinstance(value, str))
+_STRING = or_none(STRING, STRING.expected)
 _CHANNELS = instances("three numbers", _are_channels)
 _POSITIVE_CHANNELS = instances("three positive numbers", lambda value: _are_channels(value) and min(value) > 0)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ligerzoo.integrations.kernels.replace import Replacement
+from ligerzoo.layers.plain import find_modules
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ TOKENS = 16
 
 def hf_models(module: nn.Module) -> list[PreTrainedModel]:
     """Returns the models of transformers among a module and the modules in it, outer ones first."""
-    return [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    return find_modules(module, PreTrainedModel)
 
 
 @contextmanager

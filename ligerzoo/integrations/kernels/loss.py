@@ -21,6 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from ligerzoo.checks import is_number
 from ligerzoo.integrations.kernels.replace import KernelModule, Options, Recognized, Replacement
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
 from ligerzoo.layers.plain import is_plain, is_plain_tensor
@@ -101,7 +102,7 @@ class DeferredLogits:
         return self._then(lambda logits: logits.float(), self.logit_scale, self.softcap)
 
     def __mul__(self, factor: Number | Tensor) -> DeferredLogits | Tensor:
-        if isinstance(factor, float | int) and (self.softcap is None or factor > 0):
+        if is_number(factor) and (self.softcap is None or factor > 0):
             # c tanh(s l) is a soft cap of c with a scale of s c.
             softcap = None if self.softcap is None else self.softcap * factor
             return self._then(lambda logits: logits * factor, self.logit_scale * factor, softcap)
@@ -110,7 +111,7 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Number | Tensor) -> DeferredLogits | Tensor:
-        if isinstance(divisor, float | int) and self.softcap is None:
+        if is_number(divisor) and self.softcap is None:
             return self._then(lambda logits: logits / divisor, self.logit_scale / divisor, None)
         return self.materialize() / divisor
 

@@ -20,6 +20,7 @@ from ligerzoo.errors import CheckpointError, LigerzooError, first_names
 from ligerzoo.hub.tying import under_both_names
 from ligerzoo.integrations.transformers.backbone import Backbone, Model
 from ligerzoo.integrations.transformers.config import hf_config, values, with_changes
+from ligerzoo.layers.plain import find_modules
 
 
 class WrappedModel(PreTrainedModel, Generic[Model]):
@@ -41,7 +42,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
     def __init__(self, model: Model) -> None:
         super().__init__(hf_config(model))
         self.model = Backbone(model, self.config)
-        blocks = {type(block).__name__ for part in self.modules() if isinstance(part, nn.ModuleList) for block in part}
+        blocks = {type(block).__name__ for blocks in find_modules(self, nn.ModuleList) for block in blocks}
         self._no_split_modules = sorted(blocks)
         self._config_before = copy.deepcopy(values(self.config))
 

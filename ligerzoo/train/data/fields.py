@@ -9,8 +9,10 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from ligerzoo.checks import is_text
+from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, JsonType, is_object, list_of
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
@@ -22,6 +24,7 @@ Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Fields = Mapping[str, Any]
+T = TypeVar("T")
 
 _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 
@@ -45,6 +48,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_FIELDS)
 
 
+_MESSAGES = LIST._replace(expected="a list of messages")
+_MESSAGE = OBJECT._replace(expected='{"role": ..., "content": ...}')
+_TOOLS = list_of(OBJECT, "a list of objects")
+
+
 # Records
 
 
@@ -64,7 +72,7 @@ def parse_row(data: object) -> Fields | None:
     Raises:
         DataError: the row is not a dictionary.
     """
-    if isinstance(data, dict):
+    if is_object(data):
         return data
     raise DataError("not a dictionary", got=type(data).__name__)
 
@@ -89,7 +97,7 @@ def parse_json_line(data: bytes) -> Fields | None:
         raise DataError(f"broken JSON: {error}") from error
     if "\\u" in text:  # only escapes can produce these characters
         _check_characters(value)
-    if isinstance(value, dict):
+    if is_object(value):
         return value
     raise DataError("not a JSON object", got=quote(text), expected='such as {"text": "..."}')
 
@@ -208,9 +216,7 @@ def text_field(record: Fields, name: str, *, may_be_blank: bool = False) -> str:
     Raises:
         DataError: it is something else, or empty or only spaces.
     """
-    value = record[name]
-    if not isinstance(value, str):
-        raise _wrong_type(name, value, "a string")
+    value = _read(STRING, record[name], name)
     if not may_be_blank and not value.strip():
         raise DataError(f"{name} is empty", got=quote(value))
     return value
@@ -222,10 +228,7 @@ def flag_field(record: Fields, name: str) -> bool:
     Raises:
         DataError: it is something else.
     """
-    value = record[name]
-    if isinstance(value, bool):
-        return value
-    raise _wrong_type(name, value, "true or false")
+    return _read(BOOLEAN, record[name], name)
 
 
 def messages_field(record: Fields, name: str) -> Messages:
@@ -240,20 +243,13 @@ def messages_field(record: Fields, name: str) -> Messages:
     value = record[name]
     if value == []:
         raise DataError(f"{name} is an empty list", expected="a list of messages")
-    if not isinstance(value, list):
-        raise _wrong_type(name, value, "a list of messages")
-    return [_checked_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+    messages = _read(_MESSAGES, value, name)
+    return [_checked_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
 
 
-def is_messages(value: object) -> bool:
-    """Returns whether a field holds messages instead of text."""
-    return isinstance(value, list)
-
-
-def _checked_message(message: object, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise _wrong_type(where, message, '{"role": ..., "content": ...}')
-    present = {str(name): value for name, value in message.items() if value is not None}
+def _checked_message(value: object, where: str) -> dict[str, Any]:
+    message = _read(_MESSAGE, value, where)
+    present = {str(name): entry for name, entry in message.items() if entry is not None}
     if "role" not in present or not present.keys() & {"content", "tool_calls"}:
         fields = [f"{name} (null)" if value is None else str(name) for name, value in message.items()]
         remedy = did_you_mean("role" if "role" not in present else "content", present)
@@ -279,7 +275,7 @@ def _checked_message(message: object, where: str) -> dict[str, Any]:
 
 def _checked_part(part: object, where: str) -> dict[str, Any]:
     """Returns a part of a message, a text or an image."""
-    if not isinstance(part, Mapping):
+    if not is_object(part):
         raise _wrong_content(part, where)
     with naming(where):
         normalized: dict[str, Any] = normalize_part({name: value for name, value in part.items() if value is not None})
@@ -308,7 +304,7 @@ class TemplateFields(NamedTuple):
         variables: further variables of the template.
     """
 
-    tools: list[dict[str, Any]] | None
+    tools: list[Entries] | None
     variables: Mapping[str, Any]
 
 
@@ -327,24 +323,23 @@ def template_fields(record: Fields) -> TemplateFields:
             sets what training sets.
     """
     tools, variables = record.get("tools"), record.get("chat_template_kwargs", {})
-    if isinstance(tools, str):  # datasets whose tools have different schemas store JSON
+    if is_text(tools):  # datasets whose tools have different schemas store JSON
         try:
             tools = json.loads(tools)
         except ValueError as error:
             raise DataError(f"broken JSON: {error}", where="tools") from error
-    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools))):
-        raise _wrong_type("tools", tools, "a list of objects")
-    if not isinstance(variables, Mapping):
-        raise _wrong_type("chat_template_kwargs", variables, "an object")
+    listed = None if tools is None else _read(_TOOLS, tools, "tools")
+    variables = _read(OBJECT, variables, "chat_template_kwargs")
     if reserved := sorted(_RESERVED_VARIABLES.intersection(variables)):
         what = f"{reserved[0]!r} is not a variable of the record"
         remedy = "Only variables that the chat template itself defines may be set, such as enable_thinking."
         raise DataError(what, where="chat_template_kwargs", remedy=remedy)
-    return TemplateFields(tools or None, dict(variables))
+    return TemplateFields(listed or None, dict(variables))
 
 
-def _wrong_type(where: str, value: object, expected: str) -> DataError:
-    return DataError("wrong type", where=where, got=_described(value), expected=expected)
+def _read(kind: JsonType[T], value: object, where: str) -> T:
+    """Returns a value of this type. Raises DataError for others."""
+    return kind._replace(problem="wrong type").read(value, where, DataError, _described)
 
 
 def _described(value: object) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import is_text
+from ligerzoo.entries import is_array, is_object
 from ligerzoo.errors import DataError, quote
 from ligerzoo.text.messages import Messages
 from ligerzoo.text.rendered import Edit, Rendered
@@ -38,7 +40,7 @@ Size = tuple[int, int]
 def image_parts(messages: Messages) -> list[dict[str, object]]:
     """Returns the parts of messages that are images or placeholders of images."""
     contents = (message.get("content") for message in messages)
-    return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
+    return [part for content in contents if is_array(content) for part in content if part["type"] == "image"]
 
 
 def images_of(messages: Messages, fields: Fields) -> list[object]:
@@ -54,7 +56,7 @@ def images_of(messages: Messages, fields: Fields) -> list[object]:
     parts = image_parts(messages)
     own = [part["image"] for part in parts if "image" in part]
     listed = fields.get("images", [])
-    if not isinstance(listed, list):
+    if not is_array(listed):
         raise DataError("wrong type", where="images", got=quote(listed), expected="a list of images")
     if own and listed:
         what = "images are given both in the messages and in the field 'images'"
@@ -217,9 +219,9 @@ def locate(image: object, source: Source) -> Any:
 
     Hugging Face datasets store an image as `{"bytes": ..., "path": ...}`, either of which may be None.
     """
-    if isinstance(image, dict) and (image.keys() & {"bytes", "path"}):
+    if is_object(image) and (image.keys() & {"bytes", "path"}):
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
-    if isinstance(image, str) and source.unit == "byte" and not image.startswith(_SCHEMES):
+    if is_text(image) and source.unit == "byte" and not image.startswith(_SCHEMES):
         return Path(source.name).parent / image
     return image
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
-from ligerzoo.checks import AT_LEAST_1, one_of
+from ligerzoo.checks import AT_LEAST_1, is_list, one_of
 from ligerzoo.errors import DataError
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
@@ -21,6 +20,7 @@ from ligerzoo.train.data.records import (
     RowReader,
     dataset_rows,
     find_files,
+    is_path,
     is_saved_dataset,
 )
 from ligerzoo.train.data.sample_encoder import SampleEncoder, encode_tokens
@@ -203,9 +203,7 @@ def open_records(data: object, options: ReadOptions) -> OpenedRecords:
 
 
 def _are_paths(data: object) -> TypeGuard[Paths]:
-    if isinstance(data, str | os.PathLike):
-        return True
-    return isinstance(data, list | tuple) and all(isinstance(path, str | Path) for path in data)
+    return is_path(data) or (is_list(data) and all(map(is_path, data)))
 
 
 def _check_kind(reader: RecordReader, parse: Parse | None, kind: Kind | Literal["auto"]) -> Kind:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ligerzoo.checks import is_text
+from ligerzoo.entries import is_array
 from ligerzoo.errors import DataError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.fields import (
@@ -16,7 +18,6 @@ from ligerzoo.train.data.fields import (
     Fields,
     Kind,
     check_record,
-    is_messages,
     messages_field,
     record_kind,
     text_field,
@@ -165,10 +166,10 @@ def _texts(fields: Fields, kind: Kind) -> Iterator[str]:
     for name in dict.fromkeys((*FIELDS[kind].required, "prompt")):
         if name not in fields or name == _NOT_TEXT:
             continue
-        if name == "messages" or is_messages(fields[name]):
+        if name == "messages" or is_array(fields[name]):
             for message in messages_field(fields, name):
                 content = message.get("content", "")
-                yield content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+                yield content if is_text(content) else "".join(part.get("text", "") for part in content)
         else:
             yield text_field(fields, name, may_be_blank=name == "prompt")
 

@@ -91,9 +91,14 @@ def _expand(path: Path, formats: Mapping[str, object]) -> list[Path]:
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
+def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Returns whether a value is the path of a file or directory."""
+    return isinstance(value, str | os.PathLike)
+
+
 def is_saved_dataset(data: object) -> TypeGuard[str | os.PathLike[str]]:
     """Returns whether this is a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    if not isinstance(data, str | os.PathLike):
+    if not is_path(data):
         return False
     return any((Path(data) / name).is_file() for name in (_STATE, _SPLITS))
 

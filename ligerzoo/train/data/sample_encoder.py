@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ligerzoo.entries import is_array
 from ligerzoo.errors import DataError, quote
 from ligerzoo.text.messages import Messages
 from ligerzoo.text.tokenizer import Tokenizer
@@ -13,7 +14,6 @@ from ligerzoo.train.data.fields import (
     Kind,
     check_record,
     flag_field,
-    is_messages,
     messages_field,
     refused_images,
     template_fields,
@@ -106,7 +106,7 @@ class SampleEncoder:
 
     def _completion(self, fields: Fields, name: str, source: Source, train_on_prompt: bool = False) -> Sample:
         """Encodes the prompt and a completion, both texts or both messages."""
-        if is_messages(fields["prompt"]) or is_messages(fields[name]):
+        if is_array(fields["prompt"]) or is_array(fields[name]):
             prompt_length = 0 if train_on_prompt else None
             return self._conversation(fields, ("prompt", name), source, prompt_length)
         if fields.get("images"):
@@ -161,7 +161,7 @@ class SampleEncoder:
         chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
         if chosen == rejected:
             raise DataError("chosen and rejected are equal", got=quote(chosen))
-        if is_messages(chosen) and not is_messages(prompt):
+        if is_array(chosen) and not is_array(prompt):
             shared = _shared_messages(fields)
             return PreferenceSample(*(self._conversation(fields, (name,), source, shared) for name in _PAIR))
         if prompt is None:
@@ -169,7 +169,7 @@ class SampleEncoder:
         return PreferenceSample(*(self._completion(fields, name, source) for name in _PAIR))
 
     def _prompt(self, fields: Fields, source: Source) -> list[int]:
-        if not is_messages(fields["prompt"]):
+        if not is_array(fields["prompt"]):
             return self._text(text_field(fields, "prompt"), source)
         messages = messages_field(fields, "prompt")
         self._images_of(messages, fields)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ligerzoo.checks import check, one_of
+from ligerzoo.checks import FLAG, check, one_of
 from ligerzoo.dtensors import as_shard_of, full, local, shard_like
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.stochastic_rounding import store
 from ligerzoo.layers import Experts, LMHead
+from ligerzoo.layers.plain import find_modules
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer, ParamUpdate, first_group
 from ligerzoo.train.optimizers.groups import Group, embedding_tables, parameter_groups
 from ligerzoo.train.optimizers.stochastic_adamw import AdamWNumbers, adamw_defaults, adamw_state, update_adamw
@@ -124,7 +125,7 @@ class Muon(DeviceOptimizer):
         Raises:
             ValueError: the flag is missing, or a parameter has the wrong shape, dtype or device.
         """
-        if not isinstance(param_group.get("muon"), bool):
+        if not FLAG.accepts(param_group.get("muon")):
             raise ValueError(
                 'Muon: a group has no flag "muon"; expected {"params": [...], "muon": True} for matrices and False for '
                 "parameters that AdamW updates. `muon_groups(model)` makes such groups"
@@ -212,8 +213,8 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
         ValueError: the model has no trainable parameter.
     """
     by_tokens = {id(parameter) for parameter in embedding_tables(model)}
-    by_tokens |= {id(module.weight) for module in model.modules() if isinstance(module, LMHead)}
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    by_tokens |= {id(head.weight) for head in find_modules(model, LMHead)}
+    experts = find_modules(model, Experts)
     fused = {id(module.gate_up_proj) for module in experts}
     batched = fused | {id(module.down_proj) for module in experts}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ligerzoo.checks import FLAG, NOT_NEGATIVE, check, integer
+from ligerzoo.checks import FLAG, NOT_NEGATIVE, check, integer, is_list
 from ligerzoo.dtensors import local
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
@@ -98,7 +98,7 @@ class AdamWNumbers(NamedTuple):
         """Raises unless they are in range."""
         numbers = {"eps": self.eps, "weight_decay": self.weight_decay}
         check(name, NOT_NEGATIVE, **numbers if isinstance(self.lr, Tensor) else {**numbers, "lr": self.lr})
-        if not (isinstance(self.betas, tuple | list) and len(self.betas) == 2):
+        if not (is_list(self.betas) and len(self.betas) == 2):
             raise ValueError(f"{name}: betas={self.betas!r}; expected two numbers from 0 to 1, not 1")
         check(name, BETA, **{"betas[0]": self.betas[0], "betas[1]": self.betas[1]})
 
