@@ -72,9 +72,10 @@ def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
     Raises:
         ValueError: `backend` is unknown, or is "triton" and the kernels do not support the tensors.
     """
+    is_fused = _are_fused(tensors)
     if backend == "auto":
-        return _are_fused(tensors)
-    if check_backend(backend) == "triton" and not _are_fused(tensors):
+        return is_fused
+    if check_backend(backend) == "triton" and not is_fused:
         got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise ValueError(
             f'backend="triton" with tensors {got}; expected fp32, bf16 or fp16 on a GPU, or backend="auto"'

@@ -17,6 +17,7 @@ and the scale multiplies the sums: half the bytes are read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,22 +37,6 @@ _MAX_WEIGHTS = 3
 FEW_ROWS_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Tiling(NamedTuple):
-    """How a kernel divides its work.
-
-    Attributes:
-        outputs: output features per program.
-        features: input features that a program reads at a time.
-        stages: number of such reads in flight.
-        warps: warps per program.
-    """
-
-    outputs: int
-    features: int
-    stages: int
-    warps: int
-
-
 class _Three(NamedTuple):
     """Tensors of up to three projections."""
 
@@ -60,8 +45,8 @@ class _Three(NamedTuple):
     third: Tensor | None = None
 
     @property
-    def sizes(self) -> list[int]:
-        return [0 if t is None else t.shape[0] for t in self]
+    def sizes(self) -> tuple[int, ...]:
+        return tuple([0 if t is None else t.shape[0] for t in self])
 
 
 class _Operands(NamedTuple):
@@ -70,6 +55,9 @@ class _Operands(NamedTuple):
     ptr: Tensor | None
     distance_1: int
     distance_2: int
+
+
+_NO_OPERANDS = _Operands(None, 0, 0)
 
 
 class _Outputs(NamedTuple):
@@ -196,52 +184,70 @@ def _rows_kernel(
     tl.store(pointers, sums.to(out.ptr.dtype.element_ty), mask=in_rows[None, :] & in_size[:, None])
 
 
-def _tiling(is_row: bool, n_outputs: int, is_glu: bool) -> Tiling:
-    """The fastest tiling measured on an H200. `is_row`: for a single row, whose sums may be split."""
+class _Launch(NamedTuple):
+    """How a kernel divides its work.
+
+    Attributes:
+        tile: output features of a program, input features that it reads at a time, and such reads in flight.
+        warps: warps of a program.
+        tiles: number of tiles of each weight.
+        programs: number of programs.
+    """
+
+    tile: tuple[int, int, int]
+    warps: int
+    tiles: list[int]
+    programs: int
+
+
+@functools.lru_cache(1024)
+def _launch(is_row: bool, sizes: tuple[int, ...], is_glu: bool) -> _Launch:
+    """With the fastest tile measured on an H200. `is_row`: for a single row, whose sums may be split."""
+    n_outputs = sizes[0] if is_glu else sum(sizes)
     if is_row:
-        return Tiling(16, 256, 3, 4) if n_outputs > 4096 or is_glu else Tiling(8, 512, 3, 4)
-    if is_glu:
-        return Tiling(64, 128, 4, 4)
-    return Tiling(128, 128, 4, 8) if n_outputs > 32768 else Tiling(64, 128, 6, 4)
+        tile, warps = ((16, 256, 3) if n_outputs > 4096 or is_glu else (8, 512, 3)), 4
+    elif is_glu:
+        tile, warps = (64, 128, 4), 4
+    else:
+        tile, warps = ((128, 128, 4), 8) if n_outputs > 32768 else ((64, 128, 6), 4)
+    tiles = [cdiv(size, tile[0]) for size in sizes]
+    return _Launch(tile, warps, tiles, tiles[0] if is_glu else sum(tiles))
 
 
 def _operands(tensors: _Three) -> _Operands:
-    """Distances are in elements, which a kernel adds to its pointer to the first tensor."""
-    first, *others = tensors
-    distances = (
-        0 if first is None or t is None else (t.data_ptr() - first.data_ptr()) // first.element_size() for t in others
-    )
-    return _Operands(first, *distances)
+    first, second, third = tensors
+    return _NO_OPERANDS if first is None else _Operands(first, _elements(first, second), _elements(first, third))
+
+
+def _elements(first: Tensor, other: Tensor | None) -> int:
+    """The distance of a tensor from the first one in elements, which a kernel adds to its pointer to that."""
+    return 0 if other is None else (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
 @register(
     "few_rows",
     fake=lambda x, weights, activation: x.new_empty(
-        x.shape[0], weights.first.shape[0] if activation is not None else sum(weights.sizes)
+        *x.shape[:-1], sum(weights.sizes) if activation is None else weights.sizes[0]
     ),
 )
 def _few_rows(
     x: Tensor, weights: _Three, biases: _Three, scales: _Three, activation: Activation | None, splits: bool
 ) -> Tensor:
-    """(R, K) -> (R, N_0 + N_1 + N_2); with an activation, (R, I) from the weights of the gate and the up projection.
+    """(..., K) -> (..., N_0 + N_1 + N_2); with an activation, (..., I) from the weights of gate and up projection.
 
-    Unless sums may be split (`splits`), a row of the result does not depend on R.
+    Unless sums may be split (`splits`), a row of the result does not depend on the number of rows.
     """
-    (n_rows, n_features), is_glu = x.shape, activation is not None
-    is_row = splits and n_rows == 1
-    sizes = weights.sizes
-    out = x.new_empty(n_rows, sizes[0] if is_glu else sum(sizes))
-    outputs, features, stages, warps = _tiling(is_row, out.shape[1], is_glu)
-    tiles = [cdiv(size, outputs) for size in sizes]
-    programs = tiles[0] if is_glu else sum(tiles)
-    operands = [_operands(tensors) for tensors in (weights, biases, scales)]
-    targets, is_even = _Outputs(out, *sizes, *tiles[:2]), n_features % features == 0
-    tile = outputs, features, stages
+    sizes, n_features, is_glu = weights.sizes, x.shape[-1], activation is not None
+    n_rows, n_outputs = x.numel() // n_features, sizes[0] if is_glu else sum(sizes)
+    is_row, out = splits and n_rows == 1, x.new_empty(*x.shape[:-1], n_outputs)
+    tile, warps, tiles, programs = _launch(is_row, sizes, is_glu)
+    operands = _operands(weights), _operands(biases), _operands(scales)
+    x, targets, is_even = as_rows(x), _Outputs(out, *sizes, *tiles[:2]), n_features % tile[1] == 0
     if is_row:
         _row_kernel[programs](x, *operands, targets, n_features, activation, tile, is_even, num_warps=warps)
     else:
-        rows, tile_rows = StridedRows(x, x.stride(0)), padded_size(n_rows)
-        numbers = n_rows, n_features, out.shape[1]
+        rows, numbers = StridedRows(x, x.stride(0)), (n_rows, n_features, n_outputs)
+        tile_rows, stages = padded_size(n_rows), tile[2]
         _rows_kernel[programs](
             rows, *operands, targets, *numbers, activation, tile_rows, tile, is_even, num_warps=warps, num_stages=stages
         )
@@ -260,8 +266,8 @@ def uses_few_rows(
         backend != "torch"
         and _reads(x)
         and _match(x, weights, biases, scales)
-        and uses_triton(x, backend=backend)
         and (backend == "triton" or scales is not None or _is_better(x, weights))
+        and uses_triton(x, backend=backend)
     )
 
 
@@ -314,8 +320,7 @@ def project_few_rows(
     scales: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """`linears` in one kernel, for inputs that `uses_few_rows` accepts. The results are views of one tensor."""
-    out = _few_rows(as_rows(x), _Three(*weights), _Three(*biases), _Three(*scales or ()), None, splits_row_sums())
-    out = out.view(*x.shape[:-1], -1)
+    out = _few_rows(x, _Three(*weights), _Three(*biases), _Three(*scales or ()), None, splits_row_sums())
     return (out,) if len(weights) == 1 else out.split_with_sizes([len(weight) for weight in weights], -1)
 
 
@@ -327,5 +332,4 @@ def gate_few_rows(
     activation: Activation,
 ) -> Tensor:
     """`linear_glu` in one kernel, for inputs that `uses_few_rows` accepts."""
-    out = _few_rows(as_rows(x), _Three(*weights), _Three(*biases), _Three(*scales or ()), activation, splits_row_sums())
-    return out.view(*x.shape[:-1], -1)
+    return _few_rows(x, _Three(*weights), _Three(*biases), _Three(*scales or ()), activation, splits_row_sums())

@@ -23,7 +23,7 @@ from torch import Tensor
 from ligerzoo.kernels import low_rank_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, empty_result, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, dtype_of_products, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.lora import LowRank, low_rank_product, update_gradients
 from ligerzoo.kernels.low_rank_glu import LowRankTerms
@@ -257,9 +257,8 @@ def _inner(options: _LinearOptions, dtype: torch.dtype, a: Tensor, gate: Tensor,
     return unsplit_linear(y.view(-1, gate.shape[-1]), a.to(dtype))
 
 
-def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
-    check_activation(activation)
-    check_floats(name, gate=gate, up=up)
+def _check_match(name: str, gate: Tensor, up: Tensor) -> None:
+    """Raises unless the tensors are alike: the kernels would read beyond a smaller one."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
@@ -299,7 +298,14 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation = "silu", backend: B
     Raises:
         ValueError: the shapes or dtypes differ, or the activation is unknown.
     """
-    _check("glu", gate, up, activation)
+    check_activation(activation)
+    check_floats("glu", gate=gate, up=up)
+    return compute_glu(gate, up, activation, backend)
+
+
+def compute_glu(gate: Tensor, up: Tensor, activation: Activation, backend: Backend) -> Tensor:
+    """`glu` for layers, whose options were checked."""
+    _check_match("glu", gate, up)
     if uses_triton(gate, up, backend=backend):
         return _GLU.apply(gate, up, activation)
     return reference(gate, up, activation)
@@ -353,26 +359,43 @@ def glu_linear(
         ValueError: the shapes or dtypes of `gate` and `up` differ, `weight`, `bias`, `update` or `terms` has the wrong
             shape, or the activation is unknown.
     """
-    _check("glu_linear", gate, up, activation)
-    check_floats("glu_linear", weight=weight)
+    check_activation(activation)
+    check_floats("glu_linear", gate=gate, up=up, weight=weight)
     check_optional_floats("glu_linear", bias=bias)
     if weight.shape[1:] != gate.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"glu_linear: gate is {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "
             f"{None if bias is None else tuple(bias.shape)}; expected shapes (..., I), (H, I) and (H,)"
         )
-    a, b, scale = (None, None, 1.0) if update is None else update
-    if a is not None and b is not None and (a.shape[1:] != weight.shape[1:] or b.shape != (len(weight), len(a))):
-        raise ValueError(
-            f"glu_linear: weight is {tuple(weight.shape)}, the matrices of update {tuple(a.shape)} and "
-            f"{tuple(b.shape)}; expected shapes (H, I), (r, I) and (H, r)"
-        )
+    if update is not None:
+        a, b = update[:2]
+        if a.shape[1:] != weight.shape[1:] or b.shape != (len(weight), len(a)):
+            raise ValueError(
+                f"glu_linear: weight is {tuple(weight.shape)}, the matrices of update {tuple(a.shape)} and "
+                f"{tuple(b.shape)}; expected shapes (H, I), (r, I) and (H, r)"
+            )
     if terms is not None:
         _check_terms(gate, terms, update)
-    weight, bias = autocast(weight, bias)
-    if uses_triton(gate, up, weight, backend=backend):
-        if terms is not None and not (gate.dtype == weight.dtype and weight.element_size() == 2):
+        if not (gate.dtype == dtype_of_products(weight) and gate.element_size() == 2):
             (gate, up), terms = terms.add(gate, up), None
-        factors, scales = ((), ()) if terms is None else (terms[:3], terms[3:])
-        return _GLULinear.apply(_LinearOptions(activation, scale, scales), gate, up, weight, bias, a, b, *factors)
-    return linear_reference(gate, up, weight, bias, activation, update, terms)
+    return compute_glu_linear(gate, up, weight, bias, update, terms, activation, backend)
+
+
+def compute_glu_linear(
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    update: LowRank | None,
+    terms: LowRankTerms | None,
+    activation: Activation,
+    backend: Backend,
+) -> Tensor:
+    """`glu_linear` for layers, whose options were checked: with terms only that the kernels add in registers."""
+    _check_match("glu_linear", gate, up)
+    weight, bias = autocast(weight, bias)
+    if not uses_triton(gate, up, weight, backend=backend):
+        return linear_reference(gate, up, weight, bias, activation, update, terms)
+    a, b, scale = (None, None, 1.0) if update is None else update
+    factors, scales = ((), ()) if terms is None else (terms[:3], terms[3:])
+    return _GLULinear.apply(_LinearOptions(activation, scale, scales), gate, up, weight, bias, a, b, *factors)

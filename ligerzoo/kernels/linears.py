@@ -33,15 +33,14 @@ def reference(
     scales: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """`linears` in plain torch: the specification, the CPU path and the test oracle. Dequantizes weights in fp32."""
-    if scales is None:
-        return tuple([unsplit_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
-    wide = accumulation_dtype(x.dtype)
-    products = reference(
-        x.to(wide),
-        [weight.to(wide) * scale[:, None] for weight, scale in zip(weights, scales, strict=True)],
-        [None if bias is None else bias.to(wide) for bias in biases],
-    )
-    return tuple(y.to(x.dtype) for y in products)
+    dtype = x.dtype
+    if scales is not None:
+        wide = accumulation_dtype(dtype)
+        x = x.to(wide)
+        weights = [weight.to(wide) * scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
+        biases = [None if bias is None else bias.to(wide) for bias in biases]
+    products = tuple([unsplit_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    return products if scales is None else tuple(y.to(dtype) for y in products)
 
 
 class _Linears(FusedFunction):
@@ -131,12 +130,10 @@ def compute_linears(
     backend: Backend,
 ) -> tuple[Tensor, ...]:
     """`linears` without checks, for layers."""
-    if not torch.is_grad_enabled():
-        if uses_few_rows(x, weights, biases, backend, scales):
-            return project_few_rows(x, weights, biases, scales)
-        return reference(x, weights, biases, scales)
+    if uses_few_rows(x, weights, biases, backend, scales):
+        return project_few_rows(x, weights, biases, scales)
     present = [bias for bias in biases if bias is not None]
-    if scales is not None or not uses_triton(x, *weights, *present, backend=backend):
+    if scales is not None or not (torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend)):
         return reference(x, weights, biases, scales)
     x, *parameters = autocast(x, *weights, *biases)
     return _Linears.apply(x, len(weights), *parameters)

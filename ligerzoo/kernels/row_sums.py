@@ -196,18 +196,20 @@ def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """`torch.nn.functional.linear` that splits sums only where it is allowed."""
     if not would_split(x, weight) or not (bias is None or bias.shape == weight.shape[:1]):
         return F.linear(x, weight, bias)  # which refuses a bias of another length: the kernel would read beyond it
-    rows, shape = as_rows(x), (*x.shape[:-1], len(weight))
-    if len(weight) <= _FEW_OUTPUTS or len(rows) == 1 or not _HAS_CUBLASLT:
-        return _OrderedProduct.apply(rows, weight, bias).view(shape)
-    if beyond := len(weight) % _ALIGNMENT:
-        sizes = [len(weight) - beyond, beyond]
+    outputs, features = weight.shape
+    in_kernel = outputs <= _FEW_OUTPUTS or x.numel() == features or not _HAS_CUBLASLT
+    if not in_kernel and (beyond := outputs % _ALIGNMENT):
+        sizes = [outputs - beyond, beyond]
         biases = (None, None) if bias is None else bias.split(sizes)
         parts = zip(weight.split(sizes), biases, strict=True)
         return torch.cat([unsplit_linear(x, *part) for part in parts], -1)
-    if missing := -x.shape[-1] % _ALIGNMENT:
+    if not in_kernel and (missing := -features % _ALIGNMENT):
         return unsplit_linear(F.pad(x, (0, missing)), F.pad(weight, (0, missing)), bias)
+    rows, shape = as_rows(x), (*x.shape[:-1], outputs)
+    if in_kernel:
+        return _OrderedProduct.apply(rows, weight, bias).view(shape)
     if bias is None:  # torch leaves only products with a bias to cuBLASLt
-        bias = x.new_zeros(len(weight))
+        bias = x.new_zeros(outputs)
     options = torch.backends.cuda.matmul
     with _LOCK:  # the option belongs to the process
         before = (

@@ -105,7 +105,6 @@ class Attention(nn.Module):
             context: positions and mask of these tokens.
             cache: keys and values of earlier tokens; the new ones are appended.
         """
-        check_features(self, x, self.hidden_size)
         q, k, v = map(self.heads, self.project(x))
         return self.o_proj(self.mix(q, k, v, context, cache).flatten(-2))  # type: ignore[no-any-return]
 
@@ -145,6 +144,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
+        check_features(self, x, self.hidden_size)
         return project(x, self.q_proj, self.k_proj, self.v_proj, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
@@ -255,7 +255,6 @@ class GatedAttention(Attention):
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H); see `Attention.forward`."""
-        check_features(self, x, self.hidden_size)
         features, k, v = self.project(x)
         q, gate = features.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # type: ignore[no-untyped-call]
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))  # type: ignore[no-untyped-call]

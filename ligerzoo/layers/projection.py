@@ -30,10 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels import activation_linear, glu, glu_linear
+from ligerzoo.kernels import activation_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.dispatch import Backend, dtype_of_products, uses_triton
 from ligerzoo.kernels.few_rows import FEW_ROWS_DTYPES, gate_few_rows, uses_few_rows
+from ligerzoo.kernels.glu import compute_glu, compute_glu_linear
 from ligerzoo.kernels.linears import compute_linears
 from ligerzoo.kernels.lora import LowRank, compute_lora_linears, low_rank_product, stacked_a
 from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
@@ -256,13 +257,10 @@ def gate_and_project(
     terms: LowRankTerms | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns down(activation(gate) * up), (..., I) each -> (..., O); with `terms`, adds them to gate and up first."""
-    outer = _fusible(down, terms is not None)
-    if outer is None:
-        y = recomputed(partial(glu, activation=activation, backend=backend), gate, up)
-        return down(y)  # type: ignore[no-any-return]
-    weight, bias, update = outer.weight, outer.inner_bias, outer.update
-    y = glu_linear(gate, up, weight, bias, update=update, terms=terms, activation=activation, backend=backend)
-    return outer.rescale(y)
+    if (outer := _fusible(down, terms is not None)) is not None:
+        weight, bias, update = outer.weight, outer.inner_bias, outer.update
+        return outer.rescale(compute_glu_linear(gate, up, weight, bias, update, terms, activation, backend))
+    return down(recomputed(compute_glu, gate, up, activation, backend))  # type: ignore[no-any-return]
 
 
 def _fusible(layer: nn.Module, has_terms: bool) -> LinearTerms | None:
@@ -299,7 +297,9 @@ def low_rank_parts(
         return None
     weights, dtype = [one.weight for one in inner], dtype_of_products(x)
     ranks = [len(update.a) for update in (*updates, outer.update) if update is not None]
-    if max(ranks) > MAX_RANK or dtype.itemsize != 2 or not uses_triton(x, *weights, backend=backend):
+    if max(ranks) > MAX_RANK or dtype.itemsize != 2 or dtype != dtype_of_products(outer.weight):
+        return None
+    if not uses_triton(x, *weights, backend=backend):
         return None
     first, second = updates
     a = stacked_a(dtype, first.a, second.a)

@@ -105,6 +105,7 @@ class FusedAttention(Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries, keys and values, (B, T, heads * D) each."""
+        check_features(self, x, self.hidden_size)
         return self.qkv_proj(x).split(self.sizes, -1)
 
 
