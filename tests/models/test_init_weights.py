@@ -263,7 +263,7 @@ def test_linear_and_embedding_are_torch_s_classes_with_another_initialization() 
 
 def test_fused_mlp_accepts_both_linear_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("ligerzoo.layers.projection.glu_linear", lambda *_, **__: calls.append(1))
+    monkeypatch.setattr("ligerzoo.layers.projection.compute_glu_linear", lambda *_, **__: calls.append(1))
     mlp = GatedMLP(8, 12)
     mlp(torch.randn(2, 8))
     mlp.down_proj = nn.Linear(12, 8, bias=False)  # type: ignore[assignment]
