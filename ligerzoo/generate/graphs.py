@@ -86,7 +86,10 @@ class StaticBatch:
         rows, capacity, options, pool: as given.
         cache: the KV cache.
         device: device of the weights.
+        nbytes: bytes of the cache when the batch became idle; adding them up costs the host time.
     """
+
+    nbytes = 0
 
     def __init__(
         self,
@@ -195,6 +198,7 @@ class ModelGraphs:
     def give_back(self, batch: StaticBatch) -> None:
         """Keeps a batch for later calls, and drops the least recently used ones beyond the limits."""
         self._idle[batch.rows, batch.capacity, batch.options] = batch
+        batch.nbytes = batch.cache.nbytes
         limit = _memory_for_idle_caches(self._device)
         while len(self._idle) > _MAX_BATCHES or self.nbytes > limit:
             self._idle.popitem(last=False)
@@ -207,7 +211,7 @@ class ModelGraphs:
     @property
     def nbytes(self) -> int:
         """Bytes of the KV caches."""
-        return sum(batch.cache.nbytes for batch in self._idle.values())
+        return sum(batch.nbytes for batch in self._idle.values())
 
 
 def _addresses(model: nn.Module) -> list[tuple[object, ...]]:

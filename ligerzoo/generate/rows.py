@@ -257,7 +257,8 @@ class BatchRows:
 class SlotRows(BatchRows):
     """`BatchRows` in `Slots`, without padding.
 
-    A cache of the caller, and prompts that are embeddings, are processed as by `BatchRows` and then copied.
+    Prompts that are embeddings, or follow tokens of the caller's cache, are processed as by `BatchRows`, then copied.
+    What the caller's cache lacks in the end is copied back.
 
     Args:
         model, prompts, max_new_tokens, options, cache: see `BatchRows`.
@@ -292,7 +293,10 @@ class SlotRows(BatchRows):
     def prefill(self) -> Tensor:
         new_tokens = self._limit - self._prompts.length
         columns = self._columns()
-        if self._given_cache is None and self.prompts.shape[1] > 0:
+        cache, is_padded = self._given_cache, self._padding_mask is not None
+        if (cache is None or (cache.length == 0 and not is_padded)) and self.prompts.shape[1] > 0:
+            if cache is not None:
+                cache.make_writable()
             self._reserve()
             self._cached = self._end
             prompts = [ids[index] for ids, index in zip(self.prompts.cpu(), columns, strict=True)]
@@ -405,7 +409,8 @@ def choose_rows(
 
 def _slots(model: SupportsGenerate, prompts: Prompts, max_new_tokens: int, options: CacheOptions) -> Slots | None:
     """Returns slots for the rows, free of padding; None where steps are not captured, or it does not pay."""
-    starts_at_once = prompts.cache is None and prompts.rows * prompts.length <= CAPTURED_TOKENS
+    has_tokens = prompts.cache is not None and prompts.cache.length > 0
+    starts_at_once = not has_tokens and prompts.rows * prompts.length <= CAPTURED_TOKENS
     if not ((max_new_tokens > 2 or starts_at_once) and isinstance(model, nn.Module) and can_capture(model)):
         return None
     if (cache := prompts.cache) is not None:
