@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import repeat
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,22 @@ class CapturedCall(Generic[T]):
                 torch.cuda.empty_cache()  # a pool cannot use what the allocator keeps for others
 
 
+class BatchSize(NamedTuple):
+    """What says whether a batch can serve another call.
+
+    Attributes:
+        rows: P.
+        capacity: maximum number of tokens in each row.
+        options: of the KV cache.
+        prefills: whether prompts are prefilled in it and copied; else it decodes.
+    """
+
+    rows: int
+    capacity: int
+    options: CacheOptions = DEFAULT_CACHE
+    prefills: bool = False
+
+
 class StaticBatch:
     """Rows of a KV cache of fixed size, each with its own positions, and the steps of a model over them.
 
@@ -77,13 +93,12 @@ class StaticBatch:
 
     Args:
         model: the model.
-        rows: P.
-        capacity: maximum number of tokens in each row.
-        options: of the KV cache.
+        size: rows and options of the KV cache.
         pool: memory pool of captured steps; None for eager ones.
 
     Attributes:
-        rows, capacity, options, pool: as given.
+        size, pool: as given.
+        rows, capacity: those of the size.
         cache: the KV cache.
         device: device of the weights.
         nbytes: bytes of the cache when the batch became idle; adding them up costs the host time.
@@ -91,16 +106,10 @@ class StaticBatch:
 
     nbytes = 0
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows: int,
-        capacity: int,
-        options: CacheOptions = DEFAULT_CACHE,
-        pool: object | None = None,
-    ) -> None:
-        self.rows, self.capacity, self.options, self.pool = rows, capacity, options, pool
-        self.cache = options.new_cache(model, capacity)
+    def __init__(self, model: nn.Module, size: BatchSize, pool: object | None = None) -> None:
+        self.size, self.pool = size, pool
+        self.rows, self.capacity = size.rows, size.capacity
+        self.cache = size.options.new_cache(model, size.capacity)
         self.device: torch.device = next(model.parameters()).device
         self._calls: dict[tuple[object, ...], CapturedCall[Tensor]] = {}
 
@@ -175,7 +184,7 @@ class ModelGraphs:
 
     def __init__(self, model: nn.Module) -> None:
         self._device: torch.device = next(model.parameters()).device
-        self._idle: OrderedDict[tuple[int, int, CacheOptions], StaticBatch] = OrderedDict()
+        self._idle: OrderedDict[BatchSize, StaticBatch] = OrderedDict()
         self._weights = _addresses(model)
 
     @cached_property
@@ -187,17 +196,17 @@ class ModelGraphs:
         """Whether the graphs read the weights of the model, none of which was replaced by another tensor."""
         return self._weights == _addresses(model)
 
-    def take(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions) -> StaticBatch:
+    def take(self, model: nn.Module, size: BatchSize) -> StaticBatch:
         """Returns a batch with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
-        batch = self._idle.pop((rows, capacity, options), None)
+        batch = self._idle.pop(size, None)
         if batch is None:
-            return StaticBatch(model, rows, capacity, options, self._first.pool())
+            return StaticBatch(model, size, self._first.pool())
         batch.cache.reset()
         return batch
 
     def give_back(self, batch: StaticBatch) -> None:
         """Keeps a batch for later calls, and drops the least recently used ones beyond the limits."""
-        self._idle[batch.rows, batch.capacity, batch.options] = batch
+        self._idle[batch.size] = batch
         batch.nbytes = batch.cache.nbytes
         limit = _memory_for_idle_caches(self._device)
         while len(self._idle) > _MAX_BATCHES or self.nbytes > limit:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ligerzoo.device import to_device, upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.graphs import (
+    BatchSize,
     Forward,
     ModelGraphs,
     StaticBatch,
@@ -232,7 +233,7 @@ class Slots:
         room -= self._current.cache_tokens + rows * capacity
         if self._graphs is None or not fits or room < 0:
             return None
-        batch = self._graphs.take(self._module, rows, capacity, self._options)
+        batch = self._graphs.take(self._module, BatchSize(rows, capacity, self._options, prefills=True))
         self._graphs.keep_idle(room)
         return batch
 
@@ -319,10 +320,8 @@ class Slots:
             self._give_back(self._batch)
             self._batch = None
         old, lengths = self._batch, self._lengths
-        if self._graphs is None:
-            self._batch = new = StaticBatch(self._module, rows, capacity, self._options)
-        else:
-            self._batch = new = self._graphs.take(self._module, rows, capacity, self._options)
+        size, graphs = BatchSize(rows, capacity, self._options), self._graphs
+        self._batch = new = StaticBatch(self._module, size) if graphs is None else graphs.take(self._module, size)
         is_freed = self._make_room(new, old)
         kept = sorted(self._index.values())
         if old is not None:

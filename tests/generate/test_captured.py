@@ -257,6 +257,19 @@ def test_calls_run_eagerly_without_memory_for_a_graph(monkeypatch: pytest.Monkey
     assert calls == [[1, 1], [2, 2]]
 
 
+def test_prefills_and_decode_steps_of_one_size(
+    generate: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own batch: one call needs both."""
+    monkeypatch.setattr(slots, "CAPTURED_TOKENS", 64)
+    model, steps = build("llama", device), Steps(monkeypatch)
+    for eager in (2, 0):
+        steps.eager = 0
+        generate(model, *prompts(1, 50, device, padded=False), capture=True, max_new_tokens=9)
+        assert steps.eager == eager
+    assert [size[:2] for size in graphs._GRAPHS[model]._idle] == [(1, 64)] * 2
+
+
 def test_lengths_of_captured_prefills() -> None:
     padded = sorted({slots._padded_length(tokens) for tokens in range(1, slots.CAPTURED_TOKENS + 1)})
     assert padded[:13] == [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]
