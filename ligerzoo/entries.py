@@ -9,7 +9,7 @@ Every other value is an error of one form, with the entry, the value and what is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeGuard, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, cast
 
 from ligerzoo.checks import FLAG, Values, is_integer, is_number, is_text
 from ligerzoo.errors import ConfigError, LigerzooError, quote
@@ -28,22 +28,34 @@ def shown(value: object) -> str:
 class JsonType(Values, Generic[T]):
     """Values that an entry may have, which are read from it: an error names the file."""
 
-    def read(
-        self,
-        value: object,
-        where: object,
-        error: type[LigerzooError] = ConfigError,
-        show: Callable[[object], str] = shown,
-    ) -> T:
-        """Returns the value. Raises the error, which names the file and entry in `where`, unless it is accepted."""
-        if not self.accepts(value):
-            raise error(self.problem, where=where, got=show(value), expected=self.expected)
-        return cast("T", value)
+    def read(self, value: object, where: object) -> T:
+        """Returns the value. Raises ConfigError, which names the file and entry in `where`, unless it is accepted."""
+        return Reader(ConfigError, shown, self.problem).read(self, value, where)
 
     def entry(self, raw: Entries, name: str) -> T | None:
         """Returns an entry, or None if it is absent or null. Raises ConfigError unless it is accepted."""
         value = raw.get(name)
         return None if value is None else self.read(value, name)
+
+
+class Reader(NamedTuple):
+    """How values of another type are refused, where not as entries of a config.
+
+    Attributes:
+        error: what is raised.
+        show: returns a value for the message.
+        problem: what is wrong with the value.
+    """
+
+    error: type[LigerzooError]
+    show: Callable[[object], str] = quote
+    problem: str = "wrong type"
+
+    def read(self, kind: JsonType[T], value: object, where: object) -> T:
+        """Returns the value. Raises the error unless it is accepted."""
+        if not kind.accepts(value):
+            raise self.error(self.problem, where=where, got=self.show(value), expected=kind.expected)
+        return cast("T", value)
 
 
 def is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
@@ -85,14 +97,8 @@ def is_one_of(value: object, accepted: Iterable[object]) -> bool:
     return any(type(value) is type(other) and repr(value) == repr(other) for other in accepted)
 
 
-def check_one_of(
-    value: object,
-    accepted: Iterable[object],
-    where: object,
-    remedy: str | None = None,
-    error: type[LigerzooError] = ConfigError,
-) -> None:
-    """Raises the error unless a value `is_one_of` the accepted ones."""
+def check_one_of(value: object, accepted: Iterable[object], where: object, remedy: str | None = None) -> None:
+    """Raises ConfigError unless a value `is_one_of` the accepted ones."""
     if not is_one_of(value, accepted):
         expected = " or ".join(map(repr, accepted))
-        raise error("not supported", where=where, got=shown(value), expected=expected, remedy=remedy)
+        raise ConfigError("not supported", where=where, got=shown(value), expected=expected, remedy=remedy)

@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from ligerzoo.checks import is_text
-from ligerzoo.entries import BOOLEAN, INTEGER, NAME, NUMBER, OBJECT, JsonType, is_array, is_object, is_one_of, list_of
+from ligerzoo.entries import (
+    BOOLEAN,
+    INTEGER,
+    NAME,
+    NUMBER,
+    OBJECT,
+    JsonType,
+    Reader,
+    is_array,
+    is_object,
+    is_one_of,
+    list_of,
+)
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
 from ligerzoo.files.locate import ADAPTER_CONFIG_FILE
 from ligerzoo.files.untrusted import read_json
@@ -178,8 +190,7 @@ def read_adapter_config(directory: Path) -> PeftConfig:
     return config
 
 
-def _read(kind: JsonType[T], value: object, where: str) -> T:
-    return kind._replace(problem="invalid value").read(value, where, CheckpointError, quote)
+_read = Reader(CheckpointError, problem="invalid value").read
 
 
 def _listed(kind: JsonType[list[T]], value: object, where: str) -> tuple[T, ...]:

@@ -218,7 +218,6 @@ def _kept_tokens(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         return hidden[:, logits_to_keep]
     if len(logits_to_keep) != len(hidden):
         shape = tuple(logits_to_keep.shape)
-        raise ValueError(
-            f"logits_to_keep has shape {shape}; expected (n,), or ({len(hidden)}, n): one row for each row"
-        )
+        expected = f"(n,), or ({len(hidden)}, n): one row for each row"
+        raise LigerzooError(f"logits_to_keep has shape {shape}", expected=expected)
     return hidden[torch.arange(len(hidden), device=hidden.device)[:, None], logits_to_keep]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.layers import (
     MLP,
     Attention,
@@ -204,9 +204,11 @@ class Gemma3(CausalLM):
         """Returns the mask of image tokens, (B, T) bool."""
         rows, tokens = x.shape[:2]
         if token_type_ids.ndim != 2 or len(token_type_ids) != rows or token_type_ids.shape[1] > tokens:
-            raise ValueError(
-                f"token_type_ids has shape {tuple(token_type_ids.shape)}; expected {(rows, tokens)}, one per token"
+            what, expected = (
+                f"token_type_ids has shape {tuple(token_type_ids.shape)}",
+                f"{(rows, tokens)}, one per token",
             )
+            raise LigerzooError(what, expected=expected)
         return F.pad(token_type_ids == 1, (0, tokens - token_type_ids.shape[1]), value=False).to(x.device)
 
 

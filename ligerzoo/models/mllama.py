@@ -307,17 +307,13 @@ class Mllama(CausalLM):
         if states is not None or arrangement is None or is_tile is None:
             others = {"aspect_ratio_ids": arrangement, "aspect_ratio_mask": is_tile, "cross_attention_states": states}
             given = [name for name, value in others.items() if value is not None]
-            raise ValueError(
-                "pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states; "
-                f"got {' and '.join(given) or 'none of them'}"
-            )
+            what = "pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states"
+            raise LigerzooError(what, got=" and ".join(given) or "none of them")
         shapes, images = [tuple(tensor.shape) for tensor in (pixels, arrangement, is_tile)], pixels.shape[1]
         expected = rows, images, c.max_num_tiles, c.num_channels, c.image_size, c.image_size
         if shapes != [expected, expected[:2], expected[:3]]:
-            raise ValueError(
-                f"pixel_values, aspect_ratio_ids and aspect_ratio_mask have shapes {shapes}; "
-                f"expected {[expected, expected[:2], expected[:3]]}"
-            )
+            what = f"pixel_values, aspect_ratio_ids and aspect_ratio_mask have shapes {shapes}"
+            raise LigerzooError(what, expected=[expected, expected[:2], expected[:3]])
         features = self.vision_model(pixels.flatten(0, 1), arrangement.flatten(), is_tile.flatten(0, 1))
         return self.multi_modal_projector(features).view(rows, -1, self.config.hidden_size)  # type: ignore[no-any-return]
 

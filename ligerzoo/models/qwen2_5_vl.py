@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import Context, GatedMLP, RMSNorm, WindowedVisionTower
 from ligerzoo.models.config import are_indices, refuse_unless
 from ligerzoo.models.qwen2_vl import Qwen2VisionLM, Qwen2VisionLMConfig
@@ -103,9 +104,8 @@ class Qwen2_5VL(Qwen2VisionLM):
         # fp64, so that the product is rounded once, as in transformers, which passes a list.
         seconds = torch.as_tensor(intervals, dtype=torch.float64, device=x.device)
         if seconds.shape != (videos,):
-            raise ValueError(
-                f"second_per_grid_ts has shape {tuple(seconds.shape)}; expected ({videos},), one value per video"
-            )
+            what, expected = f"second_per_grid_ts has shape {tuple(seconds.shape)}", f"({videos},), one value per video"
+            raise LigerzooError(what, expected=expected)
         interval = (self.config.vision_config.tokens_per_second * seconds).float()
         return super().embed(x, context, frame_interval=interval, **vision)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.layers import (
     MLP,
     Attention,
@@ -189,10 +189,8 @@ class VisionLM(CausalLM):
             if patches is None or grid is None or x.is_floating_point():
                 given = [name for name, value in (("patches", patches), ("grids", grid)) if value is not None]
                 given.append("inputs_embeds" if x.is_floating_point() else "input_ids")
-                raise ValueError(
-                    "images and videos need patches (pixel_values*), their grids (*_grid_thw) and input_ids; "
-                    f"got only some of them: {', '.join(given)}"
-                )
+                what = "images and videos need patches (pixel_values*), their grids (*_grid_thw) and input_ids"
+                raise LigerzooError(what, got=f"only some of them: {', '.join(given)}")
             mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
             is_separate = self.separates_frames and token_id == c.video_token_id
             grids.append(Grids(mask, grid // grid.new_tensor([1, m, m]), interval, is_separate))

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, uses_triton
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
@@ -141,10 +142,9 @@ def _check_equal_shards(name: str, shard_size: int, device: torch.device, group:
     dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
     most, least = int(sizes[0]), -int(sizes[1])
     if most != least:
-        raise ValueError(
-            f"{name}: the processes have {least} to {most} rows of weight; expected the same number; "
-            "pad the last shards and pass vocab_size"
-        )
+        what = f"the processes have {least} to {most} rows of weight"
+        expected = "the same number; pad the last shards and pass vocab_size"
+        raise LigerzooError(what, where=name, expected=expected)
     return shard_size
 
 
@@ -209,17 +209,16 @@ def vocab_parallel_linear_cross_entropy(
         n_classes = shard_size * dist.get_world_size(group)
     if vocab_size is not None:
         if vocab_size > n_classes:
-            raise ValueError(
-                f"{name}: vocab_size={vocab_size}; expected at most {n_classes}, the weight's rows in all processes"
-            )
+            expected = f"at most {n_classes}, the weight's rows in all processes"
+            raise LigerzooError(where=f"{name}: vocab_size", got=vocab_size, expected=expected)
         n_classes = vocab_size
     hidden, weight = autocast(hidden, weight)
     if hidden.shape[:-1] != target.shape or hidden.shape[-1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"{name}: hidden {tuple(hidden.shape)} {hidden.dtype}, this process's weight {tuple(weight.shape)} "
-            f"{weight.dtype}, target {tuple(target.shape)}; "
-            "expected (..., H), (V / processes, H) of one dtype, and (...)"
+        what = (
+            f"hidden {tuple(hidden.shape)} {hidden.dtype}, this process's weight {tuple(weight.shape)} {weight.dtype}"
         )
+        expected = "(..., H), (V / processes, H) of one dtype, and (...)"
+        raise LigerzooError(f"{what}, target {tuple(target.shape)}", where=name, expected=expected)
     terms = Terms(logit_scale, softcap, temperature, z_loss=z_loss, ignore_index=ignore_index)
     check_terms(name, terms)
     check_target_dtype(name, target)

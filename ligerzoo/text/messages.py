@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ligerzoo.checks import is_list, is_text
-from ligerzoo.entries import LIST, OBJECT, is_object
+from ligerzoo.entries import LIST, OBJECT, Reader, is_object
 from ligerzoo.errors import ImageError, LigerzooError, TokenizerError, did_you_mean, quote
 
 Messages = list[dict[str, Any]]
@@ -18,9 +18,8 @@ _MEDIA_KEYS = {"image": ("image", "path", "url"), "video": ("video", "path", "ur
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
 
-_CALLS = LIST._replace(problem="wrong type")
-_CALL = OBJECT._replace(problem="wrong type")
-_ARGUMENTS = _CALL._replace(expected="a JSON object")
+_read = Reader(LigerzooError).read
+_ARGUMENTS = OBJECT._replace(expected="a JSON object")
 
 
 def checked_objects(values: object, where: str) -> Messages:
@@ -69,12 +68,12 @@ def with_parsed_arguments(message: Mapping[str, object], where: str) -> dict[str
     if calls is None:
         return dict(message)
     where = f"{where}.tool_calls"
-    listed = _CALLS.read(calls, where, LigerzooError, quote)
+    listed = _read(LIST, calls, where)
     return {**message, "tool_calls": [_parsed_call(call, f"{where}[{i}]") for i, call in enumerate(listed)]}
 
 
 def _parsed_call(value: object, where: str) -> dict[str, object]:
-    call = _CALL.read(value, where, LigerzooError, quote)
+    call = _read(OBJECT, value, where)
     if OBJECT.accepts(function := call.get("function")):
         return {**call, "function": _parsed_call(function, f"{where}.function")}
     if "arguments" not in call and "name" not in call:
@@ -86,7 +85,7 @@ def _parsed_call(value: object, where: str) -> dict[str, object]:
         except (ValueError, RecursionError) as error:
             what, got = f"not valid JSON: {error}", quote(arguments)
             raise LigerzooError(what, where=where, got=got, expected="a JSON object") from error
-    return {**call, "arguments": _ARGUMENTS.read(arguments or {}, where, LigerzooError, quote)}
+    return {**call, "arguments": _read(_ARGUMENTS, arguments or {}, where)}
 
 
 def trying_text_arguments(render: Callable[[Messages], T], messages: Messages) -> T:

@@ -236,10 +236,9 @@ class CapturedStep:
         batches = [micro_batches] if isinstance(micro_batches, Mapping) else list(micro_batches)
         check_num_items("CapturedStep", num_items=num_items)
         if not batches or (len(batches) > 1 and num_items is None):
-            raise ValueError(
-                f"CapturedStep: got {len(batches)} micro-batches and num_items={num_items}; expected one micro-batch, "
-                "or several and num_items, the number of trained tokens of all"
-            )
+            what = f"got {len(batches)} micro-batches and num_items={num_items}"
+            expected = "one micro-batch, or several and num_items, the number of trained tokens of all"
+            raise LigerzooError(what, where="CapturedStep", expected=expected)
         self._notice_changes()
         step = _StepInputs(batches, num_items)
         self.reason = self._reason_against(step)

@@ -9,10 +9,10 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.checks import is_text
-from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, JsonType, is_object, list_of
+from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, Reader, is_object, list_of
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
@@ -24,7 +24,6 @@ Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Fields = Mapping[str, Any]
-T = TypeVar("T")
 
 _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 
@@ -337,14 +336,12 @@ def template_fields(record: Fields) -> TemplateFields:
     return TemplateFields(listed or None, dict(variables))
 
 
-def _read(kind: JsonType[T], value: object, where: str) -> T:
-    """Returns a value of this type. Raises DataError for others."""
-    return kind._replace(problem="wrong type").read(value, where, DataError, _described)
-
-
 def _described(value: object) -> str:
     names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return f"{names.get(type(value), type(value).__name__)}, {quote(value)}"
+
+
+_read = Reader(DataError, _described).read
 
 
 # Markers

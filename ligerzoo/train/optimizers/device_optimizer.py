@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.dtensors import is_dtensor, shard_at
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.philox import WORDS
 from ligerzoo.kernels.stochastic_rounding import FIRST_KEY
@@ -77,10 +78,9 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
             device = group["params"][0].device
             if parameter.dtype not in DTYPES or parameter.is_meta or parameter.device != device:
                 self.param_groups.pop()
-                raise ValueError(
-                    f"{type(self).__name__}: parameter {name} is {parameter.dtype} on {parameter.device}; expected "
-                    "torch.float32 or torch.bfloat16, not on the meta device, and one device for a group"
-                )
+                what = f"parameter {name} is {parameter.dtype} on {parameter.device}"
+                expected = "torch.float32 or torch.bfloat16, not on the meta device, and one device for a group"
+                raise LigerzooError(what, where=type(self).__name__, expected=expected)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG, FRACTION, check
+from ligerzoo.errors import LigerzooError
 from ligerzoo.train.optimizers.groups import trainable_parameters
 
 
@@ -95,10 +96,9 @@ class EMA:
         if not different:
             different = [name for name, average in averages.items() if average.shape != self._averages[name].shape]
         if different:
-            raise ValueError(
-                f"EMA.load_state_dict: {different[0]!r} is missing, unexpected or of another shape; expected the "
-                "averages of this model's trainable parameters"
-            )
+            what = f"{different[0]!r} is missing, unexpected or of another shape"
+            expected = "the averages of this model's trainable parameters"
+            raise LigerzooError(what, where="EMA.load_state_dict", expected=expected)
         for name, average in averages.items():
             self._averages[name].copy_(average)
         self.updates = state_dict["updates"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ligerzoo.checks import POSITIVE_OR_NONE, check
 from ligerzoo.dtensors import is_dtensor, local
+from ligerzoo.errors import LigerzooError
 from ligerzoo.tensor_checks import require_tensor
 
 _EPS = 1e-6
@@ -40,10 +41,9 @@ def clip_grad_norm(parameters: nn.Module | Iterable[Tensor], max_norm: float | N
         parameters = parameters.parameters()
     gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
     if not gradients:
-        raise ValueError(
-            "clip_grad_norm: no parameter has a gradient; expected a call between backward and zero_grad. An optimizer "
-            "in backward frees gradients, so their global norm cannot be clipped"
-        )
+        what, expected = "no parameter has a gradient", "a call between backward and zero_grad"
+        remedy = "An optimizer in backward frees gradients, so their global norm cannot be clipped."
+        raise LigerzooError(what, where="clip_grad_norm", expected=expected, remedy=remedy)
     if any(gradient.is_sparse for gradient in gradients):
         raise ValueError("clip_grad_norm: a gradient is sparse; expected nn.Embedding(sparse=False)")
     norm = _global_norm(gradients)
@@ -86,10 +86,11 @@ def _sharding(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:
     if not is_dtensor(gradient):
         return None, ()
     if any(placement.is_partial() for placement in gradient.placements):
-        raise ValueError(
-            f"clip_grad_norm: a gradient has placements {gradient.placements}, a partial sum; expected gradients that "
-            "are sharded or replicated"
+        what, expected = (
+            f"a gradient has placements {gradient.placements}, a partial sum",
+            "a sharded or replicated one",
         )
+        raise LigerzooError(what, where="clip_grad_norm", expected=expected)
     dimensions = [i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()]
     return gradient.device_mesh, tuple(dimensions)
 
@@ -120,10 +121,9 @@ class SkipNonFinite:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if not (hasattr(optimizer, "found_inf") or getattr(optimizer, "_step_supports_amp_scaling", False)):
-            raise ValueError(
-                f"SkipNonFinite: {type(optimizer).__name__} cannot skip steps on the device; expected an optimizer of "
-                "make_optimizer, or one of torch with fused=True"
-            )
+            what = f"{type(optimizer).__name__} cannot skip steps on the device"
+            expected = "an optimizer of make_optimizer, or one of torch with fused=True"
+            raise LigerzooError(what, where="SkipNonFinite", expected=expected)
         self._optimizer: Any = optimizer
         self.count = torch.zeros((), dtype=torch.int64, device=optimizer.param_groups[0]["params"][0].device)
 

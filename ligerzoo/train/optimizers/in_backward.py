@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.train.optimizers.gradients import SkipNonFinite, clip_grad_norm
 from ligerzoo.train.optimizers.groups import Group
 
@@ -60,10 +61,9 @@ class StepInBackward:
     def _update(self, index: int, parameter: Tensor) -> None:
         if index in self._updated:
             parameter.grad = None
-            raise ValueError(
-                "StepInBackward: a second backward before optimizer.step(); expected one backward per step. An "
-                "optimizer in backward cannot accumulate gradients: use larger batches, or no optimizer in backward"
-            )
+            what, expected = "a second backward before optimizer.step()", "one backward per step"
+            remedy = "It cannot accumulate gradients: use larger batches, or no optimizer in backward."
+            raise LigerzooError(what, where="StepInBackward", expected=expected, remedy=remedy)
         self._updated.add(index)
         if self._skip is not None:
             self._skip(clip_grad_norm([parameter], None))

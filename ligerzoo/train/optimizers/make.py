@@ -84,33 +84,26 @@ def _refuse_meta(groups: Any) -> list[Any]:
     for index, entry in enumerate(parameters):
         name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
         if isinstance(parameter, Tensor) and parameter.is_meta:
-            raise ValueError(
-                f"make_optimizer: parameter {name} is on the meta device and has no data; load the weights first"
-            )
+            what = f"parameter {name} is on the meta device and has no data; load the weights first"
+            raise LigerzooError(what, where="make_optimizer")
     return listed
 
 
 def _refuse_other_parameters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raises ValueError if a state belongs to other parameters: torch matches them by their order alone."""
+    """Raises LigerzooError if a state belongs to other parameters: torch matches them by their order alone."""
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if own.get("optimizer") != saved.get("optimizer"):
-            raise ValueError(
-                f"load_state_dict: the state is of {saved.get('optimizer', 'another optimizer')}; expected one of "
-                f"{type(optimizer).__name__}"
-            )
+            what = f"the state is of {saved.get('optimizer', 'another optimizer')}"
+            raise LigerzooError(what, where="load_state_dict", expected=f"one of {type(optimizer).__name__}")
         names = own.get("param_names") or [f"number {i}" for i in range(len(own["params"]))]
         for i, (name, parameter) in enumerate(zip(names, own["params"], strict=True)):
             saved_name = saved.get("param_names", names)[i : i + 1]
             if saved_name != [name]:
-                raise ValueError(
-                    f"load_state_dict: the optimizer's parameter {name} has the state of "
-                    f"{saved_name[0] if saved_name else 'none'}; expected a state of the same parameters, in the same "
-                    "groups"
-                )
+                what = f"the optimizer's parameter {name} has the state of {saved_name[0] if saved_name else 'none'}"
+                expected = "a state of the same parameters, in the same groups"
+                raise LigerzooError(what, where="load_state_dict", expected=expected)
             for key, value in state_dict["state"].get(saved["params"][i], {}).items():
                 is_scale = key.endswith("_scales")  # one for each block, see `Fp8AdamW`
                 if isinstance(value, Tensor) and value.dim() and not is_scale and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"load_state_dict: {key} of parameter {name} has shape {tuple(value.shape)}; expected "
-                        f"{tuple(parameter.shape)}"
-                    )
+                    what = f"{key} of parameter {name} has shape {tuple(value.shape)}"
+                    raise LigerzooError(what, where="load_state_dict", expected=tuple(parameter.shape))

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from ligerzoo.checks import FLAG, check, one_of
 from ligerzoo.dtensors import as_shard_of, full, local, shard_like
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import round_stochastically
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.dispatch import accumulation_dtype
@@ -126,20 +127,18 @@ class Muon(DeviceOptimizer):
             ValueError: the flag is missing, or a parameter has the wrong shape, dtype or device.
         """
         if not FLAG.accepts(param_group.get("muon")):
-            raise ValueError(
-                'Muon: a group has no flag "muon"; expected {"params": [...], "muon": True} for matrices and False for '
-                "parameters that AdamW updates. `muon_groups(model)` makes such groups"
-            )
+            what, remedy = 'a group has no flag "muon"', "`muon_groups(model)` makes such groups."
+            expected = '{"params": [...], "muon": True} for matrices and False for parameters that AdamW updates'
+            raise LigerzooError(what, where="Muon", expected=expected, remedy=remedy)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         blocks = group["matrices_per_row_block"]
         for parameter in group["params"] if group["muon"] else ():
             if parameter.dim() < 2 or parameter.shape[-2] % blocks:
                 self.param_groups.pop()
-                raise ValueError(
-                    f"Muon: a parameter of shape {tuple(parameter.shape)} in a group with muon=True; expected "
-                    f"(..., m, n), m a multiple of matrices_per_row_block={blocks}"
-                )
+                what = f"a parameter of shape {tuple(parameter.shape)} in a group with muon=True"
+                expected = f"(..., m, n), m a multiple of matrices_per_row_block={blocks}"
+                raise LigerzooError(what, where="Muon", expected=expected)
 
     def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         if not group["muon"]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import AT_LEAST_1, COUNT, FRACTION, check, one_of
+from ligerzoo.errors import LigerzooError
 
 Schedule = Callable[[int], float]
 """Maps the number of updates done so far, from 0, to a factor of the learning rate, from 0 to 1."""
@@ -60,10 +61,8 @@ def schedule(
         decay_steps = {"constant": 0, "wsd": max(1, steps // 10)}.get(name, steps - warmup_steps)
     check("schedule", COUNT, decay_steps=decay_steps)
     if warmup_steps + decay_steps > steps:
-        raise ValueError(
-            f"schedule: warmup_steps={warmup_steps} and decay_steps={decay_steps}; expected at most steps={steps} "
-            "together"
-        )
+        what, expected = f"warmup_steps={warmup_steps} and decay_steps={decay_steps}", f"at most steps={steps} together"
+        raise LigerzooError(what, where="schedule", expected=expected)
 
     def factor(step: int) -> float:
         check("schedule", COUNT, step=step)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ligerzoo.checks import FLAG, NOT_NEGATIVE, check, integer, is_list
 from ligerzoo.dtensors import local
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import BETA
 from ligerzoo.kernels.cuda_graph import side_by_side
@@ -80,9 +81,8 @@ def adamw(
     if stochastic_rounding:
         return StochasticAdamW(params, **arguments, state_dtype=state_dtype, seed=seed)
     if state_dtype is not None or seed:
-        raise ValueError(
-            f'make_optimizer: state_dtype={state_dtype}, seed={seed} with "adamw"; expected stochastic_rounding=True'
-        )
+        what = f'state_dtype={state_dtype}, seed={seed} with "adamw"'
+        raise LigerzooError(what, where="make_optimizer", expected="stochastic_rounding=True")
     return torch.optim.AdamW(params, **arguments, fused=True)
 
 
