@@ -275,15 +275,19 @@ class Context:
             return self.documents
         return find_documents(lambda: [spans([0, self.tokens])] * self.rows)
 
+    def replace(self, **changes: object) -> Context:
+        """Returns a copy with other values of some attributes, which creates rotary angles and masks of its own."""
+        copy, changes = object.__new__(Context), {"_rotations": {}, "_masks": {}} | changes
+        for name in _ATTRIBUTES:  # torch 2.11 traces neither copy.copy nor vars
+            setattr(copy, name, changes[name] if name in changes else getattr(self, name))
+        return copy
+
     def fork(self) -> Context:
         """Returns a copy with separate, empty outputs, for a layer that is recomputed in the backward pass."""
-        fork = object.__new__(Context)
-        for name in _ATTRIBUTES:  # torch 2.11 traces neither copy.copy nor vars
-            setattr(fork, name, getattr(self, name))
-        fork.outputs = self.outputs.of_block()
+        rotations, masks = self._rotations, self._masks
         if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
-            fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
-        return fork
+            rotations, masks = dict(rotations), dict(masks)
+        return self.replace(outputs=self.outputs.of_block(), _rotations=rotations, _masks=masks)
 
     def require_padding_mask(self, layer: str) -> None:
         """Raises ValueError if an attention mask was given: a recurrent layer can apply a padding mask only."""

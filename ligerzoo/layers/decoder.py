@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         if self.input_norm is not None:
             x = self.input_norm(x)
         if self.positions_skip_padding and context.has_default_positions:
-            context.position_ids = context.token_positions()
+            context = context.replace(position_ids=context.token_positions())
         cache = context.cache  # decoding is faster where sums may be split
         keeps_sums = cache is None or cache.exact or torch.compiler.is_compiling()  # which leaves sums to torch
         with nullcontext() if keeps_sums else split_row_sums():

@@ -104,9 +104,9 @@ class PatchSegments:
             if bool((sizes == sizes[0]).all()):
                 self.shape, segment_start = (len(sizes), int(sizes[0])), None
         position_ids = positions.to(device).view(-1, *self.shape)
-        self.context = Context(position_ids[0], position_ids=position_ids)
-        if segment_start is not None:
-            self.context.segment_start = segment_start.to(device)[None]
+        context = Context(position_ids[0], position_ids=position_ids)
+        start = None if segment_start is None else segment_start.to(device)[None]
+        self.context = context if start is None else context.replace(segment_start=start)
 
     def batch(self, x: Tensor) -> Tensor:
         """x: (..., E), N patches in all -> (B, T, E)."""
