@@ -209,7 +209,7 @@ def strips(*tensors: Tensor) -> tuple[list[StridedRows], int, int, int]:
     Returns:
         The tensors, the number of columns, the columns per program, the number of programs.
     """
-    if group_size(*tensors) == 1 and tensors[0].is_contiguous():
+    if all(t.is_contiguous() for t in tensors):  # not by `group_size`, which is 1 for (B, 1, H) of any strides
         n_rows, n_cols = 1, tensors[0].numel()
         operands = [StridedRows(t, n_cols) for t in tensors]
     else:
