@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.device import DelayedReads
-from ligerzoo.generate.graphs import CapturedCall
+from ligerzoo.generate.graphs import CapturedCall, GraphPool
 from ligerzoo.generate.rows import BatchRows
 from ligerzoo.generate.sampling import BrokenLogitsError, Sampler
 from ligerzoo.generate.stopping import Stopping
@@ -68,12 +68,12 @@ class Engine(ABC, Generic[C, L, U]):
 
         The graph is small. Each engine captures it, since it depends on the options of sampling.
         """
-        call, key = self._call, self._sampler.graph_key
-        if self._pool is None or key is None:
+        call, pool, key = self._call, self._pool, self._sampler.graph_key
+        if pool is None or key is None:
             self._call = None
             return self._choose(logits)
-        if call is None or call.x is not logits or key != self._key:
-            self._call = call = CapturedCall(logits, self._pool)
+        if call is None or call.x is not logits or call.pool is not pool or key != self._key:
+            self._call = call = CapturedCall(logits, pool)
             self._key = key
         else:
             call.capture(self._choose)
@@ -86,8 +86,8 @@ class Engine(ABC, Generic[C, L, U]):
 
     @property
     @abstractmethod
-    def _pool(self) -> object:
-        """Memory pool of the captured graphs that compute the logits; None for eager ones."""
+    def _pool(self) -> GraphPool | None:
+        """Memory of the captured graphs that compute the logits; None for eager ones."""
 
     @property
     @abstractmethod
@@ -148,7 +148,7 @@ class BatchEngine(Engine[SampledTokens, int, Tensor]):
         return self._count == self._limit
 
     @property
-    def _pool(self) -> object:
+    def _pool(self) -> GraphPool | None:
         return self._rows.pool
 
     def _logits(self) -> Tensor:

@@ -33,19 +33,38 @@ Forward = Callable[..., Any]
 """A model, or what runs instead of its `__call__`."""
 
 
+class GraphPool:
+    """Memory of graphs that run one after the other, which they share.
+
+    A graph that runs may overwrite the results of graphs that were captured later: these must have been read by then.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def id(self) -> object:
+        """What torch calls the pool."""
+        self._first, _ = capture(partial(torch.zeros, 1, device=self._device))  # without a graph, torch would free it
+        return self._first.pool()
+
+
 class CapturedCall(Generic[T]):
     """Calls of a function that launches kernels only: the same ones on the same memory. Once captured, a graph runs.
 
     Args:
         x: the tensor that the function reads. Each call copies its argument to it.
-        pool: memory pool of graphs that never run at the same time: they share what they need while they run.
+        pool: memory of the graph.
     """
 
     _graph: torch.cuda.CUDAGraph | None = None
     _result: T
 
-    def __init__(self, x: Tensor, pool: object) -> None:
-        self.x, self._pool = x, pool
+    def __init__(self, x: Tensor, pool: GraphPool) -> None:
+        self.x, self.pool = x, pool
 
     def __call__(self, function: Callable[[Tensor], T], x: Tensor) -> T:
         """Returns what the function returns for x, valid until the next call."""
@@ -64,7 +83,7 @@ class CapturedCall(Generic[T]):
         """
         if self._graph is None:
             try:
-                self._graph, self._result = capture(partial(function, self.x), self._pool)
+                self._graph, self._result = capture(partial(function, self.x), self.pool.id)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # a pool cannot use what the allocator keeps for others
 
@@ -94,7 +113,7 @@ class StaticBatch:
     Args:
         model: the model.
         size: rows and options of the KV cache.
-        pool: memory pool of captured steps; None for eager ones.
+        pool: memory of captured steps; None for eager ones.
 
     Attributes:
         size, pool: as given.
@@ -106,7 +125,7 @@ class StaticBatch:
 
     nbytes = 0
 
-    def __init__(self, model: nn.Module, size: BatchSize, pool: object | None = None) -> None:
+    def __init__(self, model: nn.Module, size: BatchSize, pool: GraphPool | None = None) -> None:
         self.size, self.pool = size, pool
         self.rows, self.capacity = size.rows, size.capacity
         self.cache = size.options.new_cache(model, size.capacity)
@@ -176,7 +195,8 @@ _MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
 class ModelGraphs:
     """Batches of a model with captured steps that no call is using, least recently used first.
 
-    All graphs share a memory pool, since they run one after the other.
+    All prefills share memory, since their logits are copied at once. A batch that decodes has its own: prefills run
+    before its logits are read.
 
     Args:
         model: the model.
@@ -186,11 +206,7 @@ class ModelGraphs:
         self._device: torch.device = next(model.parameters()).device
         self._idle: OrderedDict[BatchSize, StaticBatch] = OrderedDict()
         self._weights = _addresses(model)
-
-    @cached_property
-    def _first(self) -> torch.cuda.CUDAGraph:
-        """A graph that keeps the pool: without any, torch would free it."""
-        return capture(partial(torch.zeros, 1, device=self._device))[0]
+        self._prefill_pool = GraphPool(self._device)
 
     def reads(self, model: nn.Module) -> bool:
         """Whether the graphs read the weights of the model, none of which was replaced by another tensor."""
@@ -200,7 +216,7 @@ class ModelGraphs:
         """Returns a batch with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
         batch = self._idle.pop(size, None)
         if batch is None:
-            return StaticBatch(model, size, self._first.pool())
+            return StaticBatch(model, size, self._prefill_pool if size.prefills else GraphPool(self._device))
         batch.cache.reset()
         return batch
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
-from ligerzoo.generate.graphs import can_capture, independent_length, model_graphs
+from ligerzoo.generate.graphs import GraphPool, can_capture, independent_length, model_graphs
 from ligerzoo.generate.options import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -176,8 +176,8 @@ class BatchRows:
         return self._given_cache is not None
 
     @property
-    def pool(self) -> object:
-        """Memory pool of the captured graphs that compute the logits; None for eager ones."""
+    def pool(self) -> GraphPool | None:
+        """Memory of the captured graphs that compute the logits; None for eager ones."""
         return None
 
     def release(self, rows: list[int]) -> None:
@@ -321,7 +321,7 @@ class SlotRows(BatchRows):
             self._slots.release(rows)
 
     @property
-    def pool(self) -> object:
+    def pool(self) -> GraphPool | None:
         return self._slots.pool
 
     def _decode_all(self, tokens: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligerzoo.checks import AT_LEAST_1, integer, or_none
 from ligerzoo.device import to_device, upload
 from ligerzoo.generate.engine import Engine
+from ligerzoo.generate.graphs import GraphPool
 from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
 from ligerzoo.generate.prompts import MAX_TOP_LOGPS, Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
@@ -324,7 +325,7 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         self.close()
 
     @property
-    def _pool(self) -> object:
+    def _pool(self) -> GraphPool | None:
         return self._slots.pool
 
     @property

@@ -14,6 +14,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.graphs import (
     BatchSize,
     Forward,
+    GraphPool,
     ModelGraphs,
     StaticBatch,
     can_capture,
@@ -89,8 +90,8 @@ class Slots:
         self._from_rows = self._to_rows = self._used = torch.empty(0, dtype=torch.int64)
 
     @property
-    def pool(self) -> object:
-        """Memory pool of the captured graphs; None for eager steps."""
+    def pool(self) -> GraphPool | None:
+        """Memory of the captured graphs; None for eager steps."""
         return None if self._batch is None else self._batch.pool
 
     def look_for_graphs(self) -> None:

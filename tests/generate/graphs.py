@@ -1,8 +1,12 @@
-"""A stand-in for captured CUDA graphs on a CPU: what is captured runs eagerly at each replay, on the same memory."""
+"""A stand-in for captured CUDA graphs on a CPU: what is captured runs eagerly at each replay, on the same memory.
 
+It overwrites what a graph may overwrite: the results of graphs of its pool that were captured later.
+"""
+
+import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -11,17 +15,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ligerzoo.generate import graphs
-from ligerzoo.generate.graphs import CapturedCall, ModelGraphs
+from ligerzoo.generate.graphs import CapturedCall, GraphPool
 
 
 class EagerGraph:
     """A captured function. Its result keeps its memory, and each replay must run the same operations."""
 
+    of_pools: ClassVar[weakref.WeakKeyDictionary[GraphPool, list[weakref.ref["EagerGraph"]]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
     def __init__(self, call: CapturedCall[Any], function: Callable[[], Any]) -> None:
         self.call, self.function = call, function
         self.operations: list[tuple[str, list[torch.Size]]] = []
+        self.pool = self.of_pools.setdefault(call.pool, [])
+        self.pool.append(weakref.ref(self))
 
     def replay(self) -> None:
+        later = self.pool[self.pool.index(weakref.ref(self)) + 1 :]
+        for graph in (reference() for reference in later):
+            for x in tree_leaves(graph.call._result) if graph is not None and graph.operations else ():
+                x.fill_(torch.nan if x.is_floating_point() else 0)
         with Operations() as operations:
             result = self.function()
         if not self.operations:
@@ -44,13 +58,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Pool:
-    """A graph that has a memory pool."""
-
-    def pool(self) -> object:
-        return 0, id(self)
-
-
 def capture(call: CapturedCall[Any], function: Callable[[Tensor], Any]) -> None:
     if call._graph is None:
         call._graph = cast(Any, EagerGraph(call, partial(function, call.x)))
@@ -59,5 +66,4 @@ def capture(call: CapturedCall[Any], function: Callable[[Tensor], Any]) -> None:
 def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces captured graphs by the stand-in, without a change of `can_capture`."""
     monkeypatch.setattr(CapturedCall, "capture", capture)
-    monkeypatch.setattr(ModelGraphs, "_first", Pool())
     monkeypatch.setattr(graphs, "_memory_for_idle_caches", lambda device: 2**25)

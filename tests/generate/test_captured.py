@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligerzoo.generate import Scheduler, graphs, slots
 from ligerzoo.generate import rows as rows_module
-from ligerzoo.generate.graphs import CapturedCall, can_capture, release_decode_graphs
+from ligerzoo.generate.graphs import CapturedCall, GraphPool, can_capture, release_decode_graphs
 from ligerzoo.models import (
     DeepseekV3,
     DeepseekV3Config,
@@ -250,7 +250,8 @@ def test_calls_run_eagerly_without_memory_for_a_graph(monkeypatch: pytest.Monkey
     x, calls = torch.zeros(2), []
     monkeypatch.undo()
     monkeypatch.setattr(graphs, "capture", fail)
-    call = CapturedCall[int](x, None)
+    call = CapturedCall[int](x, GraphPool(torch.device("cpu")))
+    monkeypatch.setattr(GraphPool, "id", None)
     for value in (1, 2):
         call.capture(lambda x: 0)
         assert call(lambda x: calls.append(x.tolist()) or len(calls), torch.full((2,), value)) == value
@@ -293,7 +294,7 @@ def test_long_and_many_prompts_are_prefilled_eagerly(
 def test_a_prefill_leaves_other_rows_unchanged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests join a running batch: their prompts go through the same graphs, in groups and with padding."""
     monkeypatch.setattr(slots, "can_capture", lambda model: True)
-    model = build("qwen3_next", device)
+    model = build("qwen3_next", device, torch.float64)
     texts = [torch.randint(VOCAB, (length,)).tolist() for length in (5, 40, 41, 3, 17, 30, 2)]
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_END}
     alone = [next(model.generate_many([text], batch_size=1, **options)).tokens for text in texts]

@@ -11,7 +11,7 @@ from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import generate
 from ligerzoo.kernels.fp8 import FP8
-from ligerzoo.layers.cache import RecurrentLayerCache
+from ligerzoo.layers import RecurrentLayerCache
 from ligerzoo.models import Qwen3_5
 from tests.generate.models import Recorder
 from tests.models import prompts as qwen2_vl

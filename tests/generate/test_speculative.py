@@ -148,7 +148,8 @@ def test_captured_forwards_verify_drafts(family: str, options: str) -> None:
     for _ in range(2):  # the second call finds the graphs of the first
         got = run(model, ids, max_new_tokens=100, assistant_model=helper, num_assistant_tokens=3, **OPTIONS[options])
         assert_same(got, expected)
-    counts = [{count for graph in _GRAPHS[m]._idle.values() for count in graph._graphs} for m in (model, helper)]
+    keys = [[key for batch in _GRAPHS[m]._idle.values() for key in batch._calls] for m in (model, helper)]
+    counts = [{tokens for name, _, tokens in found if name == "_decode"} for found in keys]
     assert 4 in counts[0]
     assert counts[1] == {1, 2}
     assert_same(run(model, ids, max_new_tokens=100, prompt_lookup_num_tokens=5, **OPTIONS[options]), expected)
