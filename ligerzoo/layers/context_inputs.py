@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import Mask
-from ligerzoo.tensor_checks import describe_value, kind_of
+from ligerzoo.tensor_checks import kind_of, require_tensor
 
 
 def check_context_inputs(
@@ -18,7 +18,7 @@ def check_context_inputs(
     cache: KVCache | None,
 ) -> None:
     """Raises TypeError or ValueError unless the arguments of `Context` are consistent."""
-    _require_tensor("x", x, "(B, T) token ids or (B, T, H) embeddings")
+    require_tensor("Context", "x", x, "a tensor of (B, T) token ids or (B, T, H) embeddings")
     if x.ndim not in (2, 3) or x.shape[1] == 0:
         raise ValueError(
             f"Context: x has shape {tuple(x.shape)}; expected (B, T) token ids or (B, T, H) embeddings with T > 0"
@@ -40,15 +40,9 @@ def check_context_inputs(
         _check_mask(attention_mask, rows, tokens, cache)
 
 
-def _require_tensor(argument: str, value: object, expected: str) -> None:
-    if not isinstance(value, Tensor):
-        remedy = ". Convert it with torch.tensor" if isinstance(value, list | tuple) else ""
-        raise TypeError(f"{argument}: got {describe_value(value)}; expected a tensor of {expected}{remedy}")
-
-
 def _check_position_ids(position_ids: Tensor, rows: int, tokens: int) -> None:
     """Raises unless `position_ids` are integers of shape (B or 1, T), or (A, B or 1, T)."""
-    _require_tensor("position_ids", position_ids, "integers of shape (B or 1, T)")
+    require_tensor("Context", "position_ids", position_ids, "a tensor of integers of shape (B or 1, T)")
     shape = tuple(position_ids.shape)
     # Not `shape[-2] in (1, rows)`, see `_check_mask`.
     fits = position_ids.ndim in (2, 3) and shape[-1] == tokens and (shape[-2] == 1 or shape[-2] == rows)
@@ -71,7 +65,7 @@ def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask 
             "cu_seqlens needs batch size 1, no attention_mask and no cache; got "
             + " and ".join([f"batch size {len(x)}", *given])
         )
-    _require_tensor("cu_seqlens", cu_seqlens, "integers of shape (segments + 1,)")
+    require_tensor("Context", "cu_seqlens", cu_seqlens, "a tensor of integers of shape (segments + 1,)")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or kind_of(cu_seqlens) != "integer":
         got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
         raise ValueError(f"cu_seqlens: got {got}; expected an integer tensor of shape (segments + 1,)")
@@ -84,7 +78,7 @@ def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask 
 
 def _check_mask(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache | None) -> None:
     """Raises unless the mask covers the cached and the new tokens."""
-    _require_tensor("attention_mask", attention_mask, "shape (B, S) or (B, 1, T, S)")
+    require_tensor("Context", "attention_mask", attention_mask, "a tensor of shape (B, S) or (B, 1, T, S)")
     shape, keys = tuple(attention_mask.shape), tokens + (cache.length if cache is not None else 0)
     if attention_mask.ndim == 4:
         if shape[2:] != (tokens, keys):

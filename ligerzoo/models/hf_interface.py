@@ -106,7 +106,7 @@ class HFInterface(nn.Module):
         embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
         modules = [module for module in (embedding, head) if module is not None]
         parameters = (getattr(module, name, None) for name in ("weight", "bias") for module in modules)
-        weights = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
+        weights = [parameter for parameter in parameters if parameter is not None]
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of

@@ -77,8 +77,7 @@ class SequenceClassifier(LanguageModel):
     def __init__(self, config: LanguageModelConfig, model: Decoder, labels: Labels) -> None:
         super().__init__(config, model)
         self._labels = labels
-        weight = model.embed_tokens.weight
-        assert isinstance(weight, Tensor)
+        weight: Tensor = model.embed_tokens.weight  # type: ignore[assignment]
         self.score = Linear(weight.shape[1], len(labels.names), bias=False, device=weight.device, dtype=weight.dtype)
         if config.initializer_range != INIT_STD:
             self.score.init_weights(config.initializer_range)

@@ -363,15 +363,15 @@ def test_full_mask_of_integers_is_refused() -> None:
 @pytest.mark.parametrize(
     "inputs, message",
     [
-        ({"attention_mask": [[1] * 6]}, r"attention_mask: got a list; expected a tensor of shape \(B, S\)"),
-        ({"position_ids": list(range(6))}, "position_ids: got a list; expected a tensor of integers"),
-        ({"cu_seqlens": [0, 3, 6]}, "cu_seqlens: got a list; expected a tensor of integers"),
-        ({"x": [1, 2]}, "x: got a list; expected a tensor of"),
+        ({"attention_mask": [[1] * 6]}, r"attention_mask is a list; expected a tensor of shape \(B, S\)"),
+        ({"position_ids": list(range(6))}, "position_ids is a list; expected a tensor of integers"),
+        ({"cu_seqlens": [0, 3, 6]}, "cu_seqlens is a list; expected a tensor of integers"),
+        ({"x": [1, 2]}, "x is a list; expected a tensor of"),
     ],
     ids=str,
 )
 def test_lists_are_refused(inputs: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{message}.*\. Convert it with torch\.tensor$"):
+    with pytest.raises(TypeError, match=rf"^Context: {message}.*\. Convert it with torch\.tensor$"):
         Context(**{"x": torch.zeros(1, 6), **inputs})
 
 
