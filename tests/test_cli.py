@@ -295,6 +295,7 @@ EVALUATION_NUMBERS = {
     "--batch-size": ["0", "x"],
     "--limit": ["0", "-1", "x"],
 }
+PARITY_TEXTS = {"--text": [""]}
 TOKENIZER_NUMBERS = {"--vocab-size": ["0", "-1", "2.5", "x", str(2**31)]}
 TRAINING_VALUES = {
     **{f"--{name}": [""] for name in ("data", "output", "tokenizer", "eval-data", "device")},
@@ -331,6 +332,7 @@ OPTIONS += [
 OPTIONS += [
     ("tokenizer x --output y", option, value) for option in TOKENIZER_NUMBERS for value in TOKENIZER_NUMBERS[option]
 ]
+OPTIONS += [("parity model", option, value) for option, values in PARITY_TEXTS.items() for value in values]
 OPTIONS += [("serve model", option, value) for option, values in SERVER_NUMBERS.items() for value in values]
 OPTIONS += [
     ("train model --data x --output y", option, value) for option, values in TRAINING_VALUES.items() for value in values
@@ -363,6 +365,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
         action.option_strings[0] for action in options if action.type not in (None, Path, STOP)
     } == {
         *NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES, *EVALUATION_NUMBERS, *TOKENIZER_NUMBERS,
+        *PARITY_TEXTS,
     }  # fmt: skip
 
 

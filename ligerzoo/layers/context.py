@@ -276,7 +276,7 @@ class Context:
         return find_documents(lambda: [spans([0, self.tokens])] * self.rows)
 
     def replace(self, **changes: object) -> Context:
-        """Returns a copy with other values of some attributes, which creates rotary angles and masks of its own."""
+        """Returns a copy with other values of some attributes, which creates its rotary angles and masks again."""
         copy, changes = object.__new__(Context), {"_rotations": {}, "_masks": {}} | changes
         for name in _ATTRIBUTES:  # torch 2.11 traces neither copy.copy nor vars
             setattr(copy, name, changes[name] if name in changes else getattr(self, name))

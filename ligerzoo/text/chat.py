@@ -1,18 +1,16 @@
 """Conversations -> texts -> model inputs: which chat template, which variables, and special tokens as text."""
 
 import inspect
-import reprlib
-import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ligerzoo.checks import is_list, is_text
+from ligerzoo.checks import is_list
 from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoder import Encoder, refuse_unknown
-from ligerzoo.text.messages import REASONING_FIELDS, Messages, checked_objects, normalized_messages
+from ligerzoo.text.messages import OpenMessage, checked_objects, normalized_messages
 from ligerzoo.text.padding import BatchEncoding, Columns
 from ligerzoo.text.rendered import Rendered
 from ligerzoo.text.special_text import SpecialTokens, token_mask
@@ -82,61 +80,6 @@ class RenderOptions:
         expected = f"one of {sorted(templates)}" if templates else None
         what, remedy = f"there is no chat template named {name!r}", "Pass the source of a template as chat_template."
         raise TokenizerError(what, where=where, expected=expected, remedy=remedy)
-
-
-class OpenMessage:
-    """The last message of a conversation, which the model continues: a tag at its end shows where the prompt ends.
-
-    Args:
-        messages: normalized messages.
-        field: the field of the last message that is continued, or True for "content".
-        source: source of the chat template.
-
-    Attributes:
-        messages: the messages, with the tag.
-
-    Raises:
-        TokenizerError: the message has no such text, or the template does not read the field.
-    """
-
-    def __init__(self, messages: Messages, field: str | bool, source: str) -> None:
-        name = field if is_text(field) else "content"
-        self._where = f"continue_final_message={field!r}"
-        self._tag = f"CONTINUE{secrets.token_hex(8)} "  # unpredictable: no message can contain it
-        last = messages[-1]
-        names = [name]
-        if name in REASONING_FIELDS:
-            names = [other for other in REASONING_FIELDS if other in last and last[other] == last.get(name)]
-        if last.get(name) is None:
-            what = f"the last message has no {name!r} to continue"
-            raise TokenizerError(what, where=self._where, got=f"fields {list(last)}")
-        if not any(other in source for other in names):
-            raise TokenizerError(f"the chat template does not read {name!r}", where=self._where)
-        self._text, tagged = self._tagged(last[name])
-        self.messages = [*messages[:-1], {**last, **dict.fromkeys(names, tagged)}]
-
-    def _tagged(self, content: Any) -> tuple[str, Any]:
-        """Returns the text to continue, and the content with the tag after it."""
-        if is_text(content):
-            return content, content + self._tag
-        for index in reversed(range(len(content)) if is_list(content) else ()):
-            match content[index]:
-                case {"text": str(text)}:
-                    part = {**content[index], "text": text + self._tag}
-                    return text, [*content[:index], part, *content[index + 1 :]]
-        raise TokenizerError("the last message has no text to continue", where=self._where, got=reprlib.repr(content))
-
-    def cut(self, rendered: str) -> str:
-        """Returns a rendered conversation up to the end of the message.
-
-        Raises:
-            TokenizerError: the template does not render the whole message.
-        """
-        end = rendered.rfind(self._tag.strip())
-        if end < 0 or self._text.strip() not in rendered:
-            raise TokenizerError("the chat template changes the last message", where=self._where)
-        keeps_spaces = rendered.startswith(self._tag, end)
-        return rendered[:end] if keeps_spaces else rendered[:end].rstrip()
 
 
 class ChatRenderer(Encoder):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import reprlib
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -50,6 +51,61 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return message
     return {"thinking": message[name], **message, "reasoning_content": message[name]}
+
+
+class OpenMessage:
+    """The last message of a conversation, which the model continues: a tag at its end shows where the prompt ends.
+
+    Args:
+        messages: normalized messages.
+        field: the field of the last message that is continued, or True for "content".
+        source: source of the chat template.
+
+    Attributes:
+        messages: the messages, with the tag.
+
+    Raises:
+        TokenizerError: the message has no such text, or the template does not read the field.
+    """
+
+    def __init__(self, messages: Messages, field: str | bool, source: str) -> None:
+        name = field if is_text(field) else "content"
+        self._where = f"continue_final_message={field!r}"
+        self._tag = f"CONTINUE{secrets.token_hex(8)} "  # unpredictable: no message can contain it
+        last = messages[-1]
+        names = [name]
+        if name in REASONING_FIELDS:
+            names = [other for other in REASONING_FIELDS if other in last and last[other] == last.get(name)]
+        if last.get(name) is None:
+            what = f"the last message has no {name!r} to continue"
+            raise TokenizerError(what, where=self._where, got=f"fields {list(last)}")
+        if not any(other in source for other in names):
+            raise TokenizerError(f"the chat template does not read {name!r}", where=self._where)
+        self._text, tagged = self._tagged(last[name])
+        self.messages = [*messages[:-1], {**last, **dict.fromkeys(names, tagged)}]
+
+    def _tagged(self, content: Any) -> tuple[str, Any]:
+        """Returns the text to continue, and the content with the tag after it."""
+        if is_text(content):
+            return content, content + self._tag
+        for index in reversed(range(len(content)) if is_list(content) else ()):
+            match content[index]:
+                case {"text": str(text)}:
+                    part = {**content[index], "text": text + self._tag}
+                    return text, [*content[:index], part, *content[index + 1 :]]
+        raise TokenizerError("the last message has no text to continue", where=self._where, got=reprlib.repr(content))
+
+    def cut(self, rendered: str) -> str:
+        """Returns a rendered conversation up to the end of the message.
+
+        Raises:
+            TokenizerError: the template does not render the whole message.
+        """
+        end = rendered.rfind(self._tag.strip())
+        if end < 0 or self._text.strip() not in rendered:
+            raise TokenizerError("the chat template changes the last message", where=self._where)
+        keeps_spaces = rendered.startswith(self._tag, end)
+        return rendered[:end] if keeps_spaces else rendered[:end].rstrip()
 
 
 def with_parsed_arguments(message: Mapping[str, object], where: str) -> dict[str, Any]:
