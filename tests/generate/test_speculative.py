@@ -22,6 +22,7 @@ from ligerzoo.generate.speculative import PromptLookup, choose_with_drafts
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import long_cases
 from tests.generate.families import FAMILIES, pair
+from tests.generate.graphs import replace_graphs
 from tests.generate.models import PROMPT, TINY, VOCAB, Scripted, prompts, tiny_llama
 
 NEW = 30
@@ -138,21 +139,28 @@ def test_the_result_is_that_without_drafts(case: dict[str, str], request: Any) -
         assert_same(run(model, ids, **options, **drafts(case["kind"], case["family"])), expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("options", ["greedy", "sampled", "sampled with processors"])
-def test_captured_forwards_verify_drafts(family: str, options: str) -> None:
-    model, helper = (noisy(pair(family)[0], noise).cuda() for noise in (0.0, 0.01))
-    ids = text(5, 0).cuda()
-    expected = run(model, ids, max_new_tokens=100, **OPTIONS[options])
+def test_captured_forwards_verify_drafts(
+    family: str, options: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, a stand-in for graphs runs the steps, and overwrites what a graph may overwrite."""
+    model, helper = (noisy(pair(family)[0], noise).to(device) for noise in (0.0, 0.01))
+    ids = text(5, 0).to(device)
+    if device == "cpu":
+        replace_graphs(monkeypatch)
+        for module in (rows_module, slots_module):
+            monkeypatch.setattr(module, "can_capture", lambda model: True)
+    limit = 25 if device == "cpu" else 100
+    expected = run(model, ids, max_new_tokens=limit, **OPTIONS[options])
     for _ in range(2):  # the second call finds the graphs of the first
-        got = run(model, ids, max_new_tokens=100, assistant_model=helper, num_assistant_tokens=3, **OPTIONS[options])
+        got = run(model, ids, max_new_tokens=limit, assistant_model=helper, num_assistant_tokens=3, **OPTIONS[options])
         assert_same(got, expected)
     keys = [[key for batch in _GRAPHS[m]._idle.values() for key in batch._calls] for m in (model, helper)]
     counts = [{tokens for name, _, tokens in found if name == "_decode"} for found in keys]
     assert 4 in counts[0]
     assert counts[1] == {1, 2}
-    assert_same(run(model, ids, max_new_tokens=100, prompt_lookup_num_tokens=5, **OPTIONS[options]), expected)
+    assert_same(run(model, ids, max_new_tokens=limit, prompt_lookup_num_tokens=5, **OPTIONS[options]), expected)
 
 
 def test_cases_end_early_and_late() -> None:
