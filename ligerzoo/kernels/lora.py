@@ -11,8 +11,8 @@ than x, such as fp32 for bf16: they are rounded to the dtype of x.
 The product of a weight adds to that of its update, not the reverse: the small term is rounded first, and the large
 matrices y_i and dx are written once by a product with few columns, which then need not read them.
 
-In bf16 on a GPU, sums are not split, see `row_sums`: a row of y has the same bits in every call, with gradients and
-without. So sampling with an adapter that is not merged computes what training does.
+In bf16 on a GPU, a row of y has the same bits in every call, with gradients and without (`row_sums`). So sampling with
+an adapter that is not merged computes what training does. There a kernel adds the term to y_i in one more pass.
 
 Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B. A
 checkpointed block saves no h_i, so that its recomputation ends before the layers; see `recompute`.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction
 from ligerzoo.kernels.dispatch import as_rows, cdiv, padded_size
-from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.low_rank_gradients import scaled_product
 from ligerzoo.kernels.registration import register
 
@@ -87,34 +87,58 @@ def _aligned(t: Tensor) -> Tensor:
 
 
 class LowRankTerm(NamedTuple):
-    """An addend of a product, scale * h @ b.T, rounded to the dtype of the result before it is added.
+    """An addend, scale * h @ b.T, rounded before it is added.
 
     Attributes:
-        h: (R, r), in the dtype of the result; None for no addend.
+        h: (R, r), in the dtype of the sum; None for no addend.
         b: (N, r), contiguous, of any dtype: rounded to that of h.
         scale: factor.
-        rank: r.
     """
 
     h: Tensor | None = None
     b: Tensor | None = None
     scale: float = 1.0
-    rank: int = 1
+
+    @property
+    def rank(self) -> int | None:
+        """r; None for no addend."""
+        return None if self.b is None else self.b.shape[1]
+
+    def for_kernel(self) -> _Low:
+        """Returns the addend as kernels read it."""
+        h = None if self.h is None else as_rows(self.h)
+        return _Low(h, self.b, 0 if h is None else h.stride(0), self.scale)
 
 
 class _Low(NamedTuple):
-    """A `LowRankTerm`, as the kernel reads it."""
-
     h: Tensor | None
     b: Tensor | None
     h_stride: int
     scale: float
 
 
+@jit
+def _rounded_term(low, rows, in_rows, cols, in_cols, RANK: tl.constexpr, INNER: tl.constexpr):
+    """A tile of a `LowRankTerm`, rounded, in fp32."""
+    inner = tl.arange(0, INNER)
+    h_ptrs = low.h + rows[:, None] * low.h_stride + inner[None, :]
+    b_ptrs = low.b + cols[None, :] * RANK + inner[:, None]
+    dtype = low.h.dtype.element_ty
+    h = tl.load(h_ptrs, mask=in_rows[:, None] & (inner < RANK)[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=in_cols[None, :] & (inner < RANK)[:, None], other=0.0).to(dtype)
+    term = tl.dot(h, b)
+    for start in range(INNER, RANK, INNER):
+        in_rank = start + inner < RANK
+        h = tl.load(h_ptrs + start, mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+        b = tl.load(b_ptrs + start, mask=in_cols[None, :] & in_rank[:, None], other=0.0).to(dtype)
+        term = tl.dot(h, b, term)
+    return (low.scale * term).to(dtype).to(tl.float32)
+
+
 @kernel(unspecialized=("n_rows",))
 def _product_kernel(
     x_ptr, w_ptr, bias_ptr, low, y_ptr, n_rows, n_outputs, n_features, x_stride, w_stride,
-    RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     col_tiles = tl.cdiv(n_outputs, COLS)
     rows = (tl.program_id(0) // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -129,19 +153,11 @@ def _product_kernel(
         x = tl.load(x_ptrs + start, mask=in_rows[:, None] & in_row[None, :], other=0.0)
         w = tl.load(w_ptrs + start, mask=in_cols[None, :] & in_row[:, None], other=0.0)
         y = tl.dot(x, w, y)
-    if RANK is None:
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
-    else:
-        ranks = tl.arange(0, PADDED)
-        in_rank = ranks < RANK
-        h_ptrs, b_ptrs = low.h + rows[:, None] * low.h_stride, low.b + cols[None, :] * RANK
-        h = tl.load(h_ptrs + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
-        b = tl.load(b_ptrs + ranks[:, None], mask=in_cols[None, :] & in_rank[:, None], other=0.0).to(h.dtype)
-        term = low.scale * tl.dot(h, b)
-        if bias_ptr is not None:
-            term += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
-        y += term.to(y_ptr.dtype.element_ty).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    if RANK is not None:
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y += _rounded_term(low, rows, in_rows, cols, in_cols, RANK, RANKS)
     y_ptrs = y_ptr + rows[:, None] * n_outputs + cols[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
@@ -170,12 +186,45 @@ def _ordered_product(x: Tensor, weight: Tensor, bias: Tensor | None, term: LowRa
     """(R, K), (N, K) -> (R, N) in half precision: one sum per number, over the features in order."""
     x, weight, bias = as_rows(x), as_rows(weight), None if bias is None else bias.contiguous()
     y, tiling = x.new_empty(len(x), len(weight)), _tiling(len(x), len(weight))
-    rank, h = (None, None) if term.h is None else (term.rank, as_rows(term.h))
-    low = _Low(h, term.b, 0 if h is None else h.stride(0), term.scale)
     _product_kernel[cdiv(len(x), tiling.rows) * cdiv(len(weight), tiling.outputs)](
-        x, weight, bias, low, y, *y.shape, x.shape[1], x.stride(0), weight.stride(0), rank, padded_size(rank or 1),
-        *tiling[:3], num_warps=tiling.warps, num_stages=tiling.stages,
+        x, weight, bias, term.for_kernel(), y, *y.shape, x.shape[1], x.stride(0), weight.stride(0), term.rank,
+        _ranks(term), *tiling[:3], num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
+    return y
+
+
+def _ranks(term: LowRankTerm) -> int:
+    """Columns of h that a kernel multiplies at a time."""
+    return min(64, padded_size(term.rank or 1))
+
+
+@kernel(unspecialized=("n_rows",))
+def _add_kernel(x_ptr, low, y_ptr, n_rows, n_cols, x_stride, RANK: tl.constexpr, TILE: tl.constexpr):
+    RANKS: tl.constexpr = TILE[0]
+    ROWS: tl.constexpr = TILE[1]
+    COLS: tl.constexpr = TILE[2]
+    col_tiles = tl.cdiv(n_cols, COLS)
+    rows = (tl.program_id(0) // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = (tl.program_id(0) % col_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+    in_rows, in_cols = rows < n_rows, cols < n_cols
+    mask = in_rows[:, None] & in_cols[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = x + _rounded_term(low, rows, in_rows, cols, in_cols, RANK, RANKS)
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@register(
+    "add_low_rank_term",
+    fake=lambda x: x.new_empty(x.shape),
+    flops=lambda x, term: 2 * x.numel() * term.b.shape[1],
+)
+def _add_low_rank_term(x: Tensor, term: LowRankTerm) -> Tensor:
+    """x: (R, N) in half precision, plus the term."""
+    x = as_rows(x)
+    y, rows, cols = x.new_empty(x.shape), 32, 128
+    _add_kernel[cdiv(len(x), rows) * cdiv(x.shape[1], cols)](
+        x, term.for_kernel(), y, *x.shape, x.stride(0), term.rank, (_ranks(term), rows, cols), num_warps=4
+    )
     return y
 
 
@@ -224,7 +273,10 @@ def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def unsplit_sum(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Computes x @ weight.T + round(scale * h @ b.T + bias), and splits sums only where it is allowed.
+    """Computes x @ weight.T + bias + scale * h @ b.T, and splits sums only where it is allowed.
+
+    Where they are not split, the product with the bias and the term of h are rounded, then their sum is: with cuBLAS,
+    which adds the term within the product, the bits would depend on the number of rows.
 
     Args:
         x: (R, K).
@@ -234,11 +286,14 @@ def unsplit_sum(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Te
         b: (N, r), of any dtype: rounded to that of x.
         scale: factor.
     """
-    is_few = len(x) <= _FEW_ROWS and _keeps_order(x, weight)
-    if is_few or would_split(x, weight) or would_split(h, rounded := b.to(h.dtype)):
-        return _ordered_product(x, weight, bias, LowRankTerm(h, b.contiguous(), scale, h.shape[1]))
-    y = scaled_product(h, rounded.T, scale) if bias is None else torch.addmm(bias, h, rounded.T, alpha=scale)
-    return torch.addmm(y, x, weight.T, out=y)
+    if not _keeps_order(x, weight):
+        b = b.to(h.dtype)
+        y = scaled_product(h, b.T, scale) if bias is None else torch.addmm(bias, h, b.T, alpha=scale)
+        return torch.addmm(y, x, weight.T, out=y)
+    term = LowRankTerm(h, b.contiguous(), scale)
+    if len(x) <= _FEW_ROWS:
+        return _ordered_product(x, weight, bias, term)
+    return _add_low_rank_term(unsplit_linear(x, weight, bias), term)
 
 
 def _keeps_order(x: Tensor, weight: Tensor) -> bool:

@@ -206,8 +206,16 @@ def _ordered_product(device: str) -> Samples:
             "x": t(1, 20),
             "weight": transposed(t(7, 20)),
             "bias": t(7),
-            "term": LowRankTerm(t(1, 9)[:, :3], t(7, 3), 2.0, 3),
+            "term": LowRankTerm(t(1, 9)[:, :3], t(7, 3), 2.0),
         },
+    ]
+
+
+def _add_low_rank_term(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16)
+    return [
+        {"x": t(3, 20), "term": LowRankTerm(t(3, 9)[:, :3], new(20, 3, device=device), 2.0)},
+        {"x": t(2, 140)[:, :135], "term": LowRankTerm(t(2, 70), t(135, 70), 0.5)},
     ]
 
 
@@ -567,6 +575,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "exact_attention": _exact_attention,
     "few_rows": _few_rows,
     "ordered_product": _ordered_product,
+    "add_low_rank_term": _add_low_rank_term,
     "filter_bounds": _filter_bounds,
     "sample_tokens": _sample_tokens,
     "softmax_forward": _softmax_forward,

@@ -88,7 +88,7 @@ def test_a_row_has_the_same_bits_in_every_call(device: str, addmm_calls: list[tu
 @needs_triton
 @torch.no_grad()
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows, outputs, rank", [(1, 70, 16), (3, 7, 3), (70, 130, 40)])
+@pytest.mark.parametrize("rows, outputs, rank", [(1, 70, 16), (3, 7, 3), (70, 130, 40), (65, 7, 70)])
 def test_sums_with_a_low_rank_term(
     rows: int, outputs: int, rank: int, has_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,10 +98,12 @@ def test_sums_with_a_low_rank_term(
     )
     h, b, bias = h[:, 2:-1], numbers(outputs, rank, dtype=torch.float32, device=device), bias if has_bias else None
 
-    expected = unsplit_sum(x, weight, bias, h, b, 1.5)
-    monkeypatch.setattr(kernel_file("row_sums"), "would_split", lambda x, weight: True)
+    plain = F.linear(x, weight, bias) + 1.5 * F.linear(h, b.to(h.dtype))
+    wide = [None if t is None else t.double() for t in (x, weight, bias, h, b.to(h.dtype))]
+    truth = F.linear(*wide[:3]) + 1.5 * F.linear(*wide[3:])  # type: ignore[arg-type]
+    monkeypatch.setattr(kernel_file("row_sums"), "_keeps_order", lambda x, weight: True)
     y = unsplit_sum(x, weight, bias, h, b, 1.5)
-    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+    assert_as_exact_as(y, plain, truth)
 
 
 @pytest.mark.plain
@@ -111,8 +113,9 @@ def test_it_compiles(outputs: int) -> None:
     x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(outputs, 4096, dtype=torch.bfloat16)
     with compiling_for_hopper():
         for n in (1, 65):
-            term = LowRankTerm(x[:, :24].expand(n, -1), torch.empty(outputs, 24), 2.0, 24)
+            term = LowRankTerm(x[:, :24].expand(n, -1), torch.empty(outputs, 24), 2.0)
             kernel_file("row_sums")._ordered_product(x.expand(n, -1), weight, weight[:, 0], term)
+            kernel_file("row_sums")._add_low_rank_term(x.expand(n, -1)[:, :outputs], term)
         kernel_file("row_sums")._ordered_product(x, weight, None, LowRankTerm())
 
 
