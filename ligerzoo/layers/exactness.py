@@ -39,8 +39,15 @@ def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | No
         capacity: of the cache; None if it grows. Longer texts than a sliding window are not supported.
         dtype: of the cache.
     """
+    if (obstacle := exact_obstacle(module, capacity, dtype)) is not None:
+        raise ValueError(f"exact cache: {obstacle}. Use exact=False")
+
+
+def exact_obstacle(module: nn.Module, capacity: int | None = None, dtype: torch.dtype | None = None) -> str | None:
+    """Returns the first of the `obstacles`, with what is expected, as a clause for a message; None without one."""
     for name, expected, got in obstacles(module, capacity, dtype):
-        raise ValueError(f"exact cache: {name} {got}; expected {expected}. Use exact=False")
+        return f"{name} {got}; expected {expected}"
+    return None
 
 
 def exact_length(module: nn.Module) -> int | None:

@@ -317,9 +317,10 @@ def grpo_loss(inputs: LossInputs, options: GRPOOptions) -> LossOutput:
     The formulas are in the docstring of `ligerzoo.losses.grpo`. The logits of all tokens never exist at once.
 
     Returns:
-        `LossOutput`: the loss and the metrics. "kl" (given `ref_logps`) and "entropy" (if computed) are means over the
-        tokens. "clip_ratio/low", "clip_ratio/high" and "clip_ratio/region" (either) are the fractions of clipped
-        ratios: of tokens, or of sequences at that level. "cispo" has "clip_ratio/high" only, "sapo" and "vespo" none.
+        `LossOutput`: the loss and the metrics. "kl" (given `ref_logps`), "log_ratio" (given `old_logps`; its absolute
+        value) and "entropy" (if computed) are means over the tokens. "clip_ratio/low", "clip_ratio/high" and
+        "clip_ratio/region" (either) are the fractions of clipped ratios: of tokens, or of sequences at that level.
+        "cispo" has "clip_ratio/high" only, "sapo" and "vespo" none.
     """
     return _policy_loss(inputs, options)
 
@@ -414,6 +415,8 @@ def _metrics(logps: Tensor, entropy: Tensor | None, rollout: Rollout, options: G
     metrics = {} if entropy is None else {"entropy": token_mean(entropy)}
     policy = policy_of(logps, rollout, options.ratio_level)
     clips = VARIANTS[options.variant].formula.options
+    if rollout.old_logps is not None:
+        metrics["log_ratio"] = token_mean(policy.log_ratio.abs())
     if rollout.ref_logps is not None:
         metrics["kl"] = token_mean(kl_estimate(logps, policy.ratio, rollout.ref_logps, options))
     if "epsilon_high" in clips:

@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.adapters import adapters_disabled
 from ligerzoo.kernels import token_logps
+from ligerzoo.layers.exactness import exact_obstacle
 from ligerzoo.losses import Distillation, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.completions import SampledCompletion, samples_exactly, without_labels
+from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.data.batches import collate, pack_best_fit
 from ligerzoo.train.data.samples import UNTRAINED
 
@@ -139,8 +140,8 @@ class PolicyBatch(NamedTuple):
         batch: the batch.
         constants: arguments of `ligerzoo.losses.GRPO`: `advantages` (S,), and (S, L) `old_logps` and, if they are
             needed, `correction` and `ref_logps`.
-        metrics: "sampler_difference", if it is known: the mean absolute difference of log-probabilities between the
-            model and sampling.
+        metrics: "sampler_difference", if the model has computed `old_logps`: the mean absolute difference of
+            log-probabilities between the model and sampling.
     """
 
     batch: CompletionBatch
@@ -218,7 +219,8 @@ def completion_divergence(
         aux_loss_share: see `completion_loss`.
         inputs: keyword arguments of `ligerzoo.losses.distillation_loss`, such as `num_items`.
     """
-    rows = replace(batch, exact=batch.exact and samples_exactly(teacher, "auto", batch.inputs["input_ids"].shape[1]))
+    tokens = batch.inputs["input_ids"].shape[1]
+    rows = replace(batch, exact=batch.exact and exact_obstacle(teacher, tokens) is None)
     with_teacher = loss.with_teacher(partial(_forward, teacher, rows), **inputs)
     return completion_loss(model, batch, with_teacher, aux_loss_share=aux_loss_share)
 

@@ -12,9 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.generate.stopping import token_ids
-from ligerzoo.layers.exactness import check_exact
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample
@@ -162,25 +160,3 @@ def completion_seeds(seed: int, step: int, count: int) -> list[int]:
     """Returns the seeds of the completions of a step: they depend on neither processes nor earlier steps."""
     source = random.Random(f"{seed}, {step}")
     return [source.getrandbits(62) for _ in range(count)]
-
-
-def samples_exactly(model: CausalLM, choice: str, seq_length: int) -> bool:
-    """Returns whether to sample with `exact=True`.
-
-    Args:
-        model: the model that samples.
-        choice: "on", "off", or "auto" for whether the model and its device support it.
-        seq_length: largest number of tokens of a prompt with its completion.
-
-    Raises:
-        ConfigError: the choice is "on", and the model or its device does not support it.
-    """
-    if choice == "off":
-        return False
-    try:
-        check_exact(model, seq_length, None)
-    except ValueError as error:
-        if choice == "auto":
-            return False
-        raise ConfigError(str(error), where="option exact", got="on", remedy="Use --exact auto.") from None
-    return True

@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch
 
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers.exactness import exact_obstacle
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together, unsharded
 from ligerzoo.text.tokenizer import Tokenizer
@@ -26,7 +28,6 @@ from ligerzoo.train.completions import (
     CompletionSampler,
     SampledCompletion,
     completion_seeds,
-    samples_exactly,
     sampling_numbers,
 )
 from ligerzoo.train.data import PromptSample
@@ -101,19 +102,32 @@ class Rollouts:
         self._samples = SampleLog(run.output, run.tokenizer)
         if not options.dry_run:
             self._samples.cut(run.state.step)
-        is_exact = samples_exactly(self._model.model, options.exact, options.seq_length)
-        reason = "--exact off" if options.exact == "off" else "the device, dtype or model does not support that"
-        processes.say(f"Log-probabilities of sampling are {'exact' if is_exact else f'not exact: {reason}'}")
+        obstacle = self._exact_obstacle()
+        if options.exact == "on" and obstacle is not None:
+            raise ConfigError(obstacle, where="option exact", got="on", remedy="Use --exact auto.")
+        processes.say(f"Log-probabilities of sampling are {'exact' if obstacle is None else f'not exact: {obstacle}'}")
         sampler = partial(
             CompletionSampler,
             self._model.model,
             run.tokenizer,
             max_new_tokens=options.max_new_tokens,
             batch_size=options.sampling_batch,
-            exact=is_exact,
+            exact=obstacle is None,
         )
         self._sample = sampler(num_samples=options.num_samples, temperature=options.temperature)
         self._sample_greedily = sampler(num_samples=1, temperature=None)
+
+    def _exact_obstacle(self) -> str | None:
+        """Returns why sampling does not compute the log-probabilities of the update to the bit; None if it does.
+
+        All processes must call it.
+        """
+        if self._options.exact == "off":
+            return "--exact off"
+        if self._options.mixed_precision:
+            return "--mixed-precision computes in bfloat16 under autocast; expected --dtype bfloat16"
+        with self._model.current():
+            return exact_obstacle(self._model.model, self._options.seq_length)
 
     def show(self, data: RunPrompts) -> None:
         """Prints completions of the first prompt of the training, in a dry run."""

@@ -242,6 +242,8 @@ def grpo_metrics(
         return per_sequence.mean() if is_sequence_level else _mean(clipped.double(), mask)
 
     metrics = {"entropy": _mean(entropy, mask)}
+    if old_logps is not None:
+        metrics["log_ratio"] = _mean(log_ratio.abs(), mask)
     if ref_logps is not None:
         k3 = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
         metrics["kl"] = _mean(k3 * ratio if is_kl_corrected else k3, mask)

@@ -557,6 +557,7 @@ def test_grpo_metrics() -> None:
     expected = {
         "entropy": entropy[counts].mean(),
         "kl": kl[counts].mean(),
+        "log_ratio": (logps - c["old"])[counts].abs().mean(),
         "clip_ratio/low": low.mean(),
         "clip_ratio/high": high.mean(),
         "clip_ratio/region": (low + high).mean(),
@@ -640,7 +641,7 @@ def metric_weight(name: str, case: Case, target: Tensor, desirable: Tensor) -> T
         return (chosen if name.endswith("chosen") else ~chosen).sum()
     options = getattr(case.loss, "keywords", {})
     level = options.get("level") or grpo.VARIANTS.get(options.get("variant", "grpo"), grpo.VARIANTS["grpo"]).level
-    if name in ("kl", "entropy") or (name.startswith("clip_ratio/") and level == "token"):
+    if name in ("kl", "entropy", "log_ratio") or (name.startswith("clip_ratio/") and level == "token"):
         return tokens
     return torch.tensor(n)
 
