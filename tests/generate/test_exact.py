@@ -14,6 +14,10 @@ from ligerzoo.losses import model_token_logps
 from ligerzoo.models import (
     Ernie4_5Moe,
     Ernie4_5MoeConfig,
+    Gemma3Text,
+    Gemma3TextConfig,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     MiniMaxM2,
@@ -157,9 +161,17 @@ def refusals(model: Any) -> list[tuple[str, str, str]]:
     return [obstacle for obstacle in obstacles(model, None, None) if "Hopper" not in obstacle[1]]
 
 
-MIXTURES: dict[str, tuple[Any, list[tuple[str, str]]]] = {
+REFUSED: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     "Qwen2-MoE": (lambda **sizes: Qwen2Moe(Qwen2MoeConfig(**sizes), device="meta"), []),
     "Qwen3-MoE": (lambda **sizes: Qwen3Moe(Qwen3MoeConfig(**sizes), device="meta"), []),
+    "gpt-oss": (
+        lambda **sizes: GptOss(GptOssConfig(**sizes, num_experts=4), device="meta"),
+        [("model.layers.0.self_attn", "has sinks"), ("model.layers.1.self_attn", "has sinks")],
+    ),
+    "head size 256": (
+        lambda **sizes: Gemma3Text(Gemma3TextConfig(**{**sizes, "head_dim": 256}), device="meta"),
+        [("model.layers.0.self_attn.head_dim", "is 256"), ("model.layers.1.self_attn.head_dim", "is 256")],
+    ),
     "jitter": (
         lambda **sizes: Mixtral(MixtralConfig(**sizes, router_jitter_noise=0.1), device="meta"),
         [("model.layers.0.mlp.jitter_noise", "is 0.1"), ("model.layers.1.mlp.jitter_noise", "is 0.1")],
@@ -179,8 +191,8 @@ MIXTURES: dict[str, tuple[Any, list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("make, expected", MIXTURES.values(), ids=MIXTURES.keys())
-def test_mixtures_that_are_refused(make: Any, expected: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("make, expected", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_by_name(make: Any, expected: list[tuple[str, str]]) -> None:
     model = make(**{**TINY, "head_dim": 64, "num_key_value_heads": 2, "num_hidden_layers": 2}).bfloat16()
     assert [(name, got) for name, _, got in refusals(model)] == expected
 
