@@ -192,6 +192,7 @@ def _few_rows(device: str) -> Samples:
         empty | {"x": t(1, 20), "weights": Three(t(7, 20))},
         empty | {"x": t(1, 20), "weights": Three(t(7, 20)), "splits": True},
         empty | {"x": t(3, 20), "weights": Three(t(7, 20), t(2, 20), t(33, 20))},
+        empty | {"x": t(2, 3, 20), "weights": Three(t(7, 20), t(2, 20))},
         empty | {"x": t(3, 20), "weights": Three(t(7, 20), t(7, 20)), "activation": "silu"} | biases,
         empty | {"x": t(3, 20)} | quantized,
         empty | {"x": t(1, 20), "activation": "gelu"} | biases | quantized,

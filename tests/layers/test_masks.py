@@ -10,7 +10,17 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import Context, KVCache, Mask, RollingLayerCache, StaticLayerCache, TokenCache, attention_paths
+from ligerzoo.layers import (
+    Context,
+    Decoder,
+    KVCache,
+    Mask,
+    RollingLayerCache,
+    RotaryEmbedding,
+    StaticLayerCache,
+    TokenCache,
+    attention_paths,
+)
 from ligerzoo.layers.attention_paths import AttentionCall, reference
 from tests.kernels.op_recorder import Recorder
 
@@ -417,3 +427,21 @@ def test_fork_has_all_attributes() -> None:
     assert vars(fork).keys() == vars(context).keys()
     assert fork.router_logits is not context.router_logits
     assert fork.position_ids is context.position_ids
+
+
+def test_replace_leaves_the_context_unchanged() -> None:
+    rotary, context = RotaryEmbedding(4), Context(torch.zeros(1, 3))
+    angles = context.rotation(rotary, torch.float32)
+    moved = context.replace(position_ids=context.position_ids + 5)
+    assert vars(moved).keys() == vars(context).keys()
+    assert context.position_ids.tolist() == [[0, 1, 2]]
+    assert context.rotation(rotary, torch.float32) is angles
+    assert not torch.equal(moved.rotation(rotary, torch.float32)[0], angles[0])
+    assert moved.outputs is context.outputs
+
+
+def test_a_decoder_that_skips_padding_writes_no_position_ids() -> None:
+    x = torch.zeros(1, 3, dtype=torch.int64)
+    context = Context(x, torch.tensor([[0, 1, 1]]))
+    Decoder(torch.nn.Embedding(2, 4), [], torch.nn.Identity(), positions_skip_padding=True)(x, context)
+    assert context.position_ids.tolist() == [[0, 1, 2]]
