@@ -30,7 +30,7 @@ from tests.covering import representatives
 
 ROOT = Path(__file__).parent.parent
 VISION_MODEL = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
-COMMANDS = ("info", "generate", "chat", "serve", "convert", "fuse", "demo", "parity")
+COMMANDS = ("info", "generate", "chat", "serve", "convert", "fuse", "demo", "doctor", "parity")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -296,6 +296,7 @@ EVALUATION_NUMBERS = {
     "--limit": ["0", "-1", "x"],
 }
 PARITY_TEXTS = {"--text": [""]}
+DOCTOR_NUMBERS = {"--placements": ["0", "2.5", "x"]}
 TOKENIZER_NUMBERS = {"--vocab-size": ["0", "-1", "2.5", "x", str(2**31)]}
 TRAINING_VALUES = {
     **{f"--{name}": [""] for name in ("data", "output", "tokenizer", "eval-data", "device")},
@@ -329,6 +330,7 @@ OPTIONS += [("info model --train", option, value) for option, values in TRAINING
 OPTIONS += [
     ("evaluate model --data x", option, value) for option in EVALUATION_NUMBERS for value in EVALUATION_NUMBERS[option]
 ]
+OPTIONS += [("doctor", option, value) for option, values in DOCTOR_NUMBERS.items() for value in values]
 OPTIONS += [
     ("tokenizer x --output y", option, value) for option in TOKENIZER_NUMBERS for value in TOKENIZER_NUMBERS[option]
 ]
@@ -365,7 +367,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
         action.option_strings[0] for action in options if action.type not in (None, Path, STOP)
     } == {
         *NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES, *EVALUATION_NUMBERS, *TOKENIZER_NUMBERS,
-        *PARITY_TEXTS,
+        *PARITY_TEXTS, *DOCTOR_NUMBERS,
     }  # fmt: skip
 
 

@@ -52,11 +52,12 @@ ARROWS = {
     "memory": ("adapters checks dtensors errors kernels models optimizer_table training_setting", ""),
     "info": ("convert errors files layers memory models optimizer_table text", ""),
     "integrations": ("checks convert dtensors errors hub kernels layers ligerzoo models", ""),
+    "doctor": ("kernels layers models train", ""),
     "demo": ("errors files generate models terminal text vision", "layers"),
     "serve": ("checks entries errors generate sampling_options text", ""),
     "cli": (
         "checks errors ligerzoo sampling_options train training_setting",
-        "adapters demo device files generate hub info integrations models serve text vision",
+        "adapters demo device doctor files generate hub info integrations models serve text vision",
     ),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),

@@ -14,6 +14,7 @@ from ligerzoo import __version__
 from ligerzoo.cli.console import prepare_streams
 from ligerzoo.cli.convert import add_convert, add_fuse
 from ligerzoo.cli.demo import add_demo
+from ligerzoo.cli.doctor import add_doctor
 from ligerzoo.cli.evaluate import add_evaluate
 from ligerzoo.cli.generate import add_chat, add_generate
 from ligerzoo.cli.info import add_info
@@ -94,7 +95,7 @@ environment:
     for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_fuse, add_demo):
         add_command(subparsers)
     add_train(subparsers, training_method(arguments))
-    for add_command in (add_evaluate, add_parity, add_tokenizer, add_tokenize, add_config):
+    for add_command in (add_evaluate, add_parity, add_doctor, add_tokenizer, add_tokenize, add_config):
         add_command(subparsers)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

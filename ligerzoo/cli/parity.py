@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,8 @@ def parity(options: argparse.Namespace) -> int:
 
 def find_inputs(choice: ModelChoice, text: str, images: list[str]) -> dict[str, Tensor]:
     """Returns the model inputs of a text, and images; random tokens for a model without a tokenizer."""
-    import torch
-
-    from ligerzoo.hub import read_config
+    from ligerzoo.doctor.texts import random_tokens
+    from ligerzoo.hub import AutoModel, read_config
     from ligerzoo.vision.processor import tokenizer_of
 
     if images:
@@ -85,6 +85,6 @@ def find_inputs(choice: ModelChoice, text: str, images: list[str]) -> dict[str, 
         tokenizer = tokenizer_of(preprocessor)
         inputs = tokenizer([text], return_tensors="pt")
     else:
-        config = read_config(choice.model, revision=choice.revision)
-        inputs = {"input_ids": torch.randint(config.vocab_size, (1, RANDOM_TOKENS), generator=torch.Generator())}
+        model = AutoModel.from_config(read_config(choice.model, revision=choice.revision), device="meta")
+        inputs = {"input_ids": random_tokens(model, random.Random(0), 1, RANDOM_TOKENS)}
     return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}

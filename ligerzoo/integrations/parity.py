@@ -151,7 +151,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Parity:
-    """Loads a checkpoint in transformers and here, one after the other, and compares them on one text.
+    """Loads a checkpoint in transformers and here, and compares the two models on one text.
 
     Args:
         name_or_path: directory or hub id of a causal language model.
@@ -166,20 +166,20 @@ def compare(
     """
     ours = AutoModel.from_pretrained(name_or_path, revision=revision, dtype=dtype, device=device)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-    theirs = _load_theirs(name_or_path, revision, dtype).to(device).eval()
-    return compare_models(ours, theirs, inputs)
+    with _quiet():
+        theirs = _load_theirs(name_or_path, revision, dtype).to(device).eval()
+        return compare_models(ours, theirs, inputs)
 
 
 def _load_theirs(name_or_path: str | Path, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
     load = {"pretrained_model_name_or_path": str(name_or_path), "revision": revision, "trust_remote_code": False}
-    with _quiet():
-        try:
-            config = AutoConfig.from_pretrained(**load)
-        except ValueError as error:
-            what = "transformers does not have the architecture"
-            raise LigerzooError(what, where=name_or_path, got=str(error).split("\n")[0]) from error
-        auto_class = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        return auto_class.from_pretrained(**load, dtype=dtype, attn_implementation="eager")
+    try:
+        config = AutoConfig.from_pretrained(**load)
+    except ValueError as error:
+        what = "transformers does not have the architecture"
+        raise LigerzooError(what, where=name_or_path, got=str(error).split("\n")[0]) from error
+    auto_class = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    return auto_class.from_pretrained(**load, dtype=dtype, attn_implementation="eager")
 
 
 @contextmanager

@@ -14,10 +14,12 @@ to the last.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.layers.invariance import machine_obstacles
 from ligerzoo.layers.plain import is_plain_tensor
 
 _HOPPER = 9  # major number of the compute capability
@@ -44,10 +46,25 @@ def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | No
 
 
 def exact_obstacle(module: nn.Module, capacity: int | None = None, dtype: torch.dtype | None = None) -> str | None:
-    """Returns the first of the `obstacles`, with what is expected, as a clause for a message; None without one."""
-    for name, expected, got in obstacles(module, capacity, dtype):
+    """Returns the first obstacle, with what is expected, as a clause for a message; None without one.
+
+    It is one of the `obstacles`, or one that a check of the GPU finds.
+    """
+    for name, expected, got in chain(obstacles(module, capacity, dtype), _machine_obstacles(module)):
         return f"{name} {got}; expected {expected}"
     return None
+
+
+def _machine_obstacles(module: nn.Module) -> Iterator[Obstacle]:
+    """Yields what a check of the GPU finds. It runs once per process and head size."""
+    device = next(module.parameters()).device
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
+    sizes = frozenset(part.head_dim for part in module.modules() if hasattr(part, "attention_call"))
+    for found in machine_obstacles(device, sizes):
+        expected = "bits that do not depend on what shares a call, see `ligerzoo doctor`"
+        yield str(device), expected, f"with {versions} gives other bits: {found}"
 
 
 def exact_length(module: nn.Module) -> int | None:

@@ -1,0 +1,124 @@
+"""Whether a GPU computes what exact results rest on: bits of a token that do not depend on what shares its call.
+
+cuBLAS and cuDNN promise nothing of this: it was found by measurement, on some GPUs and versions. So it is measured
+again where `exact=True` is asked for, once per process, GPU and head size. That takes 3 to 5 seconds on an H200, mostly
+to compile kernels and to plan attention, and 0.1 GB. `ligerzoo doctor` counts longer, with the shapes of a model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import exact_attention
+from ligerzoo.kernels.row_sums import split_row_sums
+from ligerzoo.layers.attention_paths import attend
+from ligerzoo.layers.projection import linear
+
+ROWS = 4096
+"""Largest number of rows of a product."""
+
+SHAPES, QUICK_ROWS = ((512, 2048), (4096, 4096), (1024, 4096), (2048, 8192), (1024, 14336), (64, 2880)), 2048
+"""Outputs and features of the products of the quick check, and their rows."""
+
+MAX_PADDING = 300
+"""Largest number of padding tokens."""
+
+_MAX_OUTPUTS = 2**27
+"""Numbers that a product may have."""
+
+
+class Count(NamedTuple):
+    """How many of some results differ, and what they are."""
+
+    differing: int
+    total: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.differing} of {self.total:,} {self.what} differ"
+
+
+class HeadShape(NamedTuple):
+    """Query heads, key heads and the head size of attention, and the factor of its scores; None for the default."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float | None = None
+
+
+@torch.no_grad()
+def count_products(weights: Iterable[Tensor], chance: random.Random, draws: int = 8, rows: int = ROWS) -> Count:
+    """Compares rows of products with the same rows computed in calls of fewer rows.
+
+    Args:
+        weights: (O, H) each.
+        chance: chooses the rows.
+        draws: calls for each weight.
+        rows: largest number of rows.
+    """
+    differing = total = 0
+    with split_row_sums(False):
+        for weight in weights:
+            most = max(2, min(rows, _MAX_OUTPUTS // len(weight)))
+            x = _normal(chance, weight, most, weight.shape[1])
+            whole = linear(x, weight)
+            for _ in range(draws):
+                few = min(most, chance.choice([1, 2, chance.randint(3, 64), chance.randint(65, rows)]))
+                some = slice(start := chance.randint(0, most - few), start + few)
+                total += 1
+                differing += not torch.equal(linear(x[some].clone(), weight), whole[some])
+    return Count(differing, total, "products of some rows")
+
+
+@torch.no_grad()
+def count_attention(like: Tensor, shape: HeadShape, chance: random.Random, draws: int = 8, most: int = 2048) -> Count:
+    """Compares causal attention of a text with that of its beginning, with padding, in a batch, and to cached keys.
+
+    Args:
+        like: has the dtype and the device.
+        shape: of the heads.
+        chance: chooses the lengths.
+        draws: number of texts.
+        most: largest number of tokens of a text.
+    """
+    differing = total = 0
+    for _ in range(draws):
+        length = chance.choice([1, 2, chance.randint(3, 200), chance.randint(201, most)])
+        padding = chance.randint(1, MAX_PADDING)
+        q, k, v = (
+            _normal(chance, like, 2, length + padding, heads, shape.size)
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        batch = attend(q, k, v, scale=shape.scale)
+        q_alone, k_alone, v_alone = (x[1:, :length].clone() for x in (q, k, v))
+        alone = attend(q_alone, k_alone, v_alone, scale=shape.scale)
+        some = slice(chance.randint(0, length - 1), length)
+        last = torch.arange(length, device=like.device)[None, some]
+        cached = exact_attention(q[1:, some], k[1:, :length], v[1:, :length], last, scale=shape.scale)
+        total += 2
+        differing += (not torch.equal(batch[1:, :length], alone)) + (not torch.equal(cached, alone[:, some]))
+    return Count(differing, total, "texts in a batch, with padding, or attending to a cache")
+
+
+def _normal(chance: random.Random, like: Tensor, *shape: int) -> Tensor:
+    """Random numbers, without a change of torch's own generators."""
+    generator = torch.Generator(like.device).manual_seed(chance.getrandbits(62))
+    return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+@cache
+def machine_obstacles(device: torch.device, head_sizes: frozenset[int]) -> tuple[str, ...]:
+    """Returns what prevents exact results in bf16 on a GPU, for heads of these sizes: what a check of seconds finds."""
+    chance, like = random.Random(0), torch.empty(0, device=device, dtype=torch.bfloat16)
+    with torch.autocast(device.type, enabled=False):
+        weights = (_normal(chance, like, *shape) for shape in SHAPES)
+        counts = [count_products(weights, chance, 4, QUICK_ROWS)]
+        counts += [count_attention(like, HeadShape(8, 2, size), chance, draws=3, most=600) for size in head_sizes]
+    return tuple(str(count) for count in counts if count.differing)
