@@ -22,7 +22,7 @@ from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.layouts import offset, padded, transposed
-from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_hopper, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS: dict[str, list[Any]] = {
@@ -127,6 +127,21 @@ def test_it_has_the_bits_of_experts_mlp(
     expected = experts_mlp(x, ids, weights, gate_up, down, *biases, **options)
     routing = route(logits, 3, backend="triton")
     assert torch.equal(decode_experts(x, routing, gate_up, down, *biases, **options), expected)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (32, 4, 2880, 1440), (9, 3, 1000, 200)], ids=str)
+def test_it_has_the_bits_of_experts_mlp_on_hopper(sizes: tuple[int, int, int, int], bias: bool) -> None:
+    experts, k, features, inner = sizes
+    x, logits, gate_up, down, _ = make(600, features, inner, experts, torch.bfloat16, "cuda")
+    biases = tuple(numbers(*t.shape[:2], dtype=t.dtype, device="cuda").detach() for t in (gate_up, down))
+    parameters = gate_up, down, *(biases if bias else ())
+    expected = experts_mlp(x, *select_experts(logits, k, renormalize=True, backend="triton"), *parameters)
+    for tokens in (1, 2, 5, 16, 31, 33, 64):
+        part = slice(7 * tokens, 8 * tokens)
+        assert torch.equal(decode_experts(x[part], route(logits[part], k), *parameters), expected[part]), tokens
 
 
 @needs_triton
