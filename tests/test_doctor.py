@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from ligerzoo.generate import Completion
 from ligerzoo.layers import exactness, invariance
 from ligerzoo.layers.cache import TokenCache
 from ligerzoo.layers.exactness import check_exact
-from ligerzoo.layers.invariance import HeadShape, count_attention, count_products, machine_obstacles
+from ligerzoo.layers.invariance import HeadShape, count_attention, count_products, count_updates, machine_obstacles
+from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.models import CausalLM
 
 LLAMA = next(Path(cli.__file__).parents[1].rglob("tiny-python-llama"))
@@ -113,6 +115,17 @@ def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(count) == f"{count.differing} of 40 products of some rows differ"
 
 
+def test_products_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_bits_in_few_rows(limit: int, x: Tensor, weights: list[Tensor], *_: Any) -> tuple[Tensor]:
+        return (row_by_row(x, *weights) + (len(x) <= limit),)
+
+    weights = [torch.randn(12, 16), torch.randn(5, 16)]
+    for limit, expected in ((0, 0), (1, 8), (64, 16)):
+        monkeypatch.setattr(invariance, "compute_lora_linears", partial(other_bits_in_few_rows, limit))
+        count = count_updates(weights, [(2, 0.5), (8, 2.0)], random.Random(0), rows=80)
+        assert count[:2] == (expected, 32)
+
+
 def test_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def sees_padding(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
         return query_by_query(q, k, v, scale=scale) + 1e-3 * (len(q) - 1)
@@ -137,13 +150,14 @@ def test_head_shapes() -> None:
 
 def test_what_a_gpu_gets_wrong_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    layer = SimpleNamespace(head_dim=64, attention_call=None)
+    layer = SimpleNamespace(head_dim=64, attention_call=None, lora={"weight": LoRAOptions(rank=8, alpha=4)})
+    needs = gpu, {64}, {(8, 0.5)}
     module: Any = SimpleNamespace(
         parameters=lambda: iter([SimpleNamespace(device=gpu)]), modules=lambda: iter([layer, SimpleNamespace()])
     )
     found: tuple[str, ...] = ("3 of 24 products of some rows differ",)
     monkeypatch.setattr(exactness, "obstacles", lambda *_: iter(()))
-    monkeypatch.setattr(exactness, "machine_obstacles", lambda *given: found if given == (gpu, {64}) else ("others",))
+    monkeypatch.setattr(exactness, "machine_obstacles", lambda *given: found if given == needs else ("others",))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     message = r"^exact cache: cuda:0 with torch \S+, cuDNN \w+ gives other bits: 3 of 24 products .*`ligerzoo doctor`"
     with pytest.raises(ValueError, match=message):

@@ -56,13 +56,15 @@ def exact_obstacle(module: nn.Module, capacity: int | None = None, dtype: torch.
 
 
 def _machine_obstacles(module: nn.Module) -> Iterator[Obstacle]:
-    """Yields what a check of the GPU finds. It runs once per process and head size."""
+    """Yields what a check of the GPU finds. It runs once per process, head size, and rank and scale of updates."""
     device = next(module.parameters()).device
     if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return
     versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
     sizes = frozenset(part.head_dim for part in module.modules() if hasattr(part, "attention_call"))
-    for found in machine_obstacles(device, sizes):
+    updates = (one for part in module.modules() for one in getattr(part, "lora", {}).values())
+    ranks = frozenset((one.rank, float(one.scale)) for one in updates)
+    for found in machine_obstacles(device, sizes, ranks):
         expected = "bits that do not depend on what shares a call, see `ligerzoo doctor`"
         yield str(device), expected, f"with {versions} gives other bits: {found}"
 

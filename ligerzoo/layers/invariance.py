@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels import exact_attention
+from ligerzoo.kernels.lora import LowRank, compute_lora_linears
 from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.projection import linear
@@ -25,6 +27,9 @@ ROWS = 4096
 
 SHAPES, QUICK_ROWS = ((512, 2048), (4096, 4096), (1024, 4096), (2048, 8192), (1024, 14336), (64, 2880)), 2048
 """Outputs and features of the products of the quick check, and their rows."""
+
+UPDATED_SHAPES = ((512, 2048), (4096, 4096), (2048, 8192))
+"""Those of products with low-rank updates."""
 
 MAX_PADDING = 300
 """Largest number of padding tokens."""
@@ -78,6 +83,37 @@ def count_products(weights: Iterable[Tensor], chance: random.Random, draws: int 
 
 
 @torch.no_grad()
+def count_updates(
+    weights: Iterable[Tensor], updates: Iterable[tuple[int, float]], chance: random.Random, rows: int = ROWS
+) -> Count:
+    """Compares rows of products with low-rank updates (LoRA) with the same rows computed in calls of fewer rows.
+
+    Args:
+        weights: (O, H) each.
+        updates: the rank and the scale of each.
+        chance: chooses the rows.
+        rows: largest number of rows.
+    """
+    differing = total = 0
+    with split_row_sums(False):
+        for weight, (rank, scale) in product(weights, updates):
+            x, bias = _normal(chance, weight, rows, weight.shape[1]), _normal(chance, weight, len(weight))
+            update = LowRank(
+                _normal(chance, weight, rank, weight.shape[1]).float() * rank**-0.5,
+                _normal(chance, weight, len(weight), rank).float(),
+                scale,
+            )
+            for bias_or_none in (None, bias):
+                (whole,) = compute_lora_linears(x, [weight], [bias_or_none], [update], None, "auto")
+                for few in (1, chance.randint(2, 64), 65, chance.randint(66, rows - 1)):
+                    some = slice(start := chance.randint(0, rows - few), start + few)
+                    (y,) = compute_lora_linears(x[some].clone(), [weight], [bias_or_none], [update], None, "auto")
+                    total += 1
+                    differing += not torch.equal(y, whole[some])
+    return Count(differing, total, "products with LoRA of some rows")
+
+
+@torch.no_grad()
 def count_attention(like: Tensor, shape: HeadShape, chance: random.Random, draws: int = 8, most: int = 2048) -> Count:
     """Compares causal attention of a text with that of its beginning, with padding, in a batch, and to cached keys.
 
@@ -114,11 +150,22 @@ def _normal(chance: random.Random, like: Tensor, *shape: int) -> Tensor:
 
 
 @cache
-def machine_obstacles(device: torch.device, head_sizes: frozenset[int]) -> tuple[str, ...]:
-    """Returns what prevents exact results in bf16 on a GPU, for heads of these sizes: what a check of seconds finds."""
+def machine_obstacles(
+    device: torch.device, head_sizes: frozenset[int], updates: frozenset[tuple[int, float]] = frozenset()
+) -> tuple[str, ...]:
+    """Returns what prevents exact results in bf16 on a GPU: what a check of seconds finds.
+
+    Args:
+        device: the GPU.
+        head_sizes: of attention.
+        updates: rank and scale of low-rank updates.
+    """
     chance, like = random.Random(0), torch.empty(0, device=device, dtype=torch.bfloat16)
     with torch.autocast(device.type, enabled=False):
         weights = (_normal(chance, like, *shape) for shape in SHAPES)
         counts = [count_products(weights, chance, 4, QUICK_ROWS)]
         counts += [count_attention(like, HeadShape(8, 2, size), chance, draws=3, most=600) for size in head_sizes]
+        if updates:
+            weights = (_normal(chance, like, *shape) for shape in UPDATED_SHAPES)
+            counts.append(count_updates(weights, sorted(updates), chance, QUICK_ROWS + 1))
     return tuple(str(count) for count in counts if count.differing)

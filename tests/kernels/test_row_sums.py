@@ -112,8 +112,8 @@ def test_sums_with_a_low_rank_term(
 def test_it_compiles(outputs: int) -> None:
     x, weight = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(outputs, 4096, dtype=torch.bfloat16)
     with compiling_for_hopper():
-        for n in (1, 65):
-            term = LowRankTerm(x[:, :24].expand(n, -1), torch.empty(outputs, 24), 2.0)
+        for n, rank in ((1, 24), (65, 16), (65, 130)):
+            term = LowRankTerm(x[:, :rank].expand(n, -1), torch.empty(outputs, rank), 2.0)
             kernel_file("row_sums")._ordered_product(x.expand(n, -1), weight, weight[:, 0], term)
             kernel_file("row_sums")._add_low_rank_term(x.expand(n, -1)[:, :outputs], term)
         kernel_file("row_sums")._ordered_product(x, weight, None, LowRankTerm())
