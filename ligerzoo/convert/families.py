@@ -51,6 +51,15 @@ def _read_qwen_moe(raw: Entries) -> Entries:
     return {**raw, **switched_window(raw)}
 
 
+def _read_olmoe(raw: Entries) -> Entries:
+    """Returns the entries of config.json. There is no sliding window."""
+    return {**raw, "num_experts": first_given(raw, "num_local_experts", "num_experts"), "sliding_window": None}
+
+
+def _without_window(config: object, entries: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in entries.items() if name != "sliding_window"}
+
+
 def _write_qwen_moe(config: object, entries: dict[str, object]) -> dict[str, object]:
     return {**entries, "use_sliding_window": entries["sliding_window"] is not None}
 
@@ -120,6 +129,7 @@ _DENSE = (
         read_entries=_read_hunyuan,
         layouts=lambda config: (Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
     ),
+    Architecture("iquestcoder", accepted={"clip_qkv": (None,), "use_sliding_window": (False,)}),
     Architecture("llama"),
     Architecture("ministral"),
     # A missing `sliding_window` means 4096; null means full attention. `layer_types` selects the window per layer, as
@@ -171,6 +181,14 @@ _MOE = (
         read_entries=first_spelling(num_experts=("num_experts", "num_local_experts")),
         write_entries=written_as(num_experts="num_local_experts"),
         layouts=lambda config: (Layout(MIXTRAL), Layout()),
+    ),
+    # OLMoE's code could clip queries, keys and values; no published checkpoint does.
+    Architecture(
+        "olmoe",
+        accepted={"clip_qkv": (None,)},
+        read_entries=_read_olmoe,
+        write_entries=_without_window,
+        layouts=expert_layouts,
     ),
     Architecture("qwen2_moe", read_entries=_read_qwen_moe, write_entries=_write_qwen_moe, layouts=expert_layouts),
     Architecture(

@@ -38,6 +38,8 @@ from ligerzoo.models.granite import Granite as _Granite
 from ligerzoo.models.granite import GraniteConfig as GraniteConfig
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as _HunYuanDenseV1
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
+from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
+from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
 from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
 from ligerzoo.models.minimax_m2 import MiniMaxM2 as _MiniMaxM2
@@ -59,6 +61,8 @@ from ligerzoo.models.olmo2 import Olmo2 as _Olmo2
 from ligerzoo.models.olmo2 import Olmo2Config as Olmo2Config
 from ligerzoo.models.olmo3 import Olmo3 as _Olmo3
 from ligerzoo.models.olmo3 import Olmo3Config as Olmo3Config
+from ligerzoo.models.olmoe import Olmoe as _Olmoe
+from ligerzoo.models.olmoe import OlmoeConfig as OlmoeConfig
 from ligerzoo.models.output import CausalLMOutput as CausalLMOutput
 from ligerzoo.models.output import SequenceClassifierOutput as SequenceClassifierOutput
 from ligerzoo.models.phi3 import Phi3 as _Phi3
@@ -154,6 +158,9 @@ class Granite(_Granite):
 class HunYuanDenseV1(_HunYuanDenseV1):
     def __init__(self, config: HunYuanDenseV1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
+class IQuestCoder(_IQuestCoder):
+    def __init__(self, config: IQuestCoderConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
 class Llama(_Llama):
     def __init__(self, config: LlamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
@@ -183,6 +190,9 @@ class Olmo2(_Olmo2):
 
 class Olmo3(_Olmo3):
     def __init__(self, config: Olmo3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Olmoe(_Olmoe):
+    def __init__(self, config: OlmoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Phi3(_Phi3):
     def __init__(self, config: Phi3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
