@@ -4,6 +4,7 @@ Checkpoints of MoE models store one tensor per expert and projection. Checkpoint
 in-memory layout have our stacked tensors.
 """
 
+from ligerzoo.checks import is_integer
 from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, Architecture
 from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
 from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename
@@ -95,9 +96,21 @@ def _read_routed_experts(raw: Entries) -> Entries:
 _write_routed_experts = written_as(num_experts="n_routed_experts")
 
 
-def _write_deepseek(config: object, entries: dict[str, object]) -> dict[str, object]:
+def _with_all_key_value_heads(config: object, entries: dict[str, object]) -> dict[str, object]:
     """Readers have other defaults of the number of key-value heads, which is that of the heads."""
-    return {**_write_routed_experts(config, entries), "num_key_value_heads": entries["num_attention_heads"]}
+    return {**entries, "num_key_value_heads": entries["num_attention_heads"]}
+
+
+def _write_deepseek(config: object, entries: dict[str, object]) -> dict[str, object]:
+    return _with_all_key_value_heads(config, _write_routed_experts(config, entries))
+
+
+def _read_youtu(raw: Entries) -> Entries:
+    """Returns the entries of config.json. A null `initializer_range` means the one that follows from the size."""
+    hidden_size = raw.get("hidden_size", 2048)
+    if raw.get("initializer_range") is not None or not is_integer(hidden_size) or hidden_size < 1:
+        return raw
+    return {**raw, "initializer_range": 2 / (5 * hidden_size) ** 0.5}
 
 
 _DENSE = (
@@ -141,6 +154,12 @@ _DENSE = (
     Architecture("qwen3", quantized_formats=frozenset({"fp8"})),
     Architecture("seed_oss"),
     Architecture("smollm3"),
+    Architecture(
+        "youtu",
+        accepted={"partial_rotary_factor": (1.0,)},
+        read_entries=_read_youtu,
+        write_entries=_with_all_key_value_heads,
+    ),
 )
 
 _MOE = (

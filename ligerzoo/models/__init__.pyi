@@ -103,6 +103,8 @@ from ligerzoo.models.sequence_classifier import Labels as Labels
 from ligerzoo.models.sequence_classifier import SequenceClassifier as SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3 as _SmolLM3
 from ligerzoo.models.smollm3 import SmolLM3Config as SmolLM3Config
+from ligerzoo.models.youtu import Youtu as _Youtu
+from ligerzoo.models.youtu import YoutuConfig as YoutuConfig
 
 _Device = torch.device | str | None
 _Dtype = torch.dtype | None
@@ -241,3 +243,6 @@ class SeedOss(_SeedOss):
 
 class SmolLM3(_SmolLM3):
     def __init__(self, config: SmolLM3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Youtu(_Youtu):
+    def __init__(self, config: YoutuConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "qwen3_vl_moe": "Qwen3VLMoe",
     "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
+    "youtu": "Youtu",
 }
 """The model class of each `model_type` in config.json. It is in the module of this name, with `<class>Config`."""
 

@@ -55,6 +55,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "apertus": [sized(131072, 4096, 21504, 32, 8), sized(131072, 8192, 43008, 64, 8)],
     "iquestcoder": [{}],
     "olmoe": [{}],
+    "youtu": [{}],
     "arcee": [sized(128003, 2560, 18432, 20, 4, head_dim=128)],
     "deepseek_v3": [
         {},
