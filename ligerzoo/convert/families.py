@@ -142,6 +142,7 @@ _DENSE = (
         read_entries=_read_hunyuan,
         layouts=lambda config: (Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
     ),
+    Architecture("hyperclovax"),
     Architecture("iquestcoder", accepted={"clip_qkv": (None,), "use_sliding_window": (False,)}),
     Architecture("llama"),
     Architecture("ministral"),

@@ -38,6 +38,8 @@ from ligerzoo.models.granite import Granite as _Granite
 from ligerzoo.models.granite import GraniteConfig as GraniteConfig
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as _HunYuanDenseV1
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
+from ligerzoo.models.hyperclovax import HyperCLOVAX as _HyperCLOVAX
+from ligerzoo.models.hyperclovax import HyperCLOVAXConfig as HyperCLOVAXConfig
 from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
 from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
 from ligerzoo.models.llama import Llama as _Llama
@@ -159,6 +161,9 @@ class Granite(_Granite):
 
 class HunYuanDenseV1(_HunYuanDenseV1):
     def __init__(self, config: HunYuanDenseV1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class HyperCLOVAX(_HyperCLOVAX):
+    def __init__(self, config: HyperCLOVAXConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class IQuestCoder(_IQuestCoder):
     def __init__(self, config: IQuestCoderConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "gpt_oss": "GptOss",
     "granite": "Granite",
     "hunyuan_v1_dense": "HunYuanDenseV1",
+    "hyperclovax": "HyperCLOVAX",
     "iquestcoder": "IQuestCoder",
     "llama": "Llama",
     "minimax_m2": "MiniMaxM2",
