@@ -143,6 +143,11 @@ _DENSE = (
         layouts=lambda config: (Layout((Rename("query_layernorm", "q_norm"), Rename("key_layernorm", "k_norm"))),),
     ),
     Architecture("hyperclovax"),
+    Architecture(
+        "internlm3",
+        read_entries=first_spelling(attention_bias=("qkv_bias", "attention_bias"), mlp_bias=("bias", "mlp_bias")),
+        write_entries=written_as(attention_bias="qkv_bias", mlp_bias="bias"),
+    ),
     Architecture("iquestcoder", accepted={"clip_qkv": (None,), "use_sliding_window": (False,)}),
     Architecture("llama"),
     Architecture("ministral"),

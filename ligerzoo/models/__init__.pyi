@@ -40,6 +40,8 @@ from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as _HunYuanDenseV1
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
 from ligerzoo.models.hyperclovax import HyperCLOVAX as _HyperCLOVAX
 from ligerzoo.models.hyperclovax import HyperCLOVAXConfig as HyperCLOVAXConfig
+from ligerzoo.models.internlm3 import InternLM3 as _InternLM3
+from ligerzoo.models.internlm3 import InternLM3Config as InternLM3Config
 from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
 from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
 from ligerzoo.models.llama import Llama as _Llama
@@ -164,6 +166,9 @@ class HunYuanDenseV1(_HunYuanDenseV1):
 
 class HyperCLOVAX(_HyperCLOVAX):
     def __init__(self, config: HyperCLOVAXConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class InternLM3(_InternLM3):
+    def __init__(self, config: InternLM3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class IQuestCoder(_IQuestCoder):
     def __init__(self, config: IQuestCoderConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "granite": "Granite",
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hyperclovax": "HyperCLOVAX",
+    "internlm3": "InternLM3",
     "iquestcoder": "IQuestCoder",
     "llama": "Llama",
     "minimax_m2": "MiniMaxM2",

@@ -54,6 +54,7 @@ GLM = 151552
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "apertus": [sized(131072, 4096, 21504, 32, 8), sized(131072, 8192, 43008, 64, 8)],
     "hyperclovax": [sized(110592, 6144, 14336, 48, 8, head_dim=128)],
+    "internlm3": [{}],
     "iquestcoder": [{}],
     "olmoe": [{}],
     "youtu": [{}],
