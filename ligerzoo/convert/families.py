@@ -4,7 +4,6 @@ Checkpoints of MoE models store one tensor per expert and projection. Checkpoint
 in-memory layout have our stacked tensors.
 """
 
-from ligerzoo.checks import is_integer
 from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, Architecture
 from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
 from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename
@@ -106,11 +105,11 @@ def _write_deepseek(config: object, entries: dict[str, object]) -> dict[str, obj
 
 
 def _read_youtu(raw: Entries) -> Entries:
-    """Returns the entries of config.json. A null `initializer_range` means the one that follows from the size."""
-    hidden_size = raw.get("hidden_size", 2048)
-    if raw.get("initializer_range") is not None or not is_integer(hidden_size) or hidden_size < 1:
-        return raw
-    return {**raw, "initializer_range": 2 / (5 * hidden_size) ** 0.5}
+    """Returns the entries of config.json. Without `initializer_range`, it follows from the size."""
+    size = raw.get("hidden_size", 2048)
+    if raw.get("initializer_range") is None and type(size) is int and 0 < size < 2**32:
+        return {**raw, "initializer_range": 2 / (5 * size) ** 0.5}
+    return raw
 
 
 _DENSE = (
@@ -162,7 +161,7 @@ _DENSE = (
     Architecture("smollm3"),
     Architecture(
         "youtu",
-        accepted={"partial_rotary_factor": (1.0,)},
+        accepted={"partial_rotary_factor": (1.0,), "mlp_bias": (False,)},
         read_entries=_read_youtu,
         write_entries=_with_all_key_value_heads,
     ),

@@ -54,8 +54,14 @@ class Olmoe(MoECausalLM):
             return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps)
 
         def attention(layer: int) -> Attention:
-            norms = {"q_norm": norm_of(c.num_attention_heads), "k_norm": norm_of(c.kv_heads)}
-            return Attention(*heads(c), rotary, qkv_bias=c.attention_bias, output_bias=c.attention_bias, **norms)
+            return Attention(
+                *heads(c),
+                rotary,
+                q_norm=norm_of(c.num_attention_heads),
+                k_norm=norm_of(c.kv_heads),
+                qkv_bias=c.attention_bias,
+                output_bias=c.attention_bias,
+            )
 
         def mixture(layer: int) -> MoE:
             router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob)

@@ -24,6 +24,7 @@ class YoutuConfig(LatentConfig):
     num_attention_heads: int = 16
     max_position_embeddings: int = 131072
     tie_word_embeddings: bool = True
+    initializer_range: float = 2 / (5 * 2048) ** 0.5
 
 
 class Youtu(CausalLM):

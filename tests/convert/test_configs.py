@@ -123,6 +123,8 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         # Only explicit token ids count, as in transformers' generate.
         expected = None if field.name in TOKEN_IDS else value_of(theirs, field.name)
         derived = {"num_key_value_heads": ours.kv_heads, "head_dim": ours.head_size}
+        if getattr(ours, field.name) is None and field.name == "attention_multiplier":
+            derived["attention_multiplier"] = ours.head_size**-0.5
         got = derived.get(field.name, getattr(ours, field.name))
         assert got == expected or (expected is None and field.name == "head_dim"), field.name
     if hasattr(ours, "window"):
@@ -213,6 +215,8 @@ POSSIBLE: dict[str, list[Any]] = {
     "pad_token_id": [0],
     "bos_token_id": [0],
     "eos_token_id": [0],
+    "attention_multiplier": [0, 0.0],
+    "initializer_range": [0, 0.0],
     "embedding_multiplier": [0.0],
     "rope_scaling": [{}],
     "mlp_only_layers": [[]],
@@ -226,7 +230,7 @@ IGNORED = {
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
     "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",
     "resid_pdrop", "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha",
-    "ep_size", "num_nextn_predict_layers", "seq_aux",
+    "embedding_initializer_range", "ep_size", "num_nextn_predict_layers", "seq_aux",
     # Entries without effect in some architectures, as in transformers.
     "attention_bias", "experts_per_token", "hidden_act", "hidden_activation", "initial_context_length",
     "max_window_layers", "mrope_interleaved", "mrope_section", "partial_rotary_factor", "rope_theta",
