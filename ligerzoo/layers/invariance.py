@@ -1,7 +1,7 @@
 """Whether a GPU computes what exact results rest on: bits of a token that do not depend on what shares its call.
 
 cuBLAS and cuDNN promise nothing of this: it was found by measurement, on some GPUs and versions. So it is measured
-again where `exact=True` is asked for, once per process, GPU and head size. That takes 3 to 5 seconds on an H200, mostly
+again where `exact=True` is asked for, once per process, GPU and head size. That takes 2 to 8 seconds on an H200, mostly
 to compile kernels and to plan attention, and 0.1 GB. `ligerzoo doctor` counts longer, with the shapes of a model.
 """
 
