@@ -29,6 +29,7 @@ from ligerzoo.checks import AT_LEAST_1, POSITIVE, PROBABILITY, check
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
 from ligerzoo.kernels.lora_experts import lora_experts_mlp
+from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.head import LMHead
@@ -191,6 +192,11 @@ class LoRAMatrixLayer(LoRALayer):
         """A, B and s; None if the updates are disabled."""
         return self._update if self.lora_enabled else None
 
+    @property
+    def rescales(self) -> bool:
+        """Whether DoRA's factors apply to the rows of W + s B A, but not to the bias."""
+        return self.lora_enabled and self.lora_magnitude_vector is not None
+
     def row_factors(self) -> Tensor | None:
         """Returns DoRA's factors of the rows of W + s B A, (O,) in at least fp32; None without DoRA."""
         if self.lora_magnitude_vector is None or not self.lora_enabled:
@@ -239,8 +245,7 @@ class LoRALinear(LoRAMatrixLayer, Linear):
         return self._terms() if is_unmodified(self, LoRALinear) else None
 
     def _terms(self) -> LinearTerms:
-        rescales = self.lora_enabled and self.lora_magnitude_vector is not None
-        return LinearTerms(self.weight, self.bias, self.update, self, rescales)
+        return LinearTerms(self.weight, self.bias, self.update, self, self.rescales)
 
 
 class LoRARouter(LoRAMatrixLayer, Router):
@@ -250,11 +255,14 @@ class LoRARouter(LoRAMatrixLayer, Router):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E)."""
-        return add_update_product(super().logits(x), x, self)
+        if self.bias is None or not self.rescales:
+            return add_update_product(super().logits(x), x, self)
+        y = add_update_product(unsplit_linear(x, self.weight), x, self)
+        return y + self.bias.to(y.dtype)
 
 
 def add_update_product(y: Tensor, x: Tensor, layer: LoRAMatrixLayer) -> Tensor:
-    """Adds the update's product with x to y = x @ W.T, and applies DoRA's factors."""
+    """Adds the update's product with x to y = x @ W.T, and applies DoRA's factors, which y may have no bias for."""
     update, factors, dropped = layer.update, layer.row_factors(), layer.dropped(x)
     if update is None:
         return y

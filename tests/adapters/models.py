@@ -10,6 +10,8 @@ from ligerzoo.models import (
     CausalLM,
     Gemma2,
     Gemma2Config,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     Mixtral,
@@ -39,6 +41,14 @@ def phi3() -> Phi3:
 def gemma2() -> Gemma2:
     """Has tied weights, a scaled embedding and soft caps."""
     return Gemma2(Gemma2Config(**SIZES, head_dim=8, sliding_window=8)).eval()
+
+
+def gpt_oss() -> GptOss:
+    """Has a router with a bias."""
+    model = GptOss(GptOssConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2)).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.bias)
+    return model
 
 
 def token_ids(rows: int = 2, tokens: int = 9) -> Tensor:

@@ -15,7 +15,7 @@ from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.layers.projection import project as project_jointly
-from tests.adapters.models import gemma2, gradients, llama, mixtral, phi3, randomize, token_ids
+from tests.adapters.models import gemma2, gpt_oss, gradients, llama, mixtral, phi3, randomize, token_ids
 from tests.covering import every_backend, long_cases
 
 ALL = ["q_proj", "o_proj", "gate_proj", "down_proj", "experts", "gate", "lm_head", "embed_tokens"]
@@ -59,6 +59,15 @@ def test_results_are_those_of_the_merged_weights(name: str, dora: bool) -> None:
     torch.testing.assert_close(model(ids).logits, outputs[0], rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(model(ids, labels=ids).loss, outputs[1])
     assert torch.equal(model.generate(ids, max_new_tokens=5), generated)
+
+
+def test_the_bias_of_a_router_has_no_factors_of_dora() -> None:
+    model, ids = gpt_oss(), token_ids()
+    adapters.add_lora(model, rank=4, targets=["mlp.gate"], dora=True)
+    randomize(model)
+    expected = model(ids).logits
+    adapters.merge_lora(model)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_default_targets_are_the_linear_layers_and_experts_of_blocks() -> None:
