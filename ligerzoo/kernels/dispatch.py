@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -52,18 +53,23 @@ class GPU(NamedTuple):
 HOPPER = GPU(9, 132)
 """H100 and H200."""
 
-_simulated_gpu: GPU | None = None
+_SIMULATED: ContextVar[GPU | None] = ContextVar("_SIMULATED", default=None)
 
 
 @contextlib.contextmanager
 def simulated_gpu(gpu: GPU) -> Iterator[None]:
-    """Within this context, meta tensors take the path of tensors on this GPU: fused operations, its tile sizes."""
-    global _simulated_gpu
-    outer, _simulated_gpu = _simulated_gpu, gpu
+    """Within this context of the current thread, meta tensors take the path of tensors on this GPU: fused operations,
+    its tile sizes."""
+    token = _SIMULATED.set(gpu)
     try:
         yield
     finally:
-        _simulated_gpu = outer
+        _SIMULATED.reset(token)
+
+
+def _simulated(tensor: Tensor) -> GPU | None:
+    """The GPU that a tensor is simulated to be on; None for tensors with values, and in compiled code."""
+    return _SIMULATED.get() if tensor.is_meta and not torch.compiler.is_compiling() else None
 
 
 def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
@@ -85,7 +91,7 @@ def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
 
 def _are_fused(tensors: Iterable[Tensor]) -> bool:
     for t in tensors:  # a loop takes half the time of `all`
-        on_gpu = t.is_cuda or INTERPRETING or (t.is_meta and _simulated_gpu is not None)
+        on_gpu = t.is_cuda or INTERPRETING or (t.is_meta and _simulated(t) is not None)
         if not on_gpu or t.dtype not in _FUSED_DTYPES:
             return False
     return True
@@ -151,8 +157,8 @@ def padded_size(*sizes: int) -> int:
 
 def multiprocessors(tensor: Tensor) -> int:
     """The number of multiprocessors of the tensor's GPU; 2 on a CPU, for the interpreter."""
-    if tensor.is_meta and _simulated_gpu is not None:
-        return _simulated_gpu.multiprocessors
+    if (gpu := _simulated(tensor)) is not None:
+        return gpu.multiprocessors
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
@@ -163,8 +169,8 @@ def _multiprocessors(index: int) -> int:
 
 def is_hopper(tensor: Tensor) -> bool:
     """Whether the tensor is on a Hopper GPU, whose matrix and tensor-copy units our tile sizes are chosen for."""
-    if tensor.is_meta and _simulated_gpu is not None:
-        return _simulated_gpu.capability == 9
+    if (gpu := _simulated(tensor)) is not None:
+        return gpu.capability == 9
     return tensor.is_cuda and _capability(tensor.get_device())[0] == 9
 
 

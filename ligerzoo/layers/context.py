@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -76,18 +77,17 @@ class InputProperties(NamedTuple):
     has_segments: bool
 
 
-_assumed: InputProperties | None = None
+_ASSUMED: ContextVar[InputProperties | None] = ContextVar("_ASSUMED", default=None)
 
 
 @contextmanager
 def assuming_inputs(properties: InputProperties) -> Iterator[None]:
-    """Within this context, a `Context` does not read the values of its inputs, which would be a host sync."""
-    global _assumed
-    outer, _assumed = _assumed, properties
+    """Within this context of the current thread, a `Context` does not read its inputs' values, which is a host sync."""
+    token = _ASSUMED.set(properties)
     try:
         yield
     finally:
-        _assumed = outer
+        _ASSUMED.reset(token)
 
 
 def has_segments(position_ids: Tensor) -> bool:
@@ -425,11 +425,12 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
 
 def _reads_values() -> bool:
     """Whether a context may read the values of its inputs."""
-    return _assumed is None and not (torch.compiler.is_compiling() or under_transform())
+    return not (torch.compiler.is_compiling() or under_transform()) and _ASSUMED.get() is None
 
 
 def _masks_any(padding_mask: Tensor) -> bool:
-    return any_true(~padding_mask) if _assumed is None else _assumed.has_padding
+    assumed = _ASSUMED.get()
+    return any_true(~padding_mask) if assumed is None else assumed.has_padding
 
 
 def _begins_segment(position_ids: Tensor) -> Tensor:
@@ -441,4 +442,5 @@ def _has_any(is_start: Tensor) -> bool:
     """Whether a token begins a segment; in compiled code, whether one may."""
     if torch.compiler.is_compiling():
         return True
-    return any_true(is_start) if _assumed is None else _assumed.has_segments
+    assumed = _ASSUMED.get()
+    return any_true(is_start) if assumed is None else assumed.has_segments

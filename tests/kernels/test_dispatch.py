@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch.utils._python_dispatch
 from ligerzoo.kernels import dispatch, swiglu
 from ligerzoo.kernels.autograd import once_differentiable
 from ligerzoo.kernels.dispatch import (
+    HOPPER,
     accumulation_dtype,
     as_rows,
     autocast,
     next_power_of_2,
+    simulated_gpu,
     uses_triton,
 )
 from tests.kernels.machine import DTYPES, ON_GPU, needs_triton
@@ -28,6 +31,15 @@ def test_dtypes_and_devices_that_triton_supports(dtype: torch.dtype, device: str
     assert uses_triton(torch.ones(3, device=device), x) == fused
     if ON_GPU:
         assert not uses_triton(x, torch.ones(3))
+
+
+@pytest.mark.plain
+def test_a_gpu_is_simulated_in_one_thread() -> None:
+    x = torch.empty(3, device="meta")
+    with simulated_gpu(HOPPER), ThreadPoolExecutor(1) as other:
+        assert uses_triton(x)
+        assert not other.submit(uses_triton, x).result()
+    assert not uses_triton(x)
 
 
 @pytest.mark.plain

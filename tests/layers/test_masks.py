@@ -1,6 +1,7 @@
 """Attention masks as matrices and block masks, against plain loops over the definition."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from ligerzoo.layers import (
     attention_paths,
 )
 from ligerzoo.layers.attention_paths import AttentionCall, reference
+from ligerzoo.layers.context import InputProperties, assuming_inputs
 from tests.kernels.op_recorder import Recorder
 
 
@@ -445,3 +447,13 @@ def test_a_decoder_that_skips_padding_writes_no_position_ids() -> None:
     context = Context(x, torch.tensor([[0, 1, 1]]))
     Decoder(torch.nn.Embedding(2, 4), [], torch.nn.Identity(), positions_skip_padding=True)(x, context)
     assert context.position_ids.tolist() == [[0, 1, 2]]
+
+
+def test_what_a_thread_assumes_of_its_inputs_is_not_assumed_in_another() -> None:
+    def has_padding() -> bool:
+        return Context(torch.zeros(1, 4), torch.tensor([[0, 0, 1, 1]])).padding_mask is not None
+
+    with assuming_inputs(InputProperties(has_padding=False, has_segments=False)), ThreadPoolExecutor(1) as other:
+        assert not has_padding()
+        assert other.submit(has_padding).result()
+    assert has_padding()
