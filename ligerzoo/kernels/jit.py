@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -29,6 +30,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on CPU tensors. For tests: it is thousands of times slower."""
 
 
+_BINDING = threading.RLock()
 _NUMBERS = frozenset({float, bool})
 _MAX_KEYS = 4096  # bounds the cache if each batch has another length
 
@@ -135,14 +137,15 @@ def _bind_namespace(namespace: dict[str, Any]) -> None:
     """Replaces `tl` and the `@jit` functions of a kernel file by Triton's."""
     import triton
 
-    if namespace["tl"] is triton.language:
-        return
-    namespace["tl"] = triton.language
-    for name, value in list(namespace.items()):
-        if isinstance(value, _DeviceFunction):
-            owner = value.function.__globals__
-            if owner is namespace:
-                namespace[name] = triton.jit(value.function)
-            else:  # imported from another kernel file, which owns the compiled function
-                _bind_namespace(owner)
-                namespace[name] = owner[value.function.__name__]
+    with _BINDING:
+        if namespace["tl"] is triton.language:
+            return
+        for name, value in list(namespace.items()):
+            if isinstance(value, _DeviceFunction):
+                owner = value.function.__globals__
+                if owner is namespace:
+                    namespace[name] = triton.jit(value.function)
+                else:  # imported from another kernel file, which owns the compiled function
+                    _bind_namespace(owner)
+                    namespace[name] = owner[value.function.__name__]
+        namespace["tl"] = triton.language  # last: it says that the namespace is complete

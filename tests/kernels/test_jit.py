@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Event
+from types import FunctionType
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.jit import _bind_namespace, jit, kernel, tl
 from tests.kernels.machine import needs_triton
 
 
@@ -53,3 +57,32 @@ def test_arguments_may_be_named_tuples(device: str) -> None:
         assert torch.equal(_scaled(part, None, 2.0), part * 2)
         assert torch.equal(_scaled(part, weight, 2.0), part * 2 * weight)
         assert torch.equal(_scaled(part, weight, 3.0), part * 3 * weight)
+
+
+@needs_triton
+def test_a_thread_waits_until_another_has_bound_the_functions_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    begun, go_on = Event(), Event()
+
+    def bind(function: Any) -> str:
+        begun.set()
+        assert go_on.wait(60)
+        return "bound"
+
+    monkeypatch.setattr(triton, "jit", bind)
+    namespace: dict[str, Any] = {"tl": None}
+    namespace["device_function"] = jit(FunctionType((lambda x: x).__code__, namespace))
+
+    def bound() -> object:
+        _bind_namespace(namespace)
+        return namespace["device_function"]
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(bound)
+        assert begun.wait(60)
+        second = threads.submit(bound)
+        wait([second], timeout=0.2)
+        go_on.set()
+        assert first.result() == second.result() == "bound"
+    assert namespace["tl"] is triton.language
