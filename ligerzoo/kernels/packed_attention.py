@@ -198,6 +198,7 @@ def _forward(
         outs.append(out)
         lses.append(lse[..., None])
         start += documents * length
+    del rows, operands  # memory that the next copies need
     out, lse = _to_rows([outs, lses], packing, triton)
     out = out.view(-1, q.shape[2], v.shape[3])
     alone = _Alone.of(q, k, v, packing, attention.scale)
@@ -223,6 +224,7 @@ def _backward(
         batch[-1] = batch[-1][..., 0].contiguous()
         gradients.append(attention.backward(*batch))
         start += documents * length
+    del operands, rows, batch
     found = _to_rows(list(zip(*gradients, strict=True)), packing, triton)
     dq, dk, dv = (x.view(like.shape) for x, like in zip(found, (q, k, v), strict=True))
     alone = _Alone.of(q, k, v, packing, attention.scale).gradients(results)
