@@ -46,6 +46,8 @@ from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
 from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
 from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
+from ligerzoo.models.mellum import Mellum as _Mellum
+from ligerzoo.models.mellum import MellumConfig as MellumConfig
 from ligerzoo.models.minimax_m2 import MiniMaxM2 as _MiniMaxM2
 from ligerzoo.models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from ligerzoo.models.ministral import Ministral as _Ministral
@@ -175,6 +177,9 @@ class IQuestCoder(_IQuestCoder):
 
 class Llama(_Llama):
     def __init__(self, config: LlamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Mellum(_Mellum):
+    def __init__(self, config: MellumConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class MiniMaxM2(_MiniMaxM2):
     def __init__(self, config: MiniMaxM2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -114,13 +114,24 @@ class DeepSeekMoEConfig(RoutedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseStepMoEConfig(MoEConfig):
-    """Configuration of a decoder with MoE in some layers and a dense MLP in the others (Qwen).
+class MixedMoEConfig(MoEConfig):
+    """Configuration of a decoder with MoE in some layers and a dense MLP in the others.
 
     Attributes:
         intermediate_size: intermediate features of a dense MLP.
         moe_intermediate_size: intermediate features of each expert.
         norm_topk_prob: divide a token's expert weights by their sum, so that they add up to one.
+    """
+
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseStepMoEConfig(MixedMoEConfig):
+    """Configuration of a decoder with MoE in every n-th layer (Qwen).
+
+    Attributes:
         decoder_sparse_step: n; every n-th layer uses MoE.
         mlp_only_layers: indices of layers that always use a dense MLP, counted from 0.
     """
@@ -129,8 +140,6 @@ class SparseStepMoEConfig(MoEConfig):
     hidden_size: int = 2048
     vocab_size: int = 151936
     max_position_embeddings: int = 32768
-    moe_intermediate_size: int = 768
-    norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: Sequence[int] = field(default_factory=list)
 

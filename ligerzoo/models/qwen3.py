@@ -42,12 +42,12 @@ class Qwen3(CausalLM):
 
     def __init__(self, config: Qwen3Config) -> None:
         c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
-        super().__init__(config, qwen3_decoder(c, rotary, window=c.window, bias=c.attention_bias))
+        super().__init__(config, qwen3_decoder(c, lambda layer: rotary, window=c.window, bias=c.attention_bias))
 
 
 def qwen3_decoder(
     config: DecoderConfig,
-    rotary: RotaryEmbedding,
+    rotary: Callable[[int], RotaryEmbedding],
     mlp: Callable[[int], nn.Module] | None = None,
     window: Callable[[int], int | None] = lambda layer: None,
     *,
@@ -57,7 +57,7 @@ def qwen3_decoder(
 
     Args:
         config: config of the architecture.
-        rotary: rotary embedding of queries and keys.
+        rotary: returns the rotary embedding of the block with this index.
         mlp: builds the MLP or MoE layer of the block with this index; None for gated MLPs.
         window: returns the sliding window of the block with this index; None for full attention.
         bias: add biases to the query, key, value and output projections.
@@ -69,7 +69,13 @@ def qwen3_decoder(
 
     def attention(layer: int) -> Attention:
         return Attention(
-            *heads(c), rotary, q_norm=norm(), k_norm=norm(), window=window(layer), qkv_bias=bias, output_bias=bias
+            *heads(c),
+            rotary(layer),
+            q_norm=norm(),
+            k_norm=norm(),
+            window=window(layer),
+            qkv_bias=bias,
+            output_bias=bias,
         )
 
     return llama_decoder(c, attention, mlp, Embedding(c.vocab_size, c.hidden_size))

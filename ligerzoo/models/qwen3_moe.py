@@ -10,12 +10,13 @@ QK-norm is an RMSNorm per head before rotation, with one weight for all heads. S
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from ligerzoo.layers import Experts, GatedMLP, MoE, RotaryEmbedding, Router
 from ligerzoo.models.config import rotary_arguments
-from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
+from ligerzoo.models.moe import MixedMoEConfig, MoECausalLM, SparseStepMoEConfig
 from ligerzoo.models.qwen3 import qwen3_decoder
 
 
@@ -43,12 +44,12 @@ class Qwen3Moe(MoECausalLM):
         c = config
         rotary = RotaryEmbedding(*rotary_arguments(c))
         decoder = qwen3_decoder(
-            c, rotary, lambda layer: qwen3_moe_mlp(c, layer), lambda layer: c.sliding_window, bias=c.attention_bias
+            c, lambda layer: rotary, partial(qwen3_moe_mlp, c), lambda layer: c.sliding_window, bias=c.attention_bias
         )
         super().__init__(config, decoder)
 
 
-def qwen3_moe_mlp(config: SparseStepMoEConfig, layer: int) -> nn.Module:
+def qwen3_moe_mlp(config: MixedMoEConfig, layer: int) -> nn.Module:
     """Builds the MoE layer, or the dense MLP, of the block with this index."""
     c = config
     if not c.has_mixture(layer):

@@ -46,6 +46,7 @@ class Qwen3VL(Qwen3VisionLM):
         def mlp(layer: int) -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size)
 
-        decoder = qwen3_decoder(c, interleaved_rotary(c), mlp, bias=c.attention_bias)
+        rotary = interleaved_rotary(c)
+        decoder = qwen3_decoder(c, lambda layer: rotary, mlp, bias=c.attention_bias)
         v = c.vision_config
         super().__init__(c, decoder, qwen3_tower(v, v.deepstack_visual_indexes))

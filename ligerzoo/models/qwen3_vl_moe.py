@@ -9,6 +9,7 @@ Distinctive: Qwen3-VL with the decoder of Qwen3-MoE, whose expert weights add up
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from ligerzoo.models.config import refuse_unless
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
@@ -55,6 +56,7 @@ class Qwen3VLMoe(Qwen3VisionLM, MoECausalLM):
 
     def __init__(self, config: Qwen3VLMoeConfig) -> None:
         c = config
-        decoder = qwen3_decoder(c, interleaved_rotary(c), lambda layer: qwen3_moe_mlp(c, layer), bias=c.attention_bias)
+        rotary = interleaved_rotary(c)
+        decoder = qwen3_decoder(c, lambda layer: rotary, partial(qwen3_moe_mlp, c), bias=c.attention_bias)
         v = c.vision_config
         super().__init__(c, decoder, qwen3_tower(v, v.deepstack_visual_indexes))

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "internlm3": "InternLM3",
     "iquestcoder": "IQuestCoder",
     "llama": "Llama",
+    "mellum": "Mellum",
     "minimax_m2": "MiniMaxM2",
     "ministral": "Ministral",
     "ministral3": "Ministral3",

@@ -56,6 +56,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "hyperclovax": [sized(110592, 6144, 14336, 48, 8, head_dim=128)],
     "internlm3": [{}],
     "iquestcoder": [{}],
+    "mellum": [{}],
     "olmoe": [{}],
     "youtu": [{}],
     "arcee": [sized(128003, 2560, 18432, 20, 4, head_dim=128)],
