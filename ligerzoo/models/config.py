@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, Protocol, TypeGuard, get_args, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeGuard, get_args, get_type_hints
 
 from ligerzoo.checks import FLAG, is_list, is_number, is_text, one_of
 from ligerzoo.errors import ConfigError
@@ -150,6 +150,9 @@ class DecoderConfig:
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
+    splits_hidden_size: ClassVar[bool] = True
+    """Whether the heads divide the hidden features among them if `head_dim` is None."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Makes `validate` run before the `__post_init__` of a subclass, whether or not that calls the base's."""
         super().__init_subclass__(**options)
@@ -175,6 +178,10 @@ class DecoderConfig:
         where, what = "num_key_value_heads", "invalid number of key-value heads"
         expected = f"a divisor of num_attention_heads, {self.num_attention_heads}"
         refuse_unless(self.num_attention_heads % self.kv_heads == 0, where, self.kv_heads, expected, what)
+        if self.splits_hidden_size and self.head_dim is None:
+            where, what = "num_attention_heads", "invalid number of heads"
+            divides, expected = self.hidden_size % self.num_attention_heads == 0, f"a divisor of {self.hidden_size}"
+            refuse_unless(divides, where, self.num_attention_heads, f"{expected}, hidden_size, or head_dim", what)
         check_theta(self)
         what, expected = "invalid number of rotated features", f"an even number, 2 to {MAX_ROTARY_DIM}"
         refuse_unless(is_rotary_dim(self.rotary_size), "head_dim", self.rotary_size, expected, what)

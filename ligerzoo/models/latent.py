@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import LatentAttention, RotaryEmbedding
@@ -32,6 +33,8 @@ class LatentConfig(DecoderConfig):
     v_head_dim: int = 128
     rope_interleave: bool = True
     attention_bias: bool = False
+
+    splits_hidden_size: ClassVar[bool] = False
 
     def validate(self) -> None:
         super().validate()

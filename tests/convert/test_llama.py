@@ -52,6 +52,7 @@ def test_invalid_rope_scaling(scaling: dict[str, Any]) -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_attention_heads": 3}, "num_key_value_heads: .* got 2; expected a divisor of num_attention_heads, 3"),
         ({"num_attention_heads": 64}, "head_dim"),
+        ({"hidden_size": 34}, "num_attention_heads: .* got 4; expected a divisor of 34, hidden_size, or head_dim"),
         ({"head_dim": 7}, "head_dim: .* got 7; expected an even number"),
         ({"head_dim": 2**31 - 2}, "head_dim"),
         ({"num_key_value_heads": 8}, "num_key_value_heads"),
