@@ -12,11 +12,14 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from ligerzoo.convert import architecture_for_config
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers.exactness import exact_obstacle
 from ligerzoo.models import CausalLM
@@ -61,7 +64,7 @@ class SamplingModel:
     def __init__(self, model: CausalLM, *, mixed_precision: bool) -> None:
         self._source, self._is_sharded = model, processes.world_size() > 1
         self._is_copy = mixed_precision and not self._is_sharded
-        self.model: CausalLM = copy.deepcopy(model).requires_grad_(False).bfloat16() if self._is_copy else model
+        self.model: CausalLM = _in_bfloat16(model) if self._is_copy else model
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -73,9 +76,23 @@ class SamplingModel:
             return
         if self._is_copy:
             with torch.no_grad():
-                for own, source in zip(self.model.parameters(), self._source.parameters(), strict=True):
+                for own, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
                     own.copy_(source)
         yield
+
+
+def _in_bfloat16(model: CausalLM) -> CausalLM:
+    """Returns a copy in bfloat16 without gradients, but for the parameters that loading keeps in fp32."""
+    copied = copy.deepcopy(model).requires_grad_(False).bfloat16()
+    keeps_fp32 = architecture_for_config(type(model.config)).keeps_fp32
+    for name, weight in model.named_parameters():
+        if keeps_fp32(name):
+            copied.get_parameter(name).data = weight.detach().clone()
+    return copied
+
+
+def _tensors(model: CausalLM) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
 
 
 Score = Callable[[Sequence[SampledCompletion]], list[SampledCompletion]]
