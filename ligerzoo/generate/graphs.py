@@ -221,8 +221,9 @@ class ModelGraphs:
         return batch
 
     def give_back(self, batch: StaticBatch) -> None:
-        """Keeps a batch for later calls, and drops the least recently used ones beyond the limits."""
+        """Keeps a batch for later calls, one of each size, and drops the least recently used ones beyond the limits."""
         self._idle[batch.size] = batch
+        self._idle.move_to_end(batch.size)
         batch.nbytes = batch.cache.nbytes
         limit = _memory_for_idle_caches(self._device)
         while len(self._idle) > _MAX_BATCHES or self.nbytes > limit:

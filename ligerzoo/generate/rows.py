@@ -283,12 +283,14 @@ class SlotRows(BatchRows):
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        super().__exit__(error, *_)
-        cache = self._given_cache
-        if error is None and cache is not None and (new := self._end - 1 - cache.length) > 0:
-            self._slots.export(range(self.count), cache, new)
-        self._slots.close()
-        self._on_device.__exit__(error, *_)
+        try:
+            super().__exit__(error, *_)
+            cache = self._given_cache
+            if error is None and cache is not None and (new := self._end - 1 - cache.length) > 0:
+                self._slots.export(range(self.count), cache, new)
+        finally:
+            self._slots.close()
+            self._on_device.__exit__(error, *_)
 
     def prefill(self) -> Tensor:
         new_tokens = self._limit - self._prompts.length

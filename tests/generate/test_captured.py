@@ -334,6 +334,29 @@ def test_a_model_stays_usable_after_an_interrupt(generate: Callable[..., Tensor]
     assert torch.equal(generate(model, *inputs, capture=True), expected)
 
 
+def test_graphs_are_kept_if_the_cache_of_the_caller_has_no_memory(
+    generate: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(*_: object) -> None:
+        raise MemoryError
+
+    model, cache = build("llama", device), build("llama", device).new_cache()
+    monkeypatch.setattr(slots.Slots, "export", export)
+    with pytest.raises(MemoryError):
+        generate(model, *prompts(2, 5, device, padded=False), capture=True, past_key_values=cache, max_new_tokens=4)
+    assert any(not size.prefills for size in graphs._GRAPHS[model]._idle)
+
+
+def test_the_batch_that_was_given_back_last_is_dropped_last(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MAX_BATCHES", 2)
+    model = build("llama", device)
+    kept = graphs.ModelGraphs(model)
+    first, again, second, third = (kept.take(model, graphs.BatchSize(rows, 16)) for rows in (1, 1, 2, 3))
+    for batch in (first, second, again, third):
+        kept.give_back(batch)
+    assert list(kept._idle.values()) == [again, third]
+
+
 def test_inference_mode_leaves_no_trace(generate: Callable[..., Tensor], device: str) -> None:
     model = build("llama", device)
     inputs = prompts(2, 5, device, padded=True)
