@@ -49,6 +49,7 @@ PARTS = {
     "cross_attn": "cross-attention",
     ".experts.": "experts",
     "shared_expert": "shared expert",
+    "shared_mlp": "shared expert",
     ".gate.": "router",
     ".router.": "router",
     "e_score_correction_bias": "router",

@@ -27,6 +27,14 @@ MIXTRAL = (
 )
 """Mixtral's experts: w1 (gate), w2 (down) and w3 (up)."""
 
+GRANITE_MOE = (
+    Rename("block_sparse_moe.router", "mlp.gate"),
+    Rename("block_sparse_moe.experts", "mlp.experts"),
+    Fused("shared_mlp.input_linear", ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
+    Rename("shared_mlp.output_linear", "mlp.shared_experts.down_proj"),
+)
+"""Granite's experts, stacked, and its shared expert."""
+
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 _ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
@@ -127,6 +135,7 @@ _DENSE = (
     Architecture("glm", layouts=lambda config: (Layout((GATE_UP,)),)),
     Architecture("glm4", layouts=lambda config: (Layout((GATE_UP,)),)),
     Architecture("granite"),
+    Architecture("granite_swa", accepted={"partial_rotary_factor": (1.0,)}),
     # transformers ignores entries of Hunyuan's code that would change the model, such as `use_cla`.
     Architecture(
         "hunyuan_v1_dense",
@@ -199,6 +208,13 @@ _MOE = (
         write_entries=_write_routed_experts,
         layouts=expert_layouts,
         keeps_extra_layers=True,
+    ),
+    Architecture(
+        "granitemoe_swa",
+        accepted={"partial_rotary_factor": (1.0,)},
+        read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
+        write_entries=written_as(num_experts="num_local_experts"),
+        layouts=lambda config: (Layout(GRANITE_MOE),),
     ),
     Architecture(
         "mixtral",

@@ -36,6 +36,10 @@ from ligerzoo.models.gpt_oss import GptOss as _GptOss
 from ligerzoo.models.gpt_oss import GptOssConfig as GptOssConfig
 from ligerzoo.models.granite import Granite as _Granite
 from ligerzoo.models.granite import GraniteConfig as GraniteConfig
+from ligerzoo.models.granite_swa import GraniteSWA as _GraniteSWA
+from ligerzoo.models.granite_swa import GraniteSWAConfig as GraniteSWAConfig
+from ligerzoo.models.granitemoe_swa import GraniteMoeSWA as _GraniteMoeSWA
+from ligerzoo.models.granitemoe_swa import GraniteMoeSWAConfig as GraniteMoeSWAConfig
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as _HunYuanDenseV1
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
 from ligerzoo.models.hyperclovax import HyperCLOVAX as _HyperCLOVAX
@@ -162,6 +166,12 @@ class GptOss(_GptOss):
 
 class Granite(_Granite):
     def __init__(self, config: GraniteConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class GraniteSWA(_GraniteSWA):
+    def __init__(self, config: GraniteSWAConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class GraniteMoeSWA(_GraniteMoeSWA):
+    def __init__(self, config: GraniteMoeSWAConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class HunYuanDenseV1(_HunYuanDenseV1):
     def __init__(self, config: HunYuanDenseV1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -10,7 +10,10 @@ the residual stream, `l` divides the logits, and one scales the attention scores
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import nn
 
 from ligerzoo.layers import (
     Attention,
@@ -23,21 +26,23 @@ from ligerzoo.layers import (
     ScaledPreNormBlock,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import check_positive, heads, rotary_arguments
+from ligerzoo.models.config import DecoderConfig, check_positive, heads, rotary_arguments
 from ligerzoo.models.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteConfig(LlamaConfig):
-    """Configuration of Granite. Defaults: those of Llama, and 1 for every multiplier.
+class MultiplierConfig(DecoderConfig):
+    """Configuration of a decoder with muP multipliers.
 
     Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
         embedding_multiplier: factor of the embeddings.
         attention_multiplier: factor of the attention scores, in place of 1 / sqrt(head_dim).
         residual_multiplier: factor of the output of each attention and MLP branch.
         logits_scaling: divisor of the logits; must be positive.
     """
 
+    attention_bias: bool = False
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -48,26 +53,48 @@ class GraniteConfig(LlamaConfig):
         check_positive(self, "logits_scaling")
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(LlamaConfig, MultiplierConfig):
+    """Configuration of Granite. Defaults: those of Llama, and 1 for every multiplier."""
+
+
 class Granite(CausalLM):
     """Granite with a language-model head."""
 
     config: GraniteConfig
 
     def __init__(self, config: GraniteConfig) -> None:
-        c = config
-        rotary = RotaryEmbedding(*rotary_arguments(c))
+        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-        def block() -> ScaledPreNormBlock:
-            attention = Attention(
+        def attention(layer: int) -> Attention:
+            return Attention(
                 *heads(c), rotary, scale=c.attention_multiplier, qkv_bias=c.attention_bias, output_bias=c.attention_bias
             )
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-            return ScaledPreNormBlock(c.residual_multiplier, norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling))
+        def mlp(layer: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+
+        super().__init__(config, *granite_parts(c, attention, mlp))
+
+
+def granite_parts(
+    config: MultiplierConfig, attention: Callable[[int], nn.Module], mlp: Callable[[int], nn.Module]
+) -> tuple[Decoder, LMHead]:
+    """Builds a decoder and a head with muP multipliers.
+
+    Args:
+        config: sizes and multipliers.
+        attention: builds the attention of the block with this index, which scales its scores.
+        mlp: builds the MLP or MoE layer of the block with this index.
+    """
+    c = config
+
+    def norm() -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def block(layer: int) -> ScaledPreNormBlock:
+        return ScaledPreNormBlock(c.residual_multiplier, norm(), attention(layer), norm(), mlp(layer))
+
+    embedding, layers = Embedding(c.vocab_size, c.hidden_size), [block(layer) for layer in range(c.num_hidden_layers)]
+    decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
+    return decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling)

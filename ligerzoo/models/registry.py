@@ -17,6 +17,8 @@ ARCHITECTURES = {
     "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
     "granite": "Granite",
+    "granite_swa": "GraniteSWA",
+    "granitemoe_swa": "GraniteMoeSWA",
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hyperclovax": "HyperCLOVAX",
     "internlm3": "InternLM3",

@@ -112,6 +112,7 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         "rope_scaling",
         "rope_local_base_freq",
         "no_rope_layers",
+        "layer_rope_theta",
         "mlp_layer_types",
     }
     for field in dataclasses.fields(ours):

@@ -44,9 +44,9 @@ def test_names_and_order(model_type: str, tmp_path: Path) -> None:
         got = [re.sub("_(split|transposed)$", "", name) for name in got]
     assert set(got) == set(expected)
     if not hasattr(model.config, "vision_config"):
-        # Qwen3-MoE has its routers after the experts, which no other mixture of transformers has. Apertus has the
-        # parameters of its activation before or after the projections.
-        moved = ("mlp.gate.weight", "mlp.act_fn.")
+        # Qwen3-MoE has its routers after the experts, which no other mixture of transformers has, Granite its experts
+        # after the norms. Apertus has the parameters of its activation before or after the projections.
+        moved = ("mlp.gate.weight", "mlp.act_fn.", "block_sparse_moe.", "shared_mlp.")
         got, expected = ([n for n in names if not any(part in n for part in moved)] for names in (got, expected))
         assert got == expected
 

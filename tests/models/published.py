@@ -53,6 +53,8 @@ GLM = 151552
 
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "apertus": [sized(131072, 4096, 21504, 32, 8), sized(131072, 8192, 43008, 64, 8)],
+    "granite_swa": [{}],
+    "granitemoe_swa": [sized(100352, 1536, 512, 16, 4, num_experts=64, num_experts_per_tok=8)],
     "hyperclovax": [sized(110592, 6144, 14336, 48, 8, head_dim=128)],
     "internlm3": [{}],
     "iquestcoder": [{}],
