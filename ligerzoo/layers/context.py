@@ -332,7 +332,7 @@ class Context:
         if torch.compiler.is_compiling() or any_true(continues):
             continues = F.pad(continues, (0, 1), value=False)
             ends = self.cache_position.masked_fill(continues, torch.iinfo(torch.int64).max)
-            self.last_visible = ends.flip(1).cummin(1).values.flip(1)
+            self.last_visible, self._masks = ends.flip(1).cummin(1).values.flip(1), {}
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines of the rotary angles, (B or 1, T, R/2) each, for queries and keys of `dtype`."""

@@ -177,6 +177,15 @@ def test_spans_of_one_token_need_no_mask() -> None:
         assert context.mask(tokens) is None
 
 
+def test_spans_change_masks_that_were_created_before() -> None:
+    context = Context(torch.zeros(2, 11))
+    assert context.mask(11) is None
+    context.allow_bidirectional_spans(SPANS)
+    mask = context.mask(11)
+    assert isinstance(mask, Mask)
+    assert mask.visible()[0, 0, 0, :4].tolist() == [True, True, True, False]
+
+
 def test_spans_when_compiled() -> None:
     def visible(x: Tensor, in_span: Tensor) -> Tensor:
         context = Context(x)
