@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, or_none
 from ligerzoo.kernels import exact_attention, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES
@@ -26,6 +27,8 @@ from ligerzoo.layers.plain import is_plain
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import StaticLayerCache
+
+_AT_LEAST_1_OR_NONE = or_none(AT_LEAST_1)
 
 
 class Attention(nn.Module):
@@ -48,8 +51,8 @@ class Attention(nn.Module):
         backend: of rotation and projections: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Raises:
-        ValueError: N is not a multiple of K, H is not a multiple of N and `head_dim` is None, `window` or `softcap` is
-            not positive, or `backend` is unknown.
+        ValueError: a size, `window` or `softcap` is not positive, N is not a multiple of K, H is not a multiple of N
+            and `head_dim` is None, or `backend` is unknown.
     """
 
     query_parts: ClassVar[int] = 1
@@ -76,8 +79,11 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
-        self.hidden_size, self.head_dim = hidden_size, head_dim or hidden_size // num_heads
+        check("Attention", AT_LEAST_1, hidden_size=hidden_size, num_heads=num_heads)
+        check("Attention", _AT_LEAST_1_OR_NONE, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)
+        check("Attention", POSITIVE_OR_NONE, softcap=softcap)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.hidden_size, self.head_dim = hidden_size, hidden_size // num_heads if head_dim is None else head_dim
         self.window, self.scale, self.softcap, self.is_causal = window, scale, softcap, is_causal
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
@@ -85,10 +91,6 @@ class Attention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(
                 f"Attention: hidden_size={hidden_size}; expected a multiple of num_heads={num_heads}, or head_dim"
-            )
-        if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-            raise ValueError(
-                f"Attention: window={window}, softcap={softcap}; expected window >= 1 and softcap > 0, or None"
             )
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = Linear(hidden_size, self.query_parts * q_size, bias=qkv_bias, device=device, dtype=dtype)

@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,13 @@ def test_default_sizes() -> None:
 def test_head_counts_must_divide() -> None:
     with pytest.raises(ValueError, match="num_heads=6; expected a multiple of num_kv_heads=4"):
         Attention(24, 6, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"num_heads": 0}, {"num_kv_heads": 0}, {"head_dim": 0}, {"window": 0}])
+def test_sizes_of_zero_are_refused(wrong: dict[str, Any]) -> None:
+    [name] = wrong
+    with pytest.raises(ValueError, match=f"Attention: {name}=0; expected an integer, 1 or more"):
+        Attention(**{"hidden_size": 24, "num_heads": 4, **wrong})
 
 
 def test_cache_is_extended() -> None:

@@ -463,6 +463,10 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
         PackedBatches(
             open_data([{"prompt": "a"}], "auto", tokenizer(), seq_length=9), batch_size=1, seq_length=9, pad_token_id=0
         )
+    stream = open_data([{"text": "abc"}], "text", tokenizer(), seq_length=9)
+    for length in (0, 1):
+        with pytest.raises(DataError, match=f"seq_length: unsupported value; got {length}; expected an integer, 2 or"):
+            PackedBatches(stream, batch_size=1, seq_length=length, pad_token_id=0, documents="whole")
 
 
 def test_the_report_counts_problems(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, Required, Self, TypedDict, TypeVar,
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import is_integer
 from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, TrainedSample, as_state, from_state, row_length
@@ -370,7 +371,7 @@ class PackedBatches(_Batches):
     Args:
         stream: the samples, from `open_data`.
         batch_size: B, rows of this process.
-        seq_length: T, tokens of a row.
+        seq_length: T, tokens of a row, at least 2.
         pad_token_id: fills the end of a row; any token.
         documents: how kind "text" is packed. "concatenate" or "auto": documents follow each other, and rows are cut
             from them; tokens attend to earlier documents of their row. "separate": the same rows, but tokens attend to
@@ -400,6 +401,8 @@ class PackedBatches(_Batches):
     ) -> None:
         if documents not in (accepted := [name for name in get_args(Packing) if name != "none"]):
             raise DataError("unsupported value", where="documents", got=repr(documents), expected=", ".join(accepted))
+        if not is_integer(seq_length) or seq_length < 2:
+            raise DataError("unsupported value", where="seq_length", got=seq_length, expected="an integer, 2 or more")
         window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
         rule = _PackedRows(seq_length, window, documents if stream.kind == "text" else None, eos_token_id)
         super().__init__(_Producer(stream=stream, rule=rule, **shared))
