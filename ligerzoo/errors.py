@@ -33,12 +33,13 @@ class LigerzooError(ValueError):
         expected: object = None,
         remedy: str | None = None,
     ) -> None:
-        self.what = "invalid value" if what is None else what
+        self.what = what
         self.where, self.got, self.expected, self.remedy = where, got, expected, remedy
-        if what is None:
+        if what is None and where is not None:
             message = f"{_shorten(where)}={_shorten(got)}"
         else:
-            message = _shorten(what) if where is None else f"{_shorten(where)}: {_shorten(what)}"
+            what = _shorten(what or "invalid value")
+            message = what if where is None else f"{_shorten(where)}: {what}"
             if got is not None:
                 message += f"; got {_shorten(got)}"
         if expected is not None:

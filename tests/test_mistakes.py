@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from ligerzoo import cli
+from ligerzoo.checks import POSITIVE, check
+from ligerzoo.errors import LigerzooError
 from tests.train.tiny_run import write_checkpoint, write_data
 from tests.train.tiny_vision import write_processor
 
@@ -109,3 +111,10 @@ def test_a_mistake_is_one_line(
     assert len(lines) == 1 or not is_parsed, lines
     assert problem in lines[-1]
     assert "--debug" not in lines[-1]
+
+
+def test_an_error_that_moves_keeps_its_form() -> None:
+    with pytest.raises(LigerzooError) as raised:
+        check("rms_norm", POSITIVE, eps=-1)
+    assert str(raised.value.moved_to("file.json, eps")) == "file.json, eps=-1; expected a positive number"
+    assert str(raised.value.moved_to(None)) == "invalid value; got -1; expected a positive number"

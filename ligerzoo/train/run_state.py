@@ -371,7 +371,7 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _damaged(checkpoint: Path, name: str, what: str, **details: object) -> CheckpointError:
+def _damaged(checkpoint: Path, name: str, what: str | None, **details: object) -> CheckpointError:
     """Returns the error of a file of a checkpoint that is not the one that was saved."""
     remedy = f"The file may be damaged. Remove {checkpoint} to resume an earlier checkpoint."
     return CheckpointError(what, where=checkpoint / name, remedy=remedy, **details)
