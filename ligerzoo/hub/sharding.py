@@ -61,12 +61,12 @@ def write_gathered(
     if is_main_process is None:
         is_main_process = dist.get_rank() == int(mesh.mesh.min())
     remaining = writing_order(meta, max_shard_size)
-    failure: Exception | None = None
+    failure: BaseException | None = None
     if is_main_process:
         try:
             stream = _Stream(tensors, remaining)
             write_checkpoint(directory, stream, files, max_shard_size=max_shard_size, meta=meta)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             failure = error
     for name in remaining:  # the other processes, and the main process after a failure
         tensors[name]

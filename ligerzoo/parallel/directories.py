@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ligerzoo.files.atomic import replacing_directory
-from ligerzoo.parallel.processes import failing_together, gather_objects, is_main_process, raise_together
+from ligerzoo.parallel.processes import failing_together, gather_objects, is_main_process
 
 
 @contextmanager
@@ -35,11 +35,7 @@ def replacing_directory_together(
             if is_main_process():
                 own = str(replacing.enter_context(replacing_directory(directory, keep=keep)))
         temporary = Path(gather_objects(own)[0])
-        failure: Exception | None = None
-        try:
+        with failing_together(what):  # and within `replacing`, which then leaves the directory unchanged
             yield temporary
-        except Exception as error:
-            failure = error
-        raise_together(failure, what)  # also within `replacing`, which then leaves the directory unchanged
         with failing_together(what):
             replacing.close()

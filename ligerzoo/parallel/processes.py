@@ -196,16 +196,11 @@ def failing_together(what: str) -> Iterator[None]:
     Raises:
         LigerzooError: In the processes whose own block succeeded.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         failure = error
-    raise_together(failure, what)
-
-
-def raise_together(failure: Exception | None, what: str) -> None:
-    """Raises this process's error, or a LigerzooError if another process passes one. All processes must call it."""
     failures = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

@@ -22,6 +22,7 @@ from ligerzoo.parallel import (
     start_processes,
     stop_processes,
 )
+from ligerzoo.parallel import processes as processes_module
 
 ROOT = Path(__file__).parents[2]
 WHOLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -59,6 +60,15 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="more processes than GPUs on this host; got 3; expected less than 2"):
         start_processes("cuda")
+
+
+@pytest.mark.parametrize("error", [ValueError("a"), KeyboardInterrupt(), SystemExit(1)])
+def test_other_processes_hear_of_each_end_of_a_block(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr(processes_module, "gather_objects", sent.append)
+    with pytest.raises(type(error)), failing_together("a test"):
+        raise error
+    assert sent == [f"{type(error).__name__}: {error}"]
 
 
 def test_one_process(tmp_path: Path) -> None:
