@@ -17,7 +17,7 @@ from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
-T = TypeVar("T", str, torch.dtype)
+T = TypeVar("T", torch.device, torch.dtype)
 
 
 class AutoModel:
@@ -50,8 +50,11 @@ class AutoModel:
         model = make(config, **given)
         weights = dict(model.named_parameters())
         if device is not None:
-            found = {name: weight.device.type for name, weight in weights.items()}
-            _refuse_others(found, device.type, type(model), "device")
+            found, chosen = (
+                {name: weight.device for name, weight in weights.items()},
+                torch.empty(0, device=device).device,
+            )
+            _refuse_others(found, chosen, type(model), "device")
         if dtype is not None:
             _refuse_others({name: weight.dtype for name, weight in weights.items()}, dtype, type(model), "dtype")
         return model
@@ -134,7 +137,7 @@ def _refuse_other_than_config(config: object) -> None:
 
 
 def _refuse_others(found: Mapping[str, T], given: T, model_class: type, argument: str) -> None:
-    """Raises ConfigError unless all parameters have the given dtype or type of device."""
+    """Raises ConfigError unless all parameters have the given dtype or device."""
     others: dict[T, list[str]] = {}
     for name, value in found.items():
         if value != given:
