@@ -15,7 +15,7 @@ from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
 from ligerzoo.layers.exactness import Obstacle
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, init_matrix
 from ligerzoo.layers.plain import dequantized
 from ligerzoo.layers.projection import check_features, linear
 
@@ -77,9 +77,7 @@ class LMHead(nn.Module):
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
-        nn.init.normal_(self.weight, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        init_matrix(self.weight, self.bias, std)
 
     def forward(
         self,

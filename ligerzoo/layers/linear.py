@@ -11,6 +11,13 @@ INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
 
 
+def init_matrix(weight: Tensor, bias: Tensor | None, std: float) -> None:
+    """Samples a weight from N(0, std^2) and sets a bias to 0."""
+    nn.init.normal_(weight, std=std)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
 class Linear(nn.Linear):
     """`torch.nn.Linear` whose weight is initialized from a normal distribution, and whose bias is initialized to 0."""
 
@@ -30,9 +37,7 @@ class Linear(nn.Linear):
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
-        nn.init.normal_(self.weight, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        init_matrix(self.weight, self.bias, std)
 
     def reset_parameters(self) -> None:
         """Calls `init_weights`; the constructor of `torch.nn.Linear` calls this method."""

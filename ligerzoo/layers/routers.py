@@ -17,7 +17,7 @@ from ligerzoo.kernels.linear_fp32 import linear_fp32
 from ligerzoo.kernels.route import select_experts, selection_scores
 from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.exactness import Obstacle, never_exact
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, init_matrix
 
 
 class Router(nn.Module):
@@ -62,9 +62,7 @@ class Router(nn.Module):
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2); the bias is 0."""
-        nn.init.normal_(self.weight, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        init_matrix(self.weight, self.bias, std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).

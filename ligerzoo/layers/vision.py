@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, init_matrix
 
 
 class PatchEmbedding(nn.Module):
@@ -47,9 +47,7 @@ class PatchEmbedding(nn.Module):
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
-        nn.init.normal_(self.weight, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        init_matrix(self.weight, self.bias, std)
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches: (..., C * F * P * P), any floating dtype -> (..., E)."""
