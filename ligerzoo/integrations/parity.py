@@ -303,11 +303,11 @@ class TracedModel:
                 new = new + new * torch.finfo(new.dtype).eps * noise
             return new.to(x.dtype)
 
-        def before(name: str, arguments: object) -> Any:
+        def before(name: str, arguments: object) -> object:
             x = _first_tensor(arguments)
             return None if x is None else _swapped(arguments, x, record(name, "input", x))
 
-        def after(name: str, output: object) -> Any:
+        def after(name: str, output: object) -> object:
             y = None if name == HEAD else _first_tensor(output)
             new = None if y is None else _swapped(output, y, record(name, "output", y))
             calls[name] += 1
@@ -321,7 +321,7 @@ class TracedModel:
 
 
 @contextmanager
-def _hooked(module: nn.Module, before: Callable[[object], Any], after: Callable[[object], Any]) -> Iterator[None]:
+def _hooked(module: nn.Module, before: Callable[[object], object], after: Callable[[object], object]) -> Iterator[None]:
     handles = (
         module.register_forward_pre_hook(lambda _, *arguments: before(arguments), with_kwargs=True),
         module.register_forward_hook(lambda _, __, output: after(output)),
