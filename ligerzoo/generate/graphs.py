@@ -241,8 +241,9 @@ class ModelGraphs:
 
 
 def _addresses(model: nn.Module) -> list[tuple[object, ...]]:
-    """Returns where the weights of a model are."""
-    weights = (weight for module in modules_of(model) for weight in module._parameters.values() if weight is not None)
+    """Returns where the weights and buffers of a model are."""
+    parts = (part for module in modules_of(model) for part in (module._parameters, module._buffers))
+    weights = (weight for part in parts for weight in part.values() if weight is not None)
     tensors = (tensor for x in weights for tensor in ([x] if is_plain_tensor(x) else stored_tensors(x)))
     return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
 

@@ -183,7 +183,7 @@ class Context:
         elif attention_mask is not None:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
-            is_checked = self.tokens > 1 or (cache is not None and cache.exact)
+            is_checked = self.tokens > 1 or exact or (cache is not None and cache.exact)
             if is_checked and not torch.compiler.is_compiling():
                 if not _masks_any(self.padding_mask):
                     self.padding_mask = None

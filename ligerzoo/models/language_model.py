@@ -128,6 +128,9 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         if output_router_logits is None:
             stores["router_logits"] = self._wants_router_logits()
         outputs = LayerOutputs(**{name: [] for name, flag in stores.items() if flag})
+        if exact and outputs.attentions is not None:
+            what = "the probabilities are of another kernel, with other bits"
+            raise LigerzooError(what, where="exact", got=True, expected="False with output_attentions=True")
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values, outputs, exact=exact)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligerzoo.generate import Scheduler, graphs, slots
 from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate.graphs import CapturedCall, GraphPool, can_capture, release_decode_graphs
+from ligerzoo.layers import SigmoidRouter
 from ligerzoo.models import (
     DeepseekV3,
     DeepseekV3Config,
@@ -184,6 +185,15 @@ def test_captured_log_probabilities_are_the_eager_ones(generate: Callable[..., A
     assert torch.equal(captured.sequences, eager.sequences)
     for got, expected in ((captured.logps, eager.logps), (captured.sampling_logps, eager.sampling_logps)):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_replaced_buffers_have_other_addresses() -> None:
+    router = SigmoidRouter(8, 4, 2)
+    before = graphs._addresses(router)
+    router.e_score_correction_bias.add_(1.0)
+    assert graphs._addresses(router) == before
+    router.e_score_correction_bias = router.e_score_correction_bias.clone()
+    assert graphs._addresses(router) != before
 
 
 def test_weights_may_change_in_place_and_be_replaced(generate: Callable[..., Tensor], device: str) -> None:

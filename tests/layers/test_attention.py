@@ -1,6 +1,8 @@
 import math
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -237,16 +239,34 @@ print(torch._fused_sdp_choice(x, x, x, is_causal=True), torch._C._get_sdp_priori
     assert alone == after_ours
 
 
+def kernels_of_torch() -> tuple[list[bool], list[int]]:
+    return [is_enabled() for is_enabled, _ in attention_paths._SWITCHES], torch._C._get_sdp_priority_order()
+
+
 def test_the_fastest_kernel_comes_first_as_in_torch() -> None:
     """Within the context as within torch's own, which takes ten times as long, and afterwards as before."""
 
-    def choice() -> tuple[list[bool], list[int]]:
-        return [is_enabled() for is_enabled, _ in attention_paths._SWITCHES], torch._C._get_sdp_priority_order()
-
-    before = choice()
+    before = kernels_of_torch()
     with sdpa_kernel(attention_paths._FASTEST_FIRST, set_priority=True):
-        expected = choice()
-    assert choice() == before != expected
+        expected = kernels_of_torch()
+    assert kernels_of_torch() == before != expected
     with attention_paths._FastestFirst():
-        assert choice() == expected
-    assert choice() == before
+        assert kernels_of_torch() == expected
+    assert kernels_of_torch() == before
+
+
+def test_threads_leave_the_choice_of_kernels_as_it_was() -> None:
+    fastest, before, meet = attention_paths._FastestFirst(), kernels_of_torch(), threading.Barrier(2, timeout=30)
+
+    def overlap(first: bool) -> None:
+        if not first:
+            meet.wait()
+        with fastest:
+            if first:
+                meet.wait()
+            meet.wait()
+        meet.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(overlap, (True, False)))
+    assert kernels_of_torch() == before

@@ -49,6 +49,18 @@ def test_packed_rows(model_class: type[Llama], config: type[LlamaConfig], calls:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+def test_one_token_with_a_mask_of_ones() -> None:
+    model = Llama(LlamaConfig(**SIZES), dtype=torch.float32)
+    ids = torch.ones(2, 1, dtype=torch.int64)
+    assert torch.equal(model(ids, torch.ones(2, 1), exact=True).logits, model(ids, exact=True).logits)
+
+
+def test_probabilities_are_not_exact() -> None:
+    model = Llama(LlamaConfig(**SIZES), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^exact: .*; got True; expected False with output_attentions=True"):
+        model(torch.ones(1, 3, dtype=torch.int64), exact=True, output_attentions=True)
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padded_rows(side: str, calls: list[list[list[int]]]) -> None:
     model = Llama(LlamaConfig(**SIZES), dtype=torch.float32)
