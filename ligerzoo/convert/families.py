@@ -112,6 +112,19 @@ def _write_deepseek(config: object, entries: dict[str, object]) -> dict[str, obj
     return _with_all_key_value_heads(config, _write_routed_experts(config, entries))
 
 
+def _read_deepseek_v2(raw: Entries) -> Entries:
+    """Returns the entries of config.json. Groups count only with the method that transformers uses them with."""
+    if raw.get("topk_method") != "group_limited_greedy":
+        refuse(raw, "n_group", unless=(None, 1), remedy='Set topk_method to "group_limited_greedy".')
+        raw = {**raw, "topk_group": None}
+    return {**raw, "num_experts": first_given(raw, "n_routed_experts", "num_local_experts")}
+
+
+def _write_deepseek_v2(config: object, entries: dict[str, object]) -> dict[str, object]:
+    method = "greedy" if entries["n_group"] == 1 else "group_limited_greedy"
+    return {**_write_deepseek(config, entries), "scoring_func": "softmax", "topk_method": method}
+
+
 def _read_youtu(raw: Entries) -> Entries:
     """Returns the entries of config.json. Without `initializer_range`, it follows from the size."""
     size = raw.get("hidden_size", 2048)
@@ -177,6 +190,19 @@ _DENSE = (
 )
 
 _MOE = (
+    Architecture(
+        "deepseek_v2",
+        accepted={
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "moe_layer_freq": (1,),
+            "partial_rotary_factor": (1.0,),
+            "mlp_bias": (False,),
+        },
+        read_entries=_read_deepseek_v2,
+        write_entries=_write_deepseek_v2,
+        layouts=expert_layouts,
+    ),
     # Kimi-K2 has another `model_type`.
     Architecture(
         "deepseek_v3",

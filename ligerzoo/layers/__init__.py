@@ -41,7 +41,7 @@ from ligerzoo.layers.rotary import (
     interleaved,
     sectioned,
 )
-from ligerzoo.layers.routers import BiasedRouter, Router, SigmoidRouter
+from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, Router, SigmoidRouter
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
@@ -84,6 +84,7 @@ __all__ = [
     "GatedPreNormBlock",
     "GatedRMSNorm",
     "Grids",
+    "GroupedRouter",
     "ImageEmbedding",
     "ImageTower",
     "InterleavedSectionedRotaryEmbedding",

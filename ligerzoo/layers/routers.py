@@ -263,6 +263,72 @@ class BiasedRouter(_BalancingBias, Router):
         return linear_fp32(x, self.weight)
 
 
+class GroupedRouter(Router):
+    """Selects k of E experts by probabilities, within the best groups (DeepSeek-V2, 2024, section 2.2.2).
+
+    With p = softmax(weight @ x) in fp32, the experts with the k largest p are selected, and weighted by `scale` * p.
+    With groups, only the experts of the best groups can be selected: those with the largest p of a single expert.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_token: k, at most the number of experts in the selected groups.
+        num_groups: G, number of groups of E / G consecutive experts each.
+        num_selected_groups: number of groups from which a token's experts are selected.
+        scale: factor of the expert weights.
+
+    Raises:
+        ValueError: k is not between 1 and the number of experts in the selected groups, or E is not a multiple of G.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        *,
+        num_groups: int = 1,
+        num_selected_groups: int = 1,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = hidden_size, num_experts, num_experts_per_token
+        super().__init__(*sizes, renormalize=False, device=device, dtype=dtype)
+        fits = 1 <= num_selected_groups <= num_groups and num_experts % num_groups == 0
+        if not fits or num_experts_per_token > num_selected_groups * (num_experts // num_groups):
+            raise ValueError(
+                f"GroupedRouter: num_experts_per_token={num_experts_per_token}, num_experts={num_experts}, "
+                f"num_groups={num_groups} and num_selected_groups={num_selected_groups}; expected a multiple of "
+                "num_groups, 1 to num_groups selected groups, and enough of them for the experts of a token"
+            )
+        self.num_groups, self.num_selected_groups, self.scale = num_groups, num_selected_groups, scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Logits (T, E), fp32; expert ids (T, k), the most probable first; expert weights (T, k), fp32.
+        """
+        logits = self.logits(x)
+        probabilities = router_probabilities(logits)
+        with torch.no_grad():
+            groups = probabilities.unflatten(1, (self.num_groups, -1))  # type: ignore[no-untyped-call]
+            best = groups.amax(-1).topk(self.num_selected_groups).indices
+            is_selected = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
+            selectable = groups.masked_fill(~is_selected[..., None], -1.0).flatten(1)
+            expert_ids = selectable.topk(self.num_experts_per_token).indices
+        return logits, expert_ids, probabilities.gather(1, expert_ids) * self.scale
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E), fp32."""
+        return linear_fp32(x, self.weight)
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield never_exact(self, "a softmax router without groups and a factor")
+
+
 def router_probabilities(logits: Tensor) -> Tensor:
     """Softmax in fp32 for every dtype of logits: in bf16 many probabilities would round to ties."""
     return logits.softmax(-1, dtype=accumulation_dtype(logits.dtype))

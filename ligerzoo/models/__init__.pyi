@@ -7,6 +7,8 @@ from ligerzoo.models.apertus import ApertusConfig as ApertusConfig
 from ligerzoo.models.arcee import Arcee as _Arcee
 from ligerzoo.models.arcee import ArceeConfig as ArceeConfig
 from ligerzoo.models.causal_lm import CausalLM as CausalLM
+from ligerzoo.models.deepseek_v2 import DeepseekV2 as _DeepseekV2
+from ligerzoo.models.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
 from ligerzoo.models.deepseek_v3 import DeepseekV3 as _DeepseekV3
 from ligerzoo.models.deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from ligerzoo.models.ernie4_5 import Ernie4_5 as _Ernie4_5
@@ -124,6 +126,9 @@ class Apertus(_Apertus):
 
 class Arcee(_Arcee):
     def __init__(self, config: ArceeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class DeepseekV2(_DeepseekV2):
+    def __init__(self, config: DeepseekV2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class DeepseekV3(_DeepseekV3):
     def __init__(self, config: DeepseekV3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

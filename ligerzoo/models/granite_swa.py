@@ -76,10 +76,10 @@ class GraniteSWA(CausalLM):
         def mlp(layer: int) -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        super().__init__(config, *granite_parts(c, sink_attention(c), mlp))
+        super().__init__(config, *granite_parts(c, swash_attention(c), mlp))
 
 
-def sink_attention(config: SwashConfig) -> Callable[[int], SinkAttention]:
+def swash_attention(config: SwashConfig) -> Callable[[int], SinkAttention]:
     """Returns a function that builds the attention of a block; blocks of one base share the rotary embedding."""
     c, bias = config, config.attention_bias
     thetas = c.layer_rope_theta or [c.rope_theta] * c.num_hidden_layers

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ligerzoo.layers import DeepSeekMoE, Experts, GatedMLP, MoE, Router
 from ligerzoo.models.granite import granite_parts
-from ligerzoo.models.granite_swa import SwashConfig, sink_attention
+from ligerzoo.models.granite_swa import SwashConfig, swash_attention
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
 
@@ -41,4 +41,4 @@ class GraniteMoeSWA(MoECausalLM):
             experts, shared = Experts(c.hidden_size, c.intermediate_size, c.num_experts), c.shared_intermediate_size
             return DeepSeekMoE(router, experts, GatedMLP(c.hidden_size, shared)) if shared else MoE(router, experts)
 
-        super().__init__(config, *granite_parts(c, sink_attention(c), mixture))
+        super().__init__(config, *granite_parts(c, swash_attention(c), mixture))

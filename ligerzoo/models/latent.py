@@ -58,9 +58,15 @@ class LatentConfig(DecoderConfig):
         return self.v_head_dim
 
 
-def latent_attention(config: LatentConfig) -> Callable[[int], LatentAttention]:
-    """Returns a function that builds the attention of a block. YaRN scales the scores too."""
-    c, rotary = config, RotaryEmbedding(*rotary_arguments(config), interleaved=config.rope_interleave)
+def latent_attention(config: LatentConfig, *, in_fp32: bool = False) -> Callable[[int], LatentAttention]:
+    """Returns a function that builds the attention of a block. YaRN scales the scores too.
+
+    Args:
+        config: sizes.
+        in_fp32: rotate in fp32, see `RotaryEmbedding`.
+    """
+    c = config
+    rotary = RotaryEmbedding(*rotary_arguments(c), interleaved=c.rope_interleave, in_fp32=in_fp32)
 
     def attention(layer: int) -> LatentAttention:
         sizes = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim

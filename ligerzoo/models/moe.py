@@ -55,7 +55,7 @@ class MoEConfig(RoutedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekMoEConfig(RoutedConfig):
-    """Configuration of a decoder with sigmoid routers and shared experts (DeepSeek-V3), without load-balancing loss.
+    """Configuration of a decoder with shared experts (DeepSeek), and sigmoid routers without load-balancing loss.
 
     Attributes:
         intermediate_size: intermediate features of a dense MLP.
@@ -92,11 +92,9 @@ class DeepSeekMoEConfig(RoutedConfig):
         """Whether this layer, counted from 0, uses MoE."""
         return layer >= self.first_k_dense_replace
 
-    def feed_forward(self, layer: int) -> GatedMLP | DeepSeekMoE:
-        """Returns the dense MLP or the MoE of this layer, counted from 0."""
-        if not self.has_mixture(layer):
-            return GatedMLP(self.hidden_size, self.intermediate_size)
-        router = SigmoidRouter(
+    def router(self) -> Router | SigmoidRouter:
+        """Returns the router of an MoE layer."""
+        return SigmoidRouter(
             self.hidden_size,
             self.num_experts,
             self.num_experts_per_tok,
@@ -105,9 +103,14 @@ class DeepSeekMoEConfig(RoutedConfig):
             renormalize=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
         )
+
+    def feed_forward(self, layer: int) -> GatedMLP | DeepSeekMoE:
+        """Returns the dense MLP or the MoE of this layer, counted from 0."""
+        if not self.has_mixture(layer):
+            return GatedMLP(self.hidden_size, self.intermediate_size)
         shared_size = self.n_shared_experts * self.moe_intermediate_size
         return DeepSeekMoE(
-            router,
+            self.router(),
             Experts(self.hidden_size, self.moe_intermediate_size, self.num_experts),
             GatedMLP(self.hidden_size, shared_size),
         )

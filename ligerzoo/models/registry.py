@@ -3,6 +3,7 @@
 ARCHITECTURES = {
     "apertus": "Apertus",
     "arcee": "Arcee",
+    "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "ernie4_5": "Ernie4_5",
     "ernie4_5_moe": "Ernie4_5Moe",

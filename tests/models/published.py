@@ -62,6 +62,13 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "olmoe": [{}],
     "youtu": [{}],
     "arcee": [sized(128003, 2560, 18432, 20, 4, head_dim=128)],
+    "deepseek_v2": [
+        sized(
+            102400, 5120, 12288, 128, num_experts=160, n_group=8, topk_group=3, moe_intermediate_size=1536,
+            first_k_dense_replace=1,
+        ),
+        sized(102400, 2048, 10944, 16, q_lora_rank=None, moe_intermediate_size=1408, first_k_dense_replace=1),
+    ],
     "deepseek_v3": [
         {},
         sized(163840, 7168, 18432, 64, num_experts=384, n_group=1, topk_group=1, first_k_dense_replace=1),

@@ -19,6 +19,7 @@ from ligerzoo.layers import (
     Decoder,
     Embedding,
     Experts,
+    GroupedRouter,
     Linear,
     LMHead,
     MoE,
@@ -171,7 +172,7 @@ class Own(CausalLM):
 
 
 @pytest.mark.parametrize("config, weight", [(PlainConfig, 0.001), (AskingConfig, 0.001), (WeightedConfig, 0.5)])
-@pytest.mark.parametrize("router", [Router, SigmoidRouter, BiasedRouter])
+@pytest.mark.parametrize("router", [Router, SigmoidRouter, BiasedRouter, GroupedRouter])
 def test_models_of_users_add_the_load_balancing_loss(config: Any, weight: float, router: Any) -> None:
     model, tokens = Own(config(), *(layers_of_library(2, router) for _ in range(2))), torch.randint(31, (2, 9))
     asked = {"output_router_logits": True} if config is PlainConfig else {}
