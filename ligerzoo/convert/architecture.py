@@ -178,7 +178,11 @@ class Architecture:
         return self.write_entries(config, {**activations, **written_fields(config)})
 
     def build(
-        self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None
+        self,
+        config: Any,
+        model_class: type[LanguageModel] = LanguageModel,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
         """Builds a model with random weights.
 
@@ -186,10 +190,11 @@ class Architecture:
             config: config of the model.
             model_class: class of the model if it is a subclass of the architecture's, else ignored.
             device: device of the weights; "meta" for a model without weights. Defaults to torch's default device.
+            dtype: dtype of the weights. Defaults to torch's default dtype.
         """
         own = issubclass(model_class, self.model_class)
         make: Callable[..., LanguageModel] = model_class if own else self.model_class
-        return make(config, device=device)
+        return make(config, device=device, dtype=dtype)
 
     def check_rules(self, config: object, shapes: Mapping[str, Shape]) -> None:
         """Raises ConfigError if a rule of a user's own layout has no effect on a model.

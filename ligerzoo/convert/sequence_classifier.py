@@ -57,16 +57,20 @@ class ClassifierArchitecture(Architecture):
         return raw.get("model_type") == self.model_type and is_classifier(raw)
 
     def build(
-        self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None
+        self,
+        config: Any,
+        model_class: type[LanguageModel] = LanguageModel,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> SequenceClassifier:
-        causal_lm = self.causal_lm.build(config, device=device)
+        causal_lm = self.causal_lm.build(config, device=device, dtype=dtype)
         names = [name for name in causal_lm.state_dict() if not name.startswith(("model.", "lm_head."))]
         if names or type(causal_lm).embed is not LanguageModel.embed:
             what = "a sequence classifier has a decoder only"
             got = f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`"
             remedy = "Models that read images cannot be classifiers, nor classes of your own with further parts."
             raise ConfigError(what, where=type(causal_lm).__name__, got=got, remedy=remedy)
-        with building(device):
+        with building(device, dtype):
             return SequenceClassifier(config, causal_lm.model, self.labels)
 
     def config_to_hf(self, config: object) -> dict[str, object]:

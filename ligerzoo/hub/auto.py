@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,23 +42,7 @@ class AutoModel:
                 sets another one for some of its parameters.
         """
         _refuse_other_than_config(config)
-        make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
-        given: dict[str, Any] = {}
-        if device is not None:
-            given["device"] = device = available_device(device)
-        if dtype is not None:
-            given["dtype"] = dtype = parse_dtype(dtype, where="argument dtype")
-        model = make(config, **given)
-        weights = dict(model.named_parameters())
-        if device is not None:
-            found, chosen = (
-                {name: weight.device for name, weight in weights.items()},
-                torch.empty(0, device=device).device,
-            )
-            _refuse_others(found, chosen, type(model), "device")
-        if dtype is not None:
-            _refuse_others({name: weight.dtype for name, weight in weights.items()}, dtype, type(model), "dtype")
-        return model
+        return cast(CausalLM, _build(partial(architecture_for_config(type(config)).build, config), device, dtype))
 
     @staticmethod
     def register(
@@ -117,9 +102,22 @@ class AutoModelForSequenceClassification:
         _refuse_other_than_config(config)
         options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
         architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
-        dtype = torch.get_default_dtype() if dtype is None else parse_dtype(dtype, where="argument dtype")
-        device = None if device is None else available_device(device)
-        return architecture.build(config, device=device).to(dtype)
+        return cast(SequenceClassifier, _build(partial(architecture.build, config), device, dtype))
+
+
+def _build(
+    make: Callable[..., LanguageModel], device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> LanguageModel:
+    """Builds a model on a device and in a dtype. Raises ConfigError if one does not exist, or a parameter differs."""
+    device = None if device is None else torch.empty(0, device=available_device(device)).device
+    dtype = None if dtype is None else parse_dtype(dtype, where="argument dtype")
+    model = make(device=device, dtype=dtype)
+    weights = dict(model.named_parameters())
+    if device is not None:
+        _refuse_others({name: weight.device for name, weight in weights.items()}, device, type(model), "device")
+    if dtype is not None:
+        _refuse_others({name: weight.dtype for name, weight in weights.items()}, dtype, type(model), "dtype")
+    return model
 
 
 def _refuse_other_than_config(config: object) -> None:

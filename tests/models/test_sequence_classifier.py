@@ -497,3 +497,21 @@ def test_registered_classes(tmp_path: Path) -> None:
     assert_close(again(tokens).logits, model(tokens).logits, "logits")
     with pytest.raises(ConfigError, match="Louder: a sequence classifier has a decoder only; got a method `embed`"):
         AutoModelForSequenceClassification.from_config(LouderConfig(**sizes))
+
+
+def test_a_class_that_sets_a_dtype_is_refused_for_another() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class WideConfig(LlamaConfig):
+        pass
+
+    class Wide(Llama):
+        def __init__(self, config: WideConfig) -> None:
+            super().__init__(config)
+            self.model.layers[0].double()
+
+    AutoModel.register(WideConfig, Wide, model_type="wide-for-classification")
+    config = WideConfig(**vars(small().config))
+    model = AutoModelForSequenceClassification.from_config(small().config, dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ConfigError, match=r"do not have the given dtype; got torch\.float64 in"):
+        AutoModelForSequenceClassification.from_config(config, dtype="bfloat16")
