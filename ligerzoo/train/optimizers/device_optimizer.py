@@ -113,7 +113,8 @@ class DeviceOptimizer(torch.optim.Optimizer, abc.ABC):
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
-                raise ValueError(f"{type(self).__name__}: a gradient is sparse; expected nn.Embedding(sparse=False)")
+                where, expected = type(self).__name__, "nn.Embedding(sparse=False)"
+                raise LigerzooError("a gradient is sparse", where=where, expected=expected)
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

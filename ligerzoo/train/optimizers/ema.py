@@ -52,7 +52,8 @@ class EMA:
             ValueError: within `swapped`, where the weights are the average.
         """
         if self._is_swapped:
-            raise ValueError("EMA.update: called within EMA.swapped(), where the model has the averaged weights")
+            what = "called within EMA.swapped(), where the model has the averaged weights"
+            raise LigerzooError(what, where="EMA.update")
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         for name, average in self._averages.items():
             average.lerp_(self._parameters[name].detach().float(), 1 - decay)
@@ -65,7 +66,7 @@ class EMA:
         For evaluating or saving. Keeps a copy of the weights meanwhile.
         """
         if self._is_swapped:
-            raise ValueError("EMA.swapped: called within EMA.swapped(); expected one at a time")
+            raise LigerzooError("called within EMA.swapped()", where="EMA.swapped", expected="one at a time")
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._write(self._averages)
         self._is_swapped = True

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ligerzoo.dtensors import local
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import adamw_update_fp8
 from ligerzoo.kernels.adamw_fp8 import scale_count
 from ligerzoo.kernels.fp8 import FP8
@@ -66,7 +67,8 @@ class Fp8AdamW(DeviceOptimizer):
         super().add_param_group(param_group)
         if any(local(parameter) is not parameter for parameter in self.param_groups[-1]["params"]):
             self.param_groups.pop()
-            raise ValueError("Fp8AdamW: a parameter is sharded; expected whole parameters, or StochasticAdamW")
+            expected = "whole parameters, or StochasticAdamW"
+            raise LigerzooError("a parameter is sharded", where="Fp8AdamW", expected=expected)
 
     def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         if parameter.numel() < FEWEST_ELEMENTS:

@@ -45,7 +45,8 @@ def clip_grad_norm(parameters: nn.Module | Iterable[Tensor], max_norm: float | N
         remedy = "An optimizer in backward frees gradients, so their global norm cannot be clipped."
         raise LigerzooError(what, where="clip_grad_norm", expected=expected, remedy=remedy)
     if any(gradient.is_sparse for gradient in gradients):
-        raise ValueError("clip_grad_norm: a gradient is sparse; expected nn.Embedding(sparse=False)")
+        expected = "nn.Embedding(sparse=False)"
+        raise LigerzooError("a gradient is sparse", where="clip_grad_norm", expected=expected)
     norm = _global_norm(gradients)
     if max_norm is not None and max_norm != math.inf:
         factor = (max_norm / (norm + _EPS)).clamp(max=1.0)

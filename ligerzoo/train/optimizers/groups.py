@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ligerzoo.errors import LigerzooError
+
 Group = dict[str, Any]
 """A parameter group of `torch.optim`: `params` is a list of (name, parameter), other entries override the defaults."""
 
@@ -19,7 +21,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not found:
-        raise ValueError("the model has no parameter with requires_grad=True; expected at least one to train")
+        what = "the model has no parameter with requires_grad=True"
+        raise LigerzooError(what, expected="at least one to train")
     return found
 
 

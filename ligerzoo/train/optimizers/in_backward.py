@@ -36,9 +36,10 @@ class StepInBackward:
         devices = {parameter.device for parameter in parameters}
         if len(devices) > 1:
             got = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"StepInBackward: parameters are on {got}; expected one device")
+            raise LigerzooError(f"parameters are on {got}", where="StepInBackward", expected="one device")
         if any(parameter.grad is not None for parameter in parameters):
-            raise ValueError("StepInBackward: a parameter has a gradient already; call optimizer.zero_grad() first")
+            what = "a parameter has a gradient already; call optimizer.zero_grad() first"
+            raise LigerzooError(what, where="StepInBackward")
         self._optimizer = optimizer
         self._skip = skip
         self._updated: set[int] = set()  # indices of parameters since the last optimizer.step()

@@ -54,9 +54,11 @@ def schedule(
     check("schedule", COUNT, warmup_steps=warmup_steps)
     check("schedule", FRACTION, min_factor=min_factor)
     if name == "constant" and min_factor != 0:
-        raise ValueError(f'schedule: min_factor={min_factor} with "constant", which never falls; expected 0.0')
+        what = f'min_factor={min_factor} with "constant", which never falls'
+        raise LigerzooError(what, where="schedule", expected=0.0)
     if name != "wsd" and decay_steps is not None:
-        raise ValueError(f'schedule: decay_steps={decay_steps} with {name!r}; expected None, or "wsd"')
+        what = f"decay_steps={decay_steps} with {name!r}"
+        raise LigerzooError(what, where="schedule", expected='None, or "wsd"')
     if decay_steps is None:
         decay_steps = {"constant": 0, "wsd": max(1, steps // 10)}.get(name, steps - warmup_steps)
     check("schedule", COUNT, decay_steps=decay_steps)

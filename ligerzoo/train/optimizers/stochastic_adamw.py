@@ -99,7 +99,8 @@ class AdamWNumbers(NamedTuple):
         numbers = {"eps": self.eps, "weight_decay": self.weight_decay}
         check(name, NOT_NEGATIVE, **numbers if isinstance(self.lr, Tensor) else {**numbers, "lr": self.lr})
         if not (is_list(self.betas) and len(self.betas) == 2):
-            raise ValueError(f"{name}: betas={self.betas!r}; expected two numbers from 0 to 1, not 1")
+            expected = "two numbers from 0 to 1, not 1"
+            raise LigerzooError(where=f"{name}: betas", got=repr(self.betas), expected=expected)
         check(name, BETA, **{"betas[0]": self.betas[0], "betas[1]": self.betas[1]})
 
 
@@ -114,7 +115,8 @@ def adamw_defaults(
     numbers.check(name)
     check(name, FLAG, stochastic_rounding=stochastic_rounding)
     if state_dtype not in (None, *DTYPES):
-        raise ValueError(f"{name}: state_dtype={state_dtype}; expected torch.float32, torch.bfloat16 or None")
+        expected = "torch.float32, torch.bfloat16 or None"
+        raise LigerzooError(where=f"{name}: state_dtype", got=state_dtype, expected=expected)
     check(name, SEED, seed=seed)
     others = {"state_dtype": state_dtype, "seed": seed, "stochastic_rounding": stochastic_rounding}
     return {**numbers._asdict(), **others}
