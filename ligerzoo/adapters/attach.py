@@ -57,8 +57,8 @@ def add_lora(
     refuse_adapters(model, "add_lora")
     try:
         options = LoRAOptions(rank=rank, alpha=alpha, use_rslora=use_rslora, dropout=dropout)
-    except ValueError as error:
-        raise LigerzooError(str(error).removeprefix("LoRA: "), where="add_lora") from error
+    except LigerzooError as error:
+        raise error.moved_to(str(error.where).replace("LoRA", "add_lora")) from error
     available = targets_of(model)
     patterns = None if targets is None else as_list(targets, str)
     chosen = _default_targets(model, available) if patterns is None else _matching_targets(available, patterns)

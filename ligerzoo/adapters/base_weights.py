@@ -44,7 +44,7 @@ _WRAPPERS = ("", ".base_layer", ".token_adapter.base_layer")
 
 
 class TokenRows(NamedTuple):
-    """TokenRows of an embedding or head that are stored: the name of their tensor, and their token ids."""
+    """Rows of an embedding or head that are stored: the name of their tensor, and their token ids."""
 
     stored_name: str
     token_ids: tuple[int, ...]

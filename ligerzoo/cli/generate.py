@@ -93,11 +93,13 @@ written in the order in which they finish, with the number of the line. After an
 
 def check_batch(options: argparse.Namespace) -> None:
     """Completes the options of a batch. Raises SystemExit if one is missing, or given without --batch."""
-    names = ("output", "resume", "batch_size", "max_cache_tokens"), ("chat", "image", "draft", "prompt_lookup")
     is_batch = options.batch is not None
-    for name in names[is_batch]:
+    if is_batch:
+        refused, only = ("chat", "image", "draft", "prompt_lookup"), "not allowed"
+    else:
+        refused, only = ("output", "resume", "batch_size", "max_cache_tokens"), "only allowed"
+    for name in refused:
         if getattr(options, name):
-            only = "not allowed" if is_batch else "only allowed"
             options.parser.error(f"argument --{name.replace('_', '-')}: {only} with --batch")
     if is_batch and options.output is None:
         options.parser.error("argument --output: required with --batch")

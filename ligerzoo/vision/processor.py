@@ -18,6 +18,7 @@ from torch import Tensor
 from ligerzoo.checks import as_list
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import replace_files
+from ligerzoo.files.locate import locate_files
 from ligerzoo.files.transformers_options import TextOptions, text_options
 from ligerzoo.files.untrusted import reading_directory
 from ligerzoo.text import tokenizer_files
@@ -81,8 +82,6 @@ class Processor:
             CheckpointError: a file is malformed, or the directory was replaced during the read.
             TokenizerError: tokenizer.json is missing or malformed, or has no image token.
         """
-        from ligerzoo.files.locate import locate_files
-
         hub_options = text_options(options, "Processor.from_pretrained")
         directory = locate_files(name_or_path, FILE_PATTERNS, **hub_options)
         with reading_directory(directory):
@@ -222,8 +221,6 @@ def load_processor_or_tokenizer(name_or_path: str | Path, *, revision: str | Non
     Raises:
         LigerzooError: see `Processor.from_pretrained` and `Tokenizer.from_pretrained`.
     """
-    from ligerzoo.files.locate import locate_files
-
     directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
     with reading_directory(directory):
         if has_image_preprocessing(ProcessorFiles(directory)):

@@ -8,6 +8,7 @@ of the model runs unchanged in between, so that its auxiliary losses and its out
 
 from __future__ import annotations
 
+import builtins  # `DeferredLogits.float` hides one
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +26,6 @@ from ligerzoo.checks import is_number
 from ligerzoo.integrations.kernels.replace import KernelModule, Options, Recognized, Replacement
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
 from ligerzoo.layers.plain import is_plain, is_plain_tensor
-
-Number = float
-"""`DeferredLogits.float` hides the builtin."""
 
 Operation: TypeAlias = Callable[[Tensor], Tensor]
 LossFunction: TypeAlias = Callable[..., Tensor]
@@ -51,8 +49,8 @@ class DeferredLogits:
         head: KernelHead,
         hidden_states: Tensor,
         operations: tuple[Operation, ...] = (),
-        logit_scale: Number = 1.0,
-        softcap: Number | None = None,
+        logit_scale: builtins.float = 1.0,
+        softcap: builtins.float | None = None,
     ) -> None:
         self.head, self.hidden_states, self.operations = head, hidden_states, operations
         self.logit_scale, self.softcap = logit_scale, softcap
@@ -101,7 +99,7 @@ class DeferredLogits:
         """The loss is computed in fp32 in any case."""
         return self._then(lambda logits: logits.float(), self.logit_scale, self.softcap)
 
-    def __mul__(self, factor: Number | Tensor) -> DeferredLogits | Tensor:
+    def __mul__(self, factor: builtins.float | Tensor) -> DeferredLogits | Tensor:
         if is_number(factor) and (self.softcap is None or factor > 0):
             # c tanh(s l) is a soft cap of c with a scale of s c.
             softcap = None if self.softcap is None else self.softcap * factor
@@ -110,7 +108,7 @@ class DeferredLogits:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Number | Tensor) -> DeferredLogits | Tensor:
+    def __truediv__(self, divisor: builtins.float | Tensor) -> DeferredLogits | Tensor:
         if is_number(divisor) and self.softcap is None:
             return self._then(lambda logits: logits / divisor, self.logit_scale / divisor, None)
         return self.materialize() / divisor
@@ -121,7 +119,9 @@ class DeferredLogits:
             return self.materialize().tanh()
         return self._then(torch.tanh, self.logit_scale, 1.0)
 
-    def _then(self, operation: Operation, logit_scale: Number, softcap: Number | None) -> DeferredLogits:
+    def _then(
+        self, operation: Operation, logit_scale: builtins.float, softcap: builtins.float | None
+    ) -> DeferredLogits:
         return DeferredLogits(self.head, self.hidden_states, (*self.operations, operation), logit_scale, softcap)
 
     @classmethod
