@@ -34,7 +34,7 @@ from ligerzoo.hub.tying import (
     HEAD,
     HEAD_MODULE,
     TIED,
-    refuse_different,
+    check_equal,
     tied_modules,
     untie,
 )
@@ -72,12 +72,12 @@ class BaseWeights:
     untied: tuple[str, ...]
     shapes: Mapping[str, Shape]
 
-    def refuse_different_tied_weights(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+    def check_tied(self, tensors: Mapping[str, Tensor], path: Path) -> None:
         """Raises CheckpointError if the file holds different values for an embedding and head that the model ties."""
         if self.tied and HEAD_MODULE not in self.rows:
             names = [f"{PREFIX}{part.stored_name}" for part in self.replaced if part.name in TIED]
             remedy = "Load the base model with tie_word_embeddings=False."
-            refuse_different({name: tensors[name] for name in names}, path, remedy)
+            check_equal({name: tensors[name] for name in names}, path, remedy)
 
 
 def plan_base_weights(

@@ -63,7 +63,7 @@ def load_adapter(
     with SafetensorsFile(directory / WEIGHT_FILE) as file:
         plan = _Plan(model, config, file)
         tensors = {name: file.read(stored_name) for name, stored_name in plan.names.items()}
-    plan.base_weights.refuse_different_tied_weights(tensors, directory / WEIGHT_FILE)
+    plan.base_weights.check_tied(tensors, directory / WEIGHT_FILE)
     model.requires_grad_(False)
     copy_base_weights(model, plan.base_weights, tensors)
     pairs = [(target, options) for update, options in plan.updates for target in update.targets]

@@ -41,7 +41,7 @@ class AutoModel:
             ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
                 sets another one for some of its parameters.
         """
-        _refuse_other_than_config(config)
+        _check_is_config(config)
         return cast(CausalLM, _build(partial(architecture_for_config(type(config)).build, config), device, dtype))
 
     @staticmethod
@@ -99,7 +99,7 @@ class AutoModelForSequenceClassification:
             ConfigError: The config's class belongs to no model class, or to one that reads images; or the labels are
                 invalid.
         """
-        _refuse_other_than_config(config)
+        _check_is_config(config)
         options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
         architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
         return cast(SequenceClassifier, _build(partial(architecture.build, config), device, dtype))
@@ -114,13 +114,13 @@ def _build(
     model = make(device=device, dtype=dtype)
     weights = dict(model.named_parameters())
     if device is not None:
-        _refuse_others({name: weight.device for name, weight in weights.items()}, device, type(model), "device")
+        _check_all_have({name: weight.device for name, weight in weights.items()}, device, type(model), "device")
     if dtype is not None:
-        _refuse_others({name: weight.dtype for name, weight in weights.items()}, dtype, type(model), "dtype")
+        _check_all_have({name: weight.dtype for name, weight in weights.items()}, dtype, type(model), "dtype")
     return model
 
 
-def _refuse_other_than_config(config: object) -> None:
+def _check_is_config(config: object) -> None:
     """Raises ConfigError for a model, the name of a checkpoint or a class in place of a config."""
     got, remedy = type(config).__name__, "To load a checkpoint, call from_pretrained."
     match config:
@@ -134,7 +134,7 @@ def _refuse_other_than_config(config: object) -> None:
     raise ConfigError("not a config", where="config", got=got, expected=expected, remedy=remedy)
 
 
-def _refuse_others(found: Mapping[str, T], given: T, model_class: type, argument: str) -> None:
+def _check_all_have(found: Mapping[str, T], given: T, model_class: type, argument: str) -> None:
     """Raises ConfigError unless all parameters have the given dtype or device."""
     others: dict[T, list[str]] = {}
     for name, value in found.items():

@@ -31,7 +31,7 @@ from ligerzoo.files.untrusted import read_json, reading_directory
 from ligerzoo.hub.description import Description, read_description
 from ligerzoo.hub.matching import Match, TensorSource, match_tensors
 from ligerzoo.hub.staging import Staging
-from ligerzoo.hub.tying import TIED, refuse_different, tie_if_equal, under_both_names
+from ligerzoo.hub.tying import TIED, check_equal, tie_if_equal, under_both_names
 from ligerzoo.kernels.preparation import preparing_triton
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
@@ -270,7 +270,7 @@ def _refuse_unshardable(model: LanguageModel, match: Match, checkpoint: Checkpoi
     if model.config.tie_word_embeddings:
         stored = {part.name: part for part in match.slices if part.name in TIED}.values()
         weights = {part.stored_name: checkpoint.read_slice(part.stored_name, part.stored_index) for part in stored}
-        refuse_different(weights, checkpoint.directory, "Load with tie_word_embeddings=False.")
+        check_equal(weights, checkpoint.directory, "Load with tie_word_embeddings=False.")
 
 
 def has_tensors_outside_state_dict(model: LanguageModel) -> bool:

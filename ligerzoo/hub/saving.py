@@ -18,7 +18,7 @@ from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
 from ligerzoo.hub.sharding import GatheredTensors, write_gathered
-from ligerzoo.hub.state import as_stored, refuse_other_names, refuse_other_values
+from ligerzoo.hub.state import as_stored, check_dense, check_names_and_shapes
 from ligerzoo.hub.tying import under_both_names
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
@@ -66,10 +66,10 @@ def save(
     if is_main_process is False and not is_sharded(state.values()):
         return
     architecture = architecture_of_model(model)
-    _refuse_other_config(model, architecture)
+    _check_config_fields(model, architecture)
     if state_dict is not None:
-        _refuse_other_weights(state_dict)
-    refuse_other_names(state, model, directory)
+        _check_floating(state_dict)
+    check_names_and_shapes(state, model, directory)
     origin = None if native else model.origin
     files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
     if model.generation_config:
@@ -90,9 +90,9 @@ def save(
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)
 
 
-def _refuse_other_weights(state_dict: Mapping[str, Tensor]) -> None:
+def _check_floating(state_dict: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError for values that are not dense tensors in a dtype of weights."""
-    refuse_other_values(state_dict, "state_dict")
+    check_dense(state_dict, "state_dict")
     for name, tensor in state_dict.items():
         if not tensor.is_floating_point():
             what = "not a dtype of weights"
@@ -100,7 +100,7 @@ def _refuse_other_weights(state_dict: Mapping[str, Tensor]) -> None:
             raise CheckpointError(what, where=where, got=tensor.dtype, expected="a floating-point dtype")
 
 
-def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> None:
+def _check_config_fields(model: LanguageModel, architecture: Architecture) -> None:
     """Raises ConfigError if loading would build a config with other fields."""
     config_class: type[Any] = type(model.config)
     names, expected = (

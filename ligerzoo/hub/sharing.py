@@ -52,7 +52,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     """
     raw, architecture, config = _read_config(hf_model)
     tensors: dict[str, Tensor] = hf_model.state_dict(keep_vars=True)
-    _refuse_other_tensors(tensors)
+    _check_plain(tensors)
     model = cast("CausalLM", architecture.build(config, device="meta"))
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
@@ -93,7 +93,7 @@ def _read_config(hf_model: nn.Module) -> tuple[dict[str, object], Architecture, 
         return raw, architecture, architecture.config_from_hf(entries)
 
 
-def _refuse_other_tensors(tensors: Mapping[str, Tensor]) -> None:
+def _check_plain(tensors: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError for tensors that another model cannot compute with."""
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():

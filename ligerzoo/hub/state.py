@@ -16,7 +16,7 @@ from ligerzoo.dtensors import full, is_dtensor, is_sharded, local, shard_like
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.hub.matching import TensorSource, match_tensors
 from ligerzoo.hub.sharding import GatheredTensors
-from ligerzoo.hub.tying import HEAD, TIED, is_tied, refuse_different
+from ligerzoo.hub.tying import HEAD, TIED, check_equal, is_tied
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -48,7 +48,7 @@ def iterate_hf_state_dict(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
         CheckpointError: As `hf_state_dict`.
     """
     state = model.state_dict()
-    refuse_other_names(state, model, "hf_state_dict")
+    check_names_and_shapes(state, model, "hf_state_dict")
     yield from as_stored(model, model.origin, state).items()
 
 
@@ -72,8 +72,8 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
             its class builds, such as adapters.
     """
     parameters: dict[str, Tensor] = model.state_dict()
-    refuse_other_names(parameters, model, "load_hf_state_dict")
-    refuse_other_values(state, "state")
+    check_names_and_shapes(parameters, model, "load_hf_state_dict")
+    check_dense(state, "state")
     architecture = architecture_of_model(model)
     shapes = shapes_of(parameters)
     source = TensorSource(
@@ -92,14 +92,14 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
     if model.shares_head:
         tied = {part.stored_name: state[part.stored_name] for part in slices if part.name in TIED}
         remedy = "For independent weights, build the model with tie_word_embeddings=False."
-        refuse_different(tied, "state", remedy)
+        check_equal(tied, "state", remedy)
     state = _apart_from(parameters, state, slices)
     with torch.no_grad():
         for name, parts in groupby(slices, key=lambda part: part.name):
             _copy(parts, state, parameters[name])
 
 
-def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where: str | Path) -> None:
+def check_names_and_shapes(state: Mapping[str, Tensor], model: LanguageModel, where: str | Path) -> None:
     """Raises CheckpointError if modules were replaced, such as by adapters: the result could not be loaded.
 
     Args:
@@ -153,7 +153,7 @@ def as_stored(
     return kind(slices, {**tensors, **extra_tensors})
 
 
-def refuse_other_values(state: Mapping[str, Tensor], where: str) -> None:
+def check_dense(state: Mapping[str, Tensor], where: str) -> None:
     """Raises CheckpointError if a value is not a dense tensor with data, or a name is not a string.
 
     Args:

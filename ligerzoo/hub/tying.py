@@ -30,7 +30,7 @@ def under_both_names(state: Mapping[str, T], tied: Mapping[str, str] = TIED) -> 
     return named
 
 
-def refuse_different(weights: Mapping[str, Tensor], where: str | Path, remedy: str) -> None:
+def check_equal(weights: Mapping[str, Tensor], where: str | Path, remedy: str) -> None:
     """Raises CheckpointError if the weights of a tied head and embedding, by stored name, have different values."""
     if len(weights) == 2 and not torch.equal(*map(full, weights.values())):
         what, expected = "tied weights have different values", "equal tensors, or one of them"
