@@ -5,6 +5,7 @@ VENV ?= .venv
 WORKERS ?= 2
 NEWEST ?= .venv-newest
 OLDEST ?= .venv-oldest
+DOCS ?= .venv-docs
 
 BIN := $(VENV)/bin
 # worksteal gives each worker neighbouring tests, which share what module fixtures build (models and checkpoints).
@@ -20,7 +21,7 @@ CLIENTS ?= tests/integrations tests/serve tests/adapters tests/text \
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles ligerzoo again
-.PHONY: help demo test test-thorough test-newest test-oldest test-real lint clean
+.PHONY: help demo test test-thorough test-newest test-oldest test-real lint docs clean
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
@@ -30,6 +31,7 @@ help:
 	@echo 'make test-oldest    the same with the oldest versions that pyproject.toml allows'
 	@echo 'make test-real      tests with real weights and tokenizers, which it downloads into ~/.cache/ligerzoo-real'
 	@echo 'make lint           ruff, mypy, phrases that our prose avoids, and limits of the structure'
+	@echo 'make docs           the documentation site with the reference, in build/site/html'
 	@echo 'make clean          remove $(VENV) and all caches'
 	@echo
 	@echo 'Options: PYTHON=python3.12 (the Python to use), VENV=.venv (the environment), WORKERS=2 (test processes)'
@@ -68,8 +70,11 @@ lint: $(VENV)/installed-dev
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.structure
 
+docs: $(DOCS)/installed-docs
+	$(DOCS)/bin/python -m tools.site
+
 clean:
-	rm -rf $(foreach venv,$(VENV) $(NEWEST) $(OLDEST),$(venv) $(venv).incomplete) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(foreach venv,$(VENV) $(NEWEST) $(OLDEST) $(DOCS),$(venv) $(venv).incomplete) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/installed: constraints.txt pyproject.toml
 	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' vision
@@ -81,4 +86,8 @@ $(VENV)/installed-dev: constraints.txt pyproject.toml
 
 $(OLDEST)/installed-oldest: pyproject.toml
 	@PYTHON='$(PYTHON)' tools/install.sh '$(OLDEST)' test,integrations,serve oldest
+	@touch $@
+
+$(DOCS)/installed-docs: constraints.txt pyproject.toml
+	@PYTHON='$(PYTHON)' tools/install.sh '$(DOCS)' docs
 	@touch $@

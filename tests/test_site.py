@@ -1,0 +1,75 @@
+"""The sources of the documentation site. `make docs` builds it, and checks the links and the names of the result."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ligerzoo.train.methods import METHODS
+from ligerzoo.train.options import options_of
+from tools import site
+
+INDEX = (site.ROOT / "docs" / "site" / "index.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("package", ["layers", "kernels", "losses", "models", "generate"])
+def test_the_reference_has_every_public_name(package: str) -> None:
+    page = site.package_page(f"ligerzoo.{package}")
+    entries = re.findall(rf"^\.\. auto\w+:: ligerzoo\.{package}\.(\w+)$", page, re.MULTILINE)
+    assert sorted(entries) == sorted(import_module(f"ligerzoo.{package}").__all__)
+
+
+def test_the_options_of_every_method_are_on_their_page() -> None:
+    page = site.train_page()
+    options = {one.name for method in METHODS.values() for one in options_of(method.options)} - {"method"}
+    assert set(re.findall(r"^\| `--([\w-]+)` \|", page, re.MULTILINE)) == {name.replace("_", "-") for name in options}
+
+
+def test_every_page_is_in_a_shelf() -> None:
+    for page in (site.ROOT / "docs").glob("*.md"):
+        assert f"<docs/{page.stem}>" in INDEX
+        assert f"](docs/{page.name}" in INDEX
+
+
+def test_docstrings_become_restructured_text() -> None:
+    docstring = """Computes `a(x)*2` of a_b_ and *args.
+
+    y = a(x)  ->  z
+
+Options:
+- one
+- two
+
+Args:
+    hidden: H.
+    mask: one of
+        - `None`;
+        - a mask.
+"""
+    text = "\n".join(site.restructured(docstring.splitlines()))
+    assert "Computes ``a(x)*2`` of a_b\\_ and \\*args." in text
+    assert ".. code-block:: text\n    \n        y = a(x)  ->  z\n" in text
+    assert "Options:\n\n- one\n- two\n" in text
+    assert "    hidden: \\H.\n    mask: one of\n\n        - :py:obj:`None`;\n        - a mask.\n" in text
+
+
+def test_signatures_are_readable() -> None:
+    signature = "(x: Annotated[int, integer(0, unit=' of MiB')] | None, y: ~typing.Any)"
+    assert site.readable_signature(None, "function", "f", None, None, signature, None) == (
+        "(x: int | None, y: Any)", None
+    )  # fmt: skip
+
+
+def test_problems_of_a_built_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "PACKAGES", {"ligerzoo": "Loading"})
+    (tmp_path / "reference").mkdir()
+    entries = "".join(f'<dt id="ligerzoo.{name}">' for name in ("AutoModel", "Tokenizer", "from_transformers"))
+    (tmp_path / "reference" / "ligerzoo.html").write_text(f'{entries}<a href="../index.html#no">')
+    (tmp_path / "index.html").write_text('<a href="reference/ligerzoo.html#ligerzoo.Tokenizer"><img src="missing.svg">')
+    found = site.problems(tmp_path)
+    assert "reference/ligerzoo.html links to ../index.html#no" in found
+    assert "index.html links to missing.svg" in found
+    assert "ligerzoo.Processor is not in the reference" in found
+    assert "the search has no index" in found
+    assert len(found) == 5
