@@ -35,7 +35,17 @@ GRANITE_MOE = (
 )
 """Granite's experts, stacked, and its shared expert."""
 
+FLINT = (Rename("mlp.shared_expert", "mlp.shared_experts"),)
+"""Flint's shared expert, which has no gate."""
+
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+KOLIBRI = (
+    Rename("moe.router.expert_bias", ROUTER_BIAS),
+    Rename("post_attn_norm", "post_self_attn_layernorm"),
+    Rename("post_ffn_norm", "post_mlp_layernorm"),
+)
+"""Names in Kolibri's files."""
+
 _ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
 
@@ -62,6 +72,10 @@ def _read_qwen_moe(raw: Entries) -> Entries:
 def _read_olmoe(raw: Entries) -> Entries:
     """Returns the entries of config.json. There is no sliding window."""
     return {**raw, "num_experts": first_given(raw, "num_local_experts", "num_experts"), "sliding_window": None}
+
+
+def _without_dense_size(config: object, entries: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in entries.items() if name != "intermediate_size"}
 
 
 def _without_window(config: object, entries: dict[str, object]) -> dict[str, object]:
@@ -227,6 +241,16 @@ _MOE = (
         kept_fp32=r".*\.mlp\.gate\.weight",
         extra_tensors=rf"{ROTARY_BUFFERS}|(model\.)?mtp_.+",
     ),
+    # Sinks, and routers that are stored in fp32, stay in fp32.
+    Architecture(
+        "flint",
+        accepted={"partial_rotary_factor": (1.0,), "use_sliding_window": (True,), "qkv_bias": (False,)},
+        layouts=lambda config: (
+            Layout((Rename("self_attn.softmax_offset", "self_attn.sinks"), *FLINT, *PER_EXPERT)),
+            Layout(FLINT),
+        ),
+        kept_fp32=r".*\.(mlp\.gate\.weight|self_attn\.sinks)",
+    ),
     Architecture(
         "glm4_moe",
         accepted=_ROUTER,
@@ -241,6 +265,19 @@ _MOE = (
         read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
         write_entries=written_as(num_experts="num_local_experts"),
         layouts=lambda config: (Layout(GRANITE_MOE),),
+    ),
+    Architecture(
+        "kolibri1",
+        accepted={
+            "partial_rotary_factor": (1.0,),
+            "use_sliding_window": (True,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+            "attention_bias": (False,),
+        },
+        read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
+        write_entries=_without_dense_size,
+        layouts=lambda config: (Layout((*KOLIBRI, *PER_EXPERT)), Layout()),
     ),
     Architecture(
         "mixtral",

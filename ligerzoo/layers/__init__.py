@@ -41,7 +41,7 @@ from ligerzoo.layers.rotary import (
     interleaved,
     sectioned,
 )
-from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, Router, SigmoidRouter
+from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, LogitRouter, Router, SigmoidRouter
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
@@ -96,6 +96,7 @@ __all__ = [
     "LayerOutputs",
     "Linear",
     "LinearAttentionBlock",
+    "LogitRouter",
     "Mask",
     "MergerMLP",
     "MoE",

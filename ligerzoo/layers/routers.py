@@ -98,9 +98,11 @@ class _BalancingBias(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""
-        bias = self.e_score_correction_bias
+        bias = self._buffers["e_score_correction_bias"]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        converted = self.e_score_correction_bias
+        converted = self._buffers["e_score_correction_bias"]
+        if bias is None or converted is None:
+            return self
         if accumulation_dtype(converted.dtype) != converted.dtype:
             self.e_score_correction_bias = bias.to(converted.device)
         return self
@@ -257,6 +259,61 @@ class BiasedRouter(_BalancingBias, Router):
             expert_ids = (probabilities + self.e_score_correction_bias).topk(self.num_experts_per_token).indices
         weights = probabilities.gather(1, expert_ids)
         return logits, expert_ids, weights / weights.sum(-1, keepdim=True).clamp(min=self.min_sum)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E), fp32."""
+        return linear_fp32(x, self.weight)
+
+
+class LogitRouter(_BalancingBias, Router):
+    """Selects k of E experts by logits, and weights them by the sigmoid of these (Flint, Kolibri 1).
+
+    The logits, weight @ x, are in fp32.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_token: k.
+        renormalize: divide the k weights by their sum.
+        balanced: add a bias for balanced load to the logits, for the selection only.
+
+    Attributes:
+        e_score_correction_bias: (E,), at least fp32 whatever the dtype of the module; None unless `balanced`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        *,
+        renormalize: bool = True,
+        balanced: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = hidden_size, num_experts, num_experts_per_token
+        super().__init__(*sizes, renormalize=renormalize, device=device, dtype=dtype)
+        bias = torch.zeros(num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
+        self.register_buffer("e_score_correction_bias", bias if balanced else None)
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
+        super().init_weights(std)
+        if (bias := self._buffers.get("e_score_correction_bias")) is not None:
+            nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Logits (T, E), fp32; expert ids (T, k), the best first; expert weights (T, k), fp32.
+        """
+        logits, bias = self.logits(x), self._buffers["e_score_correction_bias"]
+        with torch.no_grad():
+            expert_ids = (logits if bias is None else logits + bias).topk(self.num_experts_per_token).indices
+        weights = logits.gather(1, expert_ids).sigmoid()
+        return logits, expert_ids, weights / weights.sum(-1, keepdim=True) if self.renormalize else weights
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E), fp32."""

@@ -17,6 +17,8 @@ from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe as _Ernie4_5Moe
 from ligerzoo.models.ernie4_5_moe import Ernie4_5MoeConfig as Ernie4_5MoeConfig
 from ligerzoo.models.exaone4 import Exaone4 as _Exaone4
 from ligerzoo.models.exaone4 import Exaone4Config as Exaone4Config
+from ligerzoo.models.flint import Flint as _Flint
+from ligerzoo.models.flint import FlintConfig as FlintConfig
 from ligerzoo.models.gemma import Gemma as _Gemma
 from ligerzoo.models.gemma import GemmaConfig as GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2 as _Gemma2
@@ -50,6 +52,8 @@ from ligerzoo.models.internlm3 import InternLM3 as _InternLM3
 from ligerzoo.models.internlm3 import InternLM3Config as InternLM3Config
 from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
 from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
+from ligerzoo.models.kolibri1 import Kolibri1 as _Kolibri1
+from ligerzoo.models.kolibri1 import Kolibri1Config as Kolibri1Config
 from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
 from ligerzoo.models.mellum import Mellum as _Mellum
@@ -142,6 +146,9 @@ class Ernie4_5Moe(_Ernie4_5Moe):
 class Exaone4(_Exaone4):
     def __init__(self, config: Exaone4Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
+class Flint(_Flint):
+    def __init__(self, config: FlintConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
 class Gemma(_Gemma):
     def __init__(self, config: GemmaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
@@ -189,6 +196,9 @@ class InternLM3(_InternLM3):
 
 class IQuestCoder(_IQuestCoder):
     def __init__(self, config: IQuestCoderConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Kolibri1(_Kolibri1):
+    def __init__(self, config: Kolibri1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Llama(_Llama):
     def __init__(self, config: LlamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -182,9 +182,9 @@ class MoECausalLM(CausalLM):
 
 
 class DeepSeekMoECausalLM(CausalLM):
-    """A causal language model whose routers are balanced by a bias, without a load-balancing loss."""
+    """A causal language model with MoE layers, without a load-balancing loss."""
 
-    config: DeepSeekMoEConfig
+    config: RoutedConfig
 
     def aux_loss(self, context: Context) -> Tensor | None:
         """Returns None: `output_router_logits` adds no loss."""

@@ -58,6 +58,8 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "hyperclovax": [sized(110592, 6144, 14336, 48, 8, head_dim=128)],
     "internlm3": [{}],
     "iquestcoder": [{}],
+    "flint": [{}],
+    "kolibri1": [{}],
     "mellum": [{}],
     "olmoe": [{}],
     "youtu": [{}],

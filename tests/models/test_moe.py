@@ -22,6 +22,7 @@ from ligerzoo.layers import (
     GroupedRouter,
     Linear,
     LMHead,
+    LogitRouter,
     MoE,
     PreNormBlock,
     RMSNorm,
@@ -172,7 +173,7 @@ class Own(CausalLM):
 
 
 @pytest.mark.parametrize("config, weight", [(PlainConfig, 0.001), (AskingConfig, 0.001), (WeightedConfig, 0.5)])
-@pytest.mark.parametrize("router", [Router, SigmoidRouter, BiasedRouter, GroupedRouter])
+@pytest.mark.parametrize("router", [Router, SigmoidRouter, BiasedRouter, GroupedRouter, LogitRouter])
 def test_models_of_users_add_the_load_balancing_loss(config: Any, weight: float, router: Any) -> None:
     model, tokens = Own(config(), *(layers_of_library(2, router) for _ in range(2))), torch.randint(31, (2, 9))
     asked = {"output_router_logits": True} if config is PlainConfig else {}

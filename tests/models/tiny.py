@@ -117,8 +117,9 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
 
 def stays_fp32(name: str, config: Mapping[str, Any]) -> bool:
     """Returns whether a tensor stays in fp32 in checkpoints of any dtype."""
-    is_router = config["model_type"] == "ernie4_5_moe" and name.endswith(".mlp.gate.weight")
-    return is_router or name.endswith("e_score_correction_bias")
+    is_router = config["model_type"] in ("ernie4_5_moe", "flint") and name.endswith(".mlp.gate.weight")
+    is_sink = config["model_type"] == "flint" and name.endswith((".sinks", ".softmax_offset"))
+    return is_router or is_sink or name.endswith(("e_score_correction_bias", ".expert_bias"))
 
 
 def well_conditioned(name: str, noise: Tensor) -> Tensor | None:
