@@ -128,6 +128,50 @@ def test_wrong_code_is_found(mistake: Callable[[CausalLM], None], tmp_path: Path
     assert (found.first.name, found.first.what) == WRONG_CODE[mistake]
 
 
+@pytest.mark.parametrize("tokens", [slice(-16, None), slice(0, 16), slice(30, 31)], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_a_few_wrong_tokens_are_found_in_half_precision(
+    model_type: str, tokens: slice, tmp_path: Path, device: str
+) -> None:
+    ours, theirs = load_both(write(model_type, tmp_path), torch.bfloat16, device, AutoModelForCausalLM)
+
+    def wrong(_: nn.Module, __: object, y: Tensor) -> Tensor:
+        y = y.clone()
+        y[:, tokens] = 0
+        return y
+
+    ours.model.layers[0].mlp.register_forward_hook(wrong)
+    found = parity.compare_models(ours, theirs, {"input_ids": torch.randint(3, 60, (1, 163), device=device)})
+    assert found.first is not None
+    assert found.first.name == "model.layers.0.mlp"
+
+
+def test_the_worst_token_counts() -> None:
+    mean, worst = {"error": 1e-3, "rounding": 1e-3}, {"worst": 0.3, "worst_rounding": 2e-3}
+    one = parity.Difference("model.norm", "output", **mean, **worst)
+    assert not one.is_explained
+    assert "a relative error of 3.0e-01 in a token; rounding explains 2.0e-03" in str(one)
+
+
+def test_tokens_in_other_experts_count_up_to_a_tenth() -> None:
+    expected = torch.ones(40, 8, dtype=torch.bfloat16)
+    actual = expected.clone()
+    actual[:6] = 0
+    rerouted = torch.arange(40) < 5
+    assert parity._errors(actual, expected, None) == pytest.approx(((6 / 40) ** 0.5, 1))
+    assert parity._errors(actual, expected, rerouted) == pytest.approx(((2 / 36) ** 0.5, 1))
+    assert parity._errors(actual[:4], expected[:4], rerouted[:4])[1] == 1
+    assert parity._errors(actual.float(), expected.float(), rerouted) == pytest.approx(((6 / 40) ** 0.5, 1))
+
+
+def test_swapped_tokens_are_found_in_their_experts(tmp_path: Path, device: str) -> None:
+    ours, theirs = load_both(write("mixtral", tmp_path), torch.float32, device, AutoModelForCausalLM)
+    ours.model.layers[0].mlp.experts.register_forward_hook(lambda _, __, y: y.flip(0))
+    found = parity.compare_models(ours, theirs, {"input_ids": torch.arange(3, 80, device=device)[None]})
+    assert found.first is not None
+    assert (found.first.name, found.first.what) == ("model.layers.0.mlp.experts", "output")
+
+
 def test_an_image_makes_a_wrong_tower_visible(tmp_path: Path, device: str) -> None:
     ours, theirs = load_both(write("qwen2_vl", tmp_path), torch.float32, device, AutoModelForImageTextToText)
     with torch.no_grad():
@@ -174,7 +218,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
     assert report["equal"]
     assert report["first"] is None
     assert report["tokens"] < len(DEFAULT_TEXT)
-    assert {"name", "what", "error", "rounding", "explained"} == report["modules"][0].keys()
+    assert {"name", "what", "error", "rounding", "worst", "worst_rounding", "explained"} == report["modules"][0].keys()
 
 
 def test_command_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
