@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.attention_sinks import add_sinks, sink_gradient, sink_gradients
-from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
 from ligerzoo.kernels.fused_attention import TorchAttention, attention_kernel
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -41,11 +41,12 @@ def reference(
 ) -> Tensor:
     """`packed_attention` in plain torch, with the scores of all pairs."""
     wide, group = accumulation_dtype(q.dtype), q.shape[2] // k.shape[2]
-    document = -1 - torch.arange(len(packing.slots), device=q.device)  # a document each
+    slots = packing.slots.flatten()
+    document = -1 - torch.arange(len(slots), device=q.device)  # a document each
     sizes = [length for documents, length in packing.batches.tolist() for _ in range(documents)]
     of_slot = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)).to(q.device)
-    in_batch = packing.slots >= 0
-    document[in_batch] = of_slot[packing.slots[in_batch]]
+    in_batch = slots >= 0
+    document[in_batch] = of_slot[slots[in_batch]]
     document = document.view(q.shape[:2])
     visible = (document[:, :, None] == document[:, None]).tril()[:, None]
     keys, values = (x.transpose(1, 2).to(wide).repeat_interleave(group, 1) for x in (k, v))
@@ -124,7 +125,7 @@ def _to_rows(all_parts: Sequence[Sequence[Tensor]], packing: Packing, triton: bo
     """(documents, N, length, D) of each batch -> (B * T, N * D), of several tensors; zeros for a token without slot."""
     matrices = [[x.transpose(1, 2).flatten(0, 1).flatten(1) for x in parts] for parts in all_parts]
     slots = [parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for parts in matrices]
-    return _gather(slots, packing.slots, triton)
+    return _gather(slots, packing.slots.flatten(), triton)
 
 
 class _Results(NamedTuple):
@@ -297,21 +298,28 @@ def packed_attention(
         not q.dim() == k.dim() == v.dim() == 4
         or k.shape[:3] != v.shape[:3]
         or (k.shape[:2], k.shape[3]) != (q.shape[:2], q.shape[3])
+        or not k.shape[2]
         or q.shape[2] % k.shape[2]
-        or packing.slots.shape != (q.shape[0] * q.shape[1],)
+        or packing.slots.shape != q.shape[:2]
         or (sinks is not None and sinks.shape != q.shape[2:3])
     ):
         raise ValueError(
             f"packed_attention: q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, a packing of "
-            f"{len(packing.slots)} tokens and sinks {None if sinks is None else tuple(sinks.shape)}; expected "
-            "(B, T, N, D), (B, T, K, D), (B, T, K, V), B * T tokens and (N,), N a multiple of K"
+            f"{tuple(packing.slots.shape)} tokens and sinks {None if sinks is None else tuple(sinks.shape)}; expected "
+            "(B, T, N, D), (B, T, K, D), (B, T, K, V), (B, T) tokens and (N,), N a multiple of K"
         )
+    if not packing.slots.numel():  # gradients are zeros
+        total = q.sum() + k.sum() + v.sum() + (0 if sinks is None else sinks.sum() * 0)
+        return total.to(q.dtype).expand(*q.shape[:3], v.shape[3]).clone()
     # Dynamo cannot ask torch which kernel supports the tensors.
     name = "auto" if torch.compiler.is_compiling() else attention_kernel(q, k, v, is_causal=True)
     if name is None:
+        dtypes = ", ".join(str(dtype) for dtype in dict.fromkeys((q.dtype, k.dtype, v.dtype)))
+        transform = " under a transform of torch.func or forward-mode differentiation" if under_transform() else ""
         raise ValueError(
-            f"packed_attention: {q.dtype} on {q.device} with head size {q.shape[-1]}; expected bf16 or fp16 and a "
-            "multiple of 8 on a GPU, or fp32 on a CPU. Use ligerzoo.layers.attend with a mask"
+            f"packed_attention: {dtypes} on {q.device} with head sizes {q.shape[-1]} and {v.shape[-1]}{transform}; "
+            "expected one dtype, bf16 or fp16 and multiples of 8 on a GPU, or fp32 or fp64 and equal head sizes on a "
+            "CPU, and no transform. Use ligerzoo.layers.attend with a mask"
         )
     attention = TorchAttention(name, q.shape[-1] ** -0.5 if scale is None else scale, is_causal=True)
     return _PackedAttention.apply(q, k, v, sinks, packing, attention, uses_triton(q, k, v, backend=backend))

@@ -37,7 +37,7 @@ class Packing(NamedTuple):
 
     Attributes:
         source: (S,) int32, the token of each slot, counted over the rows; -1 for padding.
-        slots: (B * T,) int32, the slot of each token; -1 for a token without one.
+        slots: (B, T) int32, the slot of each token; -1 for a token without one.
         alone: (A,) int64, the tokens without a slot: documents of one token, and padding.
         batches: (batches, 2) int64, on the CPU: documents and tokens of a document.
     """
@@ -57,7 +57,7 @@ def pack_documents(rows: Sequence[Sequence[Span]], tokens: int, device: torch.de
         device: of the results but `batches`, to which they are copied without a host sync.
 
     Raises:
-        ValueError: documents overlap, are not in order, or do not fit their row.
+        ValueError: spans are not of integers, or documents overlap, are not in order, or do not fit their row.
     """
     for row, spans in enumerate(rows):
         _check_spans(row, spans, tokens)
@@ -79,12 +79,15 @@ def pack_documents(rows: Sequence[Sequence[Span]], tokens: int, device: torch.de
     slots[index[index >= 0]] = torch.arange(len(index), dtype=torch.int32)[index >= 0]
     alone = (slots < 0).nonzero()[:, 0]
     table = torch.tensor(batches, dtype=torch.int64).view(-1, 2)
-    return Packing(_copy(index, device), _copy(slots, device), _copy(alone, device), table)
+    return Packing(_copy(index, device), _copy(slots.view(len(rows), tokens), device), _copy(alone, device), table)
 
 
 def _check_spans(row: int, spans: Sequence[Span], tokens: int) -> None:
     last = 0
     for start, length in spans:
+        if not (hasattr(start, "__index__") and hasattr(length, "__index__")):
+            got = f"({start!r}, {length!r})"
+            raise ValueError(f"pack_documents: rows[{row}] has the span {got}; expected a token and a length as int")
         if start < last or length < 0 or start + length > tokens:
             raise ValueError(
                 f"pack_documents: rows[{row}] has a document of {length} tokens from token {start} on; expected "

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -111,13 +112,14 @@ def test_plans_hold_each_token_once() -> None:
                 left -= row[-1]
             lengths.append(row)
         plan = pack_documents([spans(row) for row in lengths], tokens)
-        inside = plan.slots >= 0
+        slots = plan.slots.flatten()
+        inside = slots >= 0
         sizes = [torch.tensor(row, dtype=torch.int64) for row in lengths]
         longer = [size.repeat_interleave(size) > 1 for size in sizes]
         expected = torch.cat([F.pad(row, (0, tokens - len(row))) for row in longer])
         assert torch.equal(inside, expected)
         assert torch.equal(plan.alone, (~expected).nonzero()[:, 0])
-        assert torch.equal(plan.source[plan.slots[inside]], torch.arange(len(inside), dtype=torch.int32)[inside])
+        assert torch.equal(plan.source[slots[inside]], torch.arange(len(inside), dtype=torch.int32)[inside])
         assert len(plan.source) == sum(documents * length for documents, length in plan.batches.tolist())
         assert (plan.source >= 0).sum() == inside.sum()
 
@@ -170,8 +172,39 @@ def test_compiles_for_a_gpu() -> None:
 
 def test_wrong_shapes(device: str) -> None:
     q, k, v = operands(1, 10, 4, 2, 16, device)
-    with pytest.raises(ValueError, match="B \\* T tokens"):
-        packed_attention(q, k, v, pack_documents([[(0, 5)]], 9, device))
+    for plan in (pack_documents([[(0, 5)]], 9, device), pack_documents([[(0, 5)]] * 2, 5, device)):
+        with pytest.raises(ValueError, match=r"\(B, T\) tokens"):
+            packed_attention(q, k, v, plan)
+    with pytest.raises(ValueError, match="N a multiple of K"):
+        packed_attention(q, k[:, :, :0], v[:, :, :0], pack_documents([[(0, 5)]], 10, device))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_no_tokens(shape: tuple[int, int], with_sinks: bool, device: str) -> None:
+    inputs = operands(*shape, 4, 2, 16, device)
+    if with_sinks:
+        inputs.append(numbers(4, dtype=DTYPE, device=device))
+    plan = pack_documents([[]] * shape[0], shape[1], device)
+    y = packed_attention(*inputs[:3], plan, sinks=inputs[3] if with_sinks else None)
+    assert y.shape == (*shape, 4, 16)
+    for x, gradient in zip(inputs, torch.autograd.grad(y.sum(), inputs), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
+
+
+def test_the_message_names_transforms_and_dtypes(device: str) -> None:
+    q, k, v = operands(1, 10, 4, 2, 16, device)
+    plan = pack_documents([[(0, 10)]], 10, device)
+    with pytest.raises(ValueError, match=r"under a transform of torch\.func"):
+        torch.func.grad(lambda q: packed_attention(q, k, v, plan).sum())(q)
+    with pytest.raises(ValueError, match=r"torch\.float32, torch\.float64 on .*; expected one dtype"):
+        packed_attention(q.float(), k.double(), v.double(), plan)
+
+
+@pytest.mark.parametrize("span", [(0.0, 5), (0, 5.0)], ids=str)
+def test_spans_of_floats(span: Any) -> None:
+    with pytest.raises(ValueError, match=r"^pack_documents: rows\[0\] has the span .* as int$"):
+        pack_documents([[span]], 10)
 
 
 @needs_hopper
