@@ -158,6 +158,9 @@ def _descriptor(t: Tensor, tile: list[int]) -> Any:
     columns, per_16_bytes = t.shape[-1], 16 // t.element_size()
     if columns % per_16_bytes or t.data_ptr() % 16:
         t = F.pad(t, (0, -columns % per_16_bytes))[..., :columns]
+    # Of a contiguous tensor, a dimension of size one may have any stride: that of `w.mT`, w of shape (E, K, 1), is 1.
+    if any(stride % per_16_bytes for stride in t.stride()[:-1]):
+        t = t.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor.from_tensor(t, tile)
 
 

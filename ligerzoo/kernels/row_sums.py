@@ -229,6 +229,8 @@ def _add_low_rank_term(x: Tensor, term: LowRankTerm) -> Tensor:
 
 
 class _OrderedProduct(FusedFunction):
+    """Its backward is of differentiable products, so second derivatives are those of `linear`."""
+
     @staticmethod
     def forward(ctx: FusedContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
