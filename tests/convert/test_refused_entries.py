@@ -11,9 +11,34 @@ from ligerzoo.errors import ConfigError
     [
         ("apertus", "post_norm", True), ("apertus", "qk_norm", False), ("apertus", "mlp_bias", True),
         ("ernie4_5", "compression_ratio", 2.0), ("ernie4_5_moe", "moe_gate", "top2_fused"),
-        ("ernie4_5_moe", "moe_use_aux_free", False),
+        ("ernie4_5_moe", "moe_use_aux_free", False), ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "norm_topk_prob", True), ("deepseek_v2", "moe_layer_freq", 2), ("deepseek_v2", "n_group", 8),
+        ("deepseek_v2", "topk_method", "noaux_tc"), ("deepseek_v2", "rope_interleave", False),
+        ("deepseek_v2", "mlp_bias", True), ("mellum", "rope_theta", 7.0), ("mellum", "rope_scaling", {"factor": 2.0}),
+        ("mellum", "use_sliding_window", False), ("flint", "partial_rotary_factor", 0.5),
+        ("granite_swa", "partial_rotary_factor", 0.5), ("kolibri1", "mlp_only_layers", [0]),
     ],
 )  # fmt: skip
 def test_refused_by_name(model_type: str, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}: not supported"):
         architecture_of(model_type).config_from_hf({name: value})
+
+
+@pytest.mark.parametrize(
+    "parameters, name",
+    [
+        ({"rope_type": "default", "rope_theta": 7.0}, "rope_type"),
+        ({"full_attention": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"sliding_attention": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters, sliding_attention"),
+    ],
+)
+def test_parameters_of_a_layer_type_that_mellum_refuses(parameters: dict[str, object], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: not supported"):
+        architecture_of("mellum").config_from_hf({"rope_parameters": parameters})
+
+
+def test_groups_of_a_deepseek_v2_with_too_few_experts_are_refused() -> None:
+    """Transformers would select experts with scores of 0."""
+    entries = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 1, "num_experts_per_tok": 9}
+    with pytest.raises(ConfigError, match="topk_group: more experts per token than the selected groups have"):
+        architecture_of("deepseek_v2").config_from_hf(entries)

@@ -1,4 +1,4 @@
-"""Sigmoid routers: their definition, and the dtype of the balancing bias."""
+"""Routers: their definition, and the dtype of the balancing bias."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels.linear_fp32 import linear_fp32, reference
-from ligerzoo.layers import DeepSeekMoE, Experts, GatedMLP, SigmoidRouter
+from ligerzoo.layers import DeepSeekMoE, Experts, GatedMLP, GroupedRouter, LogitRouter, SigmoidRouter
 
 
 def router(**options: object) -> SigmoidRouter:
@@ -33,6 +33,41 @@ def test_each_token_by_definition(renormalize: bool) -> None:
         assert expert_ids[token].tolist() == chosen
         total = sum(scores[e] for e in chosen) if renormalize else 1.0
         assert weights[token].tolist() == pytest.approx([2.5 * scores[e] / total for e in chosen], rel=1e-5)
+
+
+def test_each_token_of_a_grouped_router_by_definition() -> None:
+    torch.manual_seed(0)
+    gate, x = GroupedRouter(16, 12, 3, num_groups=4, num_selected_groups=2, scale=2.5), torch.randn(20, 16)
+    gate.init_weights(0.5)
+    _, expert_ids, weights = gate(x)
+    for token, logits in enumerate(x @ gate.weight.T):
+        p = logits.softmax(0).tolist()
+        groups = sorted(range(4), key=lambda g: -max(p[3 * g : 3 * g + 3]))[:2]
+        chosen = sorted((e for e in range(12) if e // 3 in groups), key=lambda e: -p[e])[:3]
+        assert expert_ids[token].tolist() == chosen
+        assert weights[token].tolist() == pytest.approx([2.5 * p[e] for e in chosen], rel=1e-5)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_each_token_of_a_logit_router_by_definition(balanced: bool) -> None:
+    torch.manual_seed(0)
+    gate, x = LogitRouter(16, 12, 3, balanced=balanced), torch.randn(20, 16)
+    bias = torch.randn(12) if balanced else torch.zeros(12)
+    if balanced:
+        gate.e_score_correction_bias.copy_(bias)
+        assert gate.bfloat16().e_score_correction_bias.dtype == torch.float32
+        gate.float()
+    assert list(gate.state_dict()) == ["weight"] + ["e_score_correction_bias"] * balanced
+    logits, expert_ids, weights = gate(x)
+    assert torch.equal(expert_ids, (logits + bias).topk(3).indices)
+    scores = logits.sigmoid().gather(1, expert_ids)
+    torch.testing.assert_close(weights, scores / scores.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("options", [{"num_groups": 5}, {"num_groups": 2, "num_selected_groups": 3}, {"num_groups": 6}])
+def test_groups_that_do_not_fit_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"^GroupedRouter: num_experts_per_token=3, .* expected a multiple"):
+        GroupedRouter(16, 12, 3, **options)
 
 
 def test_gradients_per_sample() -> None:
