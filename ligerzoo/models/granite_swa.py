@@ -2,7 +2,7 @@
 
     tokens -> embedding * e -> L x [ x += r * attention(norm(x));  x += r * mlp(norm(x)) ] -> norm -> head / l
 
-Distinctive: Granite with attention sinks, sliding windows in three of four layers, a rotary base per layer.
+Distinctive: Granite with attention sinks, sliding windows in three of four layers, rotary base per layer.
 
 A layer whose base is 0 has no positions.
 """
