@@ -34,6 +34,7 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import AutoModel
+from ligerzoo.layers import RotaryEmbedding
 from ligerzoo.models import CausalLM
 
 ALLOWED = 8.0
@@ -126,7 +127,8 @@ class Parity:
         layers: errors of the embeddings, of the hidden states after each layer and of the logits, when both models run
             unchanged. Errors of a layer are part of all later ones.
         modules: errors of each module for the input of transformers' module, in order of execution.
-        skipped: modules with parameters that did not run, such as a vision tower without an image.
+        skipped: what is not compared: modules with parameters that did not run, such as a vision tower without an
+            image; tensors of transformers' modules that ours lack; what the text is too short for, such as a window.
         tokens: of the text.
     """
 
@@ -157,7 +159,7 @@ class Parity:
         lines = [f"{'hidden states after':{width}}  error    of rounding"]
         lines += [f"{row.name:{width}}  {row.error:.1e}  {row.rounding:.1e}" for row in self.layers]
         if self.skipped:
-            lines.append(f"not run, and so not compared: {', '.join(self.skipped)}")
+            lines.append(f"not compared: {', '.join(self.skipped)}")
         count = f"{len({row.name for row in self.modules})} modules on {self.tokens} tokens"
         verdict = f"equal up to rounding: {count}" if self.first is None else f"different, of {count}: {self.first}"
         return "\n".join([*lines, verdict])
@@ -232,15 +234,22 @@ def compare_models(ours: CausalLM, theirs: PreTrainedModel, inputs: Mapping[str,
         TracedModel(ours, our_modules, inputs),
     )
     trace = their_run.trace()
-    alone = _differences(our_run.trace(trace), trace, their_run.trace(trace, change=True))
+    our_trace = our_run.trace(trace)
+    alone = _differences(our_trace, trace, their_run.trace(trace, change=True))
     experts = [point.module for point in trace if point.side == "experts"] if _is_half(trace) else []
     whole_trace = our_run.only([*layers, *experts]).trace()
     whole = _differences(whole_trace, trace, their_run.trace(change=True), is_whole=True)
+    tokens = inputs["input_ids"].shape[1]
+    skipped = (
+        *_not_run(pairs, layers, {point.module for point in trace}),
+        *_without_counterpart(trace, our_trace),
+        *_beyond(ours, tokens),
+    )
     return Parity(
         tuple(one for one in whole if one.what == "output" and one.name in {*layers, HEAD}),
         tuple(alone),
-        tuple(_not_run(pairs, layers, {point.module for point in trace})),
-        inputs["input_ids"].shape[1],
+        skipped,
+        tokens,
     )
 
 
@@ -262,6 +271,27 @@ def _not_run(names: Iterable[str], layers: Collection[str], run: Collection[str]
         if name not in covered and (name in layers or not any(name.startswith(f"{other}.") for other in covered)):
             covered.add(name)
             yield name
+
+
+def _without_counterpart(theirs: Trace, ours: Trace) -> list[str]:
+    """The tensors of transformers' modules that ours do not have, or have with another number of values."""
+    missing = (point for point, x in theirs.items() if point not in ours or ours[point].numel() != x.numel())
+    return list(dict.fromkeys(f"{point.module} (its {point.side})" for point in missing))
+
+
+def _beyond(ours: CausalLM, tokens: int) -> list[str]:
+    """What a text of this length does not show."""
+    windows = {getattr(part, "window", None) for part in ours.modules()}
+    found = [
+        f"a window of {window} tokens, not reached" for window in sorted(filter(None, windows)) if tokens <= window
+    ]
+    for rotary in (part for part in ours.modules() if isinstance(part, RotaryEmbedding)):
+        length = rotary.rope.max_position if rotary.rope_type == "dynamic" else rotary.original_max_position
+        if rotary.rope_type not in ("default", "linear") and tokens <= length:
+            found.append(f"{rotary.rope_type} RoPE beyond {length} tokens, not reached")
+    if tokens == 1:
+        found.append("RoPE and attention: the text has one token")
+    return list(dict.fromkeys(found))
 
 
 def module_pairs(ours: CausalLM, theirs: PreTrainedModel) -> dict[str, str]:
@@ -402,7 +432,7 @@ def _differences(trace: Trace, expected: Trace, changed: Trace, *, is_whole: boo
     rerouted: dict[str, tuple[Tensor, Tensor]] = {}  # tokens that go to other experts in trace, and in changed
     for point, x in trace.items():
         if point not in expected or expected[point].numel() != x.numel():
-            continue  # another layout within experts, say
+            continue  # see `_without_counterpart`
         like = expected[point]
         if point.side == "experts":
             rerouted[point.module] = (x != like).any(-1), (changed[point] != like).any(-1)
