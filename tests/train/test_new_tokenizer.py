@@ -179,7 +179,8 @@ def test_config_of_a_tokenizer(tokenizer: Tokenizer) -> None:
         ("llama", {"hiden_size": 3}, "hiden_size: unknown field.* Did you mean 'hidden_size'"),
         ("llama", {"vocab_size": 280}, "vocab_size: the tokenizer has more tokens; got 280; expected at least 290"),
         ("llama", {"hidden_size": "many"}, "hidden_size"),
-        ("llama", {"hidden_size": 30, "num_attention_heads": 4}, "head_dim: invalid"),
+        ("llama", {"hidden_size": 30, "num_attention_heads": 4}, "num_attention_heads: invalid number of heads"),
+        ("llama", {"hidden_size": 28, "num_attention_heads": 4}, "head_dim: invalid"),
     ],
 )
 def test_bad_configs(tokenizer: Tokenizer, model_type: str, fields: dict[str, Any], message: str) -> None:
