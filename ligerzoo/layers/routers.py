@@ -210,7 +210,21 @@ class SigmoidRouter(_BalancingBias):
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, {shown}"
 
 
-class BiasedRouter(_BalancingBias, Router):
+class _BiasedRouter(_BalancingBias, Router):
+    """A `Router` with logits in fp32 and a balancing bias, which may be None."""
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
+        super().init_weights(std)
+        if (bias := self._buffers.get("e_score_correction_bias")) is not None:  # not in the constructor of `Router`
+            nn.init.zeros_(bias)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E), fp32."""
+        return linear_fp32(x, self.weight)
+
+
+class BiasedRouter(_BiasedRouter):
     """Selects k of E experts by probabilities plus a bias for balanced load (ERNIE 4.5, Baidu 2025, section 2.2).
 
     With p = softmax(weight @ x) in fp32, the experts with the k largest p + bias are selected, and weighted by p
@@ -241,12 +255,6 @@ class BiasedRouter(_BalancingBias, Router):
         bias = torch.zeros(1, num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
         self.register_buffer("e_score_correction_bias", bias)
 
-    def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2) and sets the bias to 0."""
-        super().init_weights(std)
-        if "e_score_correction_bias" in self._buffers:  # not in the constructor of `Router`
-            nn.init.zeros_(self.e_score_correction_bias)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).
 
@@ -260,12 +268,8 @@ class BiasedRouter(_BalancingBias, Router):
         weights = probabilities.gather(1, expert_ids)
         return logits, expert_ids, weights / weights.sum(-1, keepdim=True).clamp(min=self.min_sum)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x: (T, H) -> (T, E), fp32."""
-        return linear_fp32(x, self.weight)
 
-
-class LogitRouter(_BalancingBias, Router):
+class LogitRouter(_BiasedRouter):
     """Selects k of E experts by logits, and weights them by the sigmoid of these (Flint, Kolibri 1).
 
     The logits, weight @ x, are in fp32.
@@ -297,12 +301,6 @@ class LogitRouter(_BalancingBias, Router):
         bias = torch.zeros(num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
         self.register_buffer("e_score_correction_bias", bias if balanced else None)
 
-    def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2) and sets the bias to 0."""
-        super().init_weights(std)
-        if (bias := self._buffers.get("e_score_correction_bias")) is not None:
-            nn.init.zeros_(bias)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).
 
@@ -314,10 +312,6 @@ class LogitRouter(_BalancingBias, Router):
             expert_ids = (logits if bias is None else logits + bias).topk(self.num_experts_per_token).indices
         weights = logits.gather(1, expert_ids).sigmoid()
         return logits, expert_ids, weights / weights.sum(-1, keepdim=True) if self.renormalize else weights
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x: (T, H) -> (T, E), fp32."""
-        return linear_fp32(x, self.weight)
 
 
 class GroupedRouter(Router):
