@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,27 @@ def steps(output: Any) -> list[dict[str, Any]]:
 
 def weights(output: Any, lora_rank: int | None = None) -> bytes:
     return (Path(output) / ("adapter_model.safetensors" if lora_rank else "model.safetensors")).read_bytes()
+
+
+def assert_continues(
+    run: Callable[[dict[str, Any]], int], whole: dict[str, Any], parts: dict[str, Any], lora_rank: int | None,
+    samples_per_step: int,
+) -> None:  # fmt: skip
+    """Resumes a run of 5 steps that was stopped after 3, and compares all that it wrote with those of a whole run."""
+    with (Path(parts["output"]) / "samples.jsonl").open("a") as file:  # of a step after the checkpoint
+        file.write('{"step": 4, "prompt": "')
+    torch.manual_seed(99)
+    assert run({**parts, "resume": True}) == 0
+    assert weights(parts["output"], lora_rank) == weights(whole["output"], lora_rank)
+    assert steps(parts["output"]) == steps(whole["output"])
+    samples = [(Path(given["output"]) / "samples.jsonl").read_text() for given in (whole, parts)]
+    assert samples[0] == samples[1]
+    expected = [step for step in (1, 2, 4) for _ in range(samples_per_step)]
+    assert [json.loads(line)["step"] for line in samples[0].splitlines()] == expected
+    states = [
+        torch.load(Path(given["output"]) / "checkpoint-5" / "state.pt", weights_only=True) for given in (whole, parts)
+    ]
+    assert_equal(*states)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +129,7 @@ def test_a_stopped_run_continues_bit_for_bit(
         patch.setattr(RunState, "save", save_and_fail)
         with pytest.raises(KeyboardInterrupt):
             train({**parts, "save_every": 3})
-    with (tmp_path / "parts" / "samples.jsonl").open("a") as file:  # of a step after the checkpoint
-        file.write('{"step": 4, "prompt": "')
-    torch.manual_seed(99)
-    assert train({**parts, "resume": True}) == 0
-    assert weights(parts["output"], lora_rank) == weights(whole["output"], lora_rank)
-    assert steps(parts["output"]) == steps(whole["output"])
-    samples = [(Path(given["output"]) / "samples.jsonl").read_text() for given in (whole, parts)]
-    assert samples[0] == samples[1]
-    assert [json.loads(line)["step"] for line in samples[0].splitlines()] == [1] * 8 + [2] * 8 + [4] * 8
-    states = [
-        torch.load(Path(given["output"]) / "checkpoint-5" / "state.pt", weights_only=True) for given in (whole, parts)
-    ]
-    assert_equal(*states)
+    assert_continues(train, whole, parts, lora_rank, samples_per_step=8)
 
 
 def test_what_is_logged(checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from ligerzoo.train.recipes import opd
 from ligerzoo.train.run_data import RunPrompts
 from tests.parallel.spawning import on_all_processes
 from tests.train.grpo_run import opd_options, write_prompts
-from tests.train.test_grpo import TIMED, steps, weights
+from tests.train.test_grpo import TIMED, assert_continues, steps, weights
 from tests.train.test_grpo_loss import relative_error, sampled, small_model
-from tests.train.test_resume import assert_equal, stop_after
+from tests.train.test_resume import stop_after
 from tests.train.tiny_run import arguments, run_script, write_checkpoint, write_tokenizer
 
 CARRIED = Path(ligerzoo.__file__).parent / "demo" / "assets" / "tiny-python-llama"
@@ -253,19 +253,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         assert train(parts) == 130
-    with (tmp_path / "parts" / "samples.jsonl").open("a") as file:  # of a step after the checkpoint
-        file.write('{"step": 4, "prompt": "')
-    torch.manual_seed(99)
-    assert train({**parts, "resume": True}) == 0
-    assert weights(parts["output"], lora_rank) == weights(whole["output"], lora_rank)
-    assert steps(parts["output"]) == steps(whole["output"])
-    samples = [(Path(given["output"]) / "samples.jsonl").read_text() for given in (whole, parts)]
-    assert samples[0] == samples[1]
-    assert [json.loads(line)["step"] for line in samples[0].splitlines()] == [1] * 6 + [2] * 6 + [4] * 6
-    states = [
-        torch.load(Path(given["output"]) / "checkpoint-5" / "state.pt", weights_only=True) for given in (whole, parts)
-    ]
-    assert_equal(*states)
+    assert_continues(train, whole, parts, lora_rank, samples_per_step=6)
 
 
 def train_part(rank: int, given: dict[str, Any]) -> None:
