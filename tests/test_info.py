@@ -49,7 +49,7 @@ def test_architectures_are_described_in_15_words() -> None:
     assert not too_long
 
 
-def test_the_readme_has_the_same_table() -> None:
+def test_the_page_has_the_same_table() -> None:
     subprocess.run([sys.executable, "-m", "tools.architectures", "--check"], cwd=ROOT, check=True)
 
 

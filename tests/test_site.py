@@ -10,7 +10,7 @@ from ligerzoo.train.methods import METHODS
 from ligerzoo.train.options import options_of
 from tools import site
 
-INDEX = (site.ROOT / "docs" / "site" / "index.md").read_text(encoding="utf-8")
+INDEX = (site.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", ["layers", "kernels", "losses", "models", "generate"])
@@ -26,10 +26,17 @@ def test_the_options_of_every_method_are_on_their_page() -> None:
     assert set(re.findall(r"^\| `--([\w-]+)` \|", page, re.MULTILINE)) == {name.replace("_", "-") for name in options}
 
 
-def test_every_page_is_in_a_shelf() -> None:
-    for page in (site.ROOT / "docs").glob("*.md"):
-        assert f"<docs/{page.stem}>" in INDEX
-        assert f"](docs/{page.name}" in INDEX
+def test_every_page_is_in_one_shelf() -> None:
+    shelved = [target for _, target in site.SHELVED.findall(INDEX)]
+    pages = {page.stem for page in (site.ROOT / "docs").glob("*.md")} - {"index"}
+    assert sorted(shelved) == sorted({*pages, "../CONTRIBUTING", "../CHANGELOG"})
+
+
+def test_the_front_page_has_a_menu_of_each_shelf() -> None:
+    page = site.front_page("# Title\n\n[readme](../README.md)\n\n## Use\n\n| [Serve it](serving.md) | text |\n")
+    assert "[readme](README.md)" in page
+    assert "| [Serve it](docs/serving.md) | text |" in page
+    assert "```{toctree}\n:hidden:\n:caption: Use\n\nServe it <docs/serving>\n```" in page
 
 
 def test_docstrings_become_restructured_text() -> None:

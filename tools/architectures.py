@@ -1,4 +1,4 @@
-"""Writes what follows from ligerzoo/models/registry.py: the README's table of architectures, and the types of exports.
+"""Writes what follows from ligerzoo/models/registry.py: the table of architectures, and the types of exports.
 
 python -m tools.architectures            # rewrites both
 python -m tools.architectures --check    # exits with 1 if one of them differs
@@ -14,7 +14,7 @@ from ligerzoo.info import architectures
 from ligerzoo.models.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "architectures.md"
 EXPORTS = ROOT / "ligerzoo" / "models" / "__init__.pyi"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 
@@ -24,8 +24,8 @@ def without_references(checkpoints: str) -> str:
     return re.sub(r" \([^()]*\b(19|20)\d\d\b[^()]*\)", "", checkpoints)
 
 
-def with_table(readme: str) -> str:
-    before, rest = readme.split(BEGIN)
+def with_table(page: str) -> str:
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     rows = [
         f"| `{model.class_name}` | {without_references(model.checkpoints)} | {model.distinctive} |"
@@ -58,7 +58,7 @@ def exports() -> str:
 
 if __name__ == "__main__":
     try:
-        updated = {README: with_table(README.read_text(encoding="utf-8")), EXPORTS: exports()}
+        updated = {PAGE: with_table(PAGE.read_text(encoding="utf-8")), EXPORTS: exports()}
     except ConfigError as error:
         sys.exit(str(error))
     for path, content in updated.items():

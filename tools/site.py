@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING
 from functools import cache
 from html.parser import HTMLParser
@@ -275,6 +275,35 @@ def examples_page() -> str:
     return "\n".join(lines)
 
 
+LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
+SHELVED = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+)\.md\)", re.MULTILINE)
+"""A row of docs/index.md: the title of a page and its file."""
+
+
+def _with_links(text: str, new: Callable[[str], str]) -> str:
+    return LINK.sub(lambda match: f"]({new(match[1])})", text)
+
+
+def _in_root(target: str) -> str:
+    return target.removeprefix("../") if target.startswith("../") else f"docs/{target}"
+
+
+def front_page(index: str) -> str:
+    """Returns docs/index.md as the first page of the site, with a menu of each shelf, made from its table."""
+    intro, *shelves = _with_links(index, _in_root).split("\n## ")
+    more = {"Overview": "README", "Examples": "examples"}
+    parts = [intro, _menu(more.items())]
+    for shelf in shelves:
+        parts += [f"\n## {shelf}", _menu(SHELVED.findall(shelf), caption=shelf.partition("\n")[0])]
+    parts += ["\n## API reference\n", "Every public name, in [one page per package](reference/index.md).", ""]
+    return "\n".join([*parts, _menu([("All packages", "reference/index")], caption="API reference")])
+
+
+def _menu(pages: Iterable[tuple[str, str]], caption: str | None = None) -> str:
+    titles = [f":caption: {caption}"] if caption else []
+    return "\n".join(["```{toctree}", ":hidden:", *titles, "", *(f"{title} <{page}>" for title, page in pages), "```"])
+
+
 def write_sources(directory: Path) -> None:
     """Writes all that Sphinx reads."""
     for pattern in PAGES:
@@ -282,20 +311,24 @@ def write_sources(directory: Path) -> None:
             copy = directory / page.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(page, copy)
-    shutil.copy(ROOT / "docs" / "site" / "index.md", directory)
+    index = directory / "docs" / "index.md"
+    (directory / "index.md").write_text(front_page(index.read_text(encoding="utf-8")), encoding="utf-8")
+    index.unlink()
     (directory / "examples.md").write_text(examples_page(), encoding="utf-8")
-    for page in [directory / "README.md", directory / "docs" / "benchmarks.md"]:
-        text = page.read_text(encoding="utf-8").replace("](examples)", "](examples.md)")
+    moved = {"docs/index.md": "index.md", "index.md": "../index.md", "examples": "examples.md"}
+    for page in [directory / "README.md", *(directory / "docs").glob("*.md")]:
+        text = _with_links(page.read_text(encoding="utf-8"), lambda target: moved.get(target, target))
         page.write_text(NOT_IN_THE_SITE.sub(r"\1", text), encoding="utf-8")
     reference = directory / "reference"
     reference.mkdir()
     for package in PACKAGES:
         (reference / f"{package}.rst").write_text(package_page(package), encoding="utf-8")
     (reference / "train-options.md").write_text(train_page(), encoding="utf-8")
-    index = ["# API reference", "", "```{toctree}", ":titlesonly:", ""]
-    index += [f"{title} <{package}>" for package, title in PACKAGES.items()]
-    index += ["Options of ligerzoo train <train-options>", "```", ""]
-    (reference / "index.md").write_text("\n".join(index), encoding="utf-8")
+    titles = [(title, package) for package, title in PACKAGES.items()]
+    menu = _menu([*titles, ("Options of ligerzoo train", "train-options")])
+    (reference / "index.md").write_text(
+        "\n".join(["# API reference", "", menu.replace(":hidden:", ":titlesonly:"), ""]), encoding="utf-8"
+    )
 
 
 class Links(HTMLParser):
