@@ -30,6 +30,7 @@ ARROWS = {
     "terminal": ("", ""),
     "dtensors": ("", ""),
     "optimizer_table": ("errors", ""),
+    "mesh_sizes": ("errors", ""),
     "training_setting": ("checks optimizer_table", ""),
     "files": ("checks dtensors entries errors", ""),
     "text": ("checks entries errors files", ""),
@@ -39,10 +40,10 @@ ARROWS = {
     "losses": ("checks errors kernels tensor_checks", ""),
     "train": (
         "adapters checks convert device dtensors entries errors files generate hub kernels layers ligerzoo losses "
-        "memory models optimizer_table parallel tensor_checks terminal text vision",
+        "memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
         "",
     ),
-    "parallel": ("checks convert device dtensors errors files hub kernels models", ""),
+    "parallel": ("checks convert device dtensors errors files hub kernels mesh_sizes models", ""),
     "models": ("checks dtensors errors kernels layers tensor_checks", "convert generate"),
     "convert": ("checks dtensors entries errors models", ""),
     "hub": ("checks convert device dtensors entries errors files kernels models", "vision"),

@@ -3,6 +3,7 @@
 processes      the processes of a run, from torchrun's environment
 fsdp           shards a model with FSDP2
 copy_engines   communication of FSDP2 between the GPUs of one host, without their multiprocessors
+mesh           a mesh of all processes, and a model over it
 loading        loads and initializes sharded models: each process reads its part
 directories    replaces a directory atomically, written by all processes
 states         saves and loads optimizer states, and other tensors, of sharded models
@@ -17,6 +18,9 @@ from ligerzoo.parallel.fsdp import shard_model as shard_model
 from ligerzoo.parallel.fsdp import unsharded as unsharded
 from ligerzoo.parallel.loading import initialize_sharded as initialize_sharded
 from ligerzoo.parallel.loading import load_sharded as load_sharded
+from ligerzoo.parallel.mesh import MeshSizes as MeshSizes
+from ligerzoo.parallel.mesh import make_mesh as make_mesh
+from ligerzoo.parallel.mesh import parallelize as parallelize
 from ligerzoo.parallel.processes import Processes as Processes
 from ligerzoo.parallel.processes import barrier as barrier
 from ligerzoo.parallel.processes import failing_together as failing_together

@@ -15,7 +15,7 @@ from ligerzoo.dtensors import as_shard_of, is_dtensor, shard_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.parallel.fsdp import shard_model
+from ligerzoo.parallel.mesh import parallelize
 from ligerzoo.parallel.processes import default_mesh
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -33,25 +33,25 @@ def load_sharded(
     copy_engines: bool = True,
     **options: Any,
 ) -> Model:
-    """Loads a checkpoint in Hugging Face format into a model sharded with `shard_model`, in evaluation mode.
+    """Loads a checkpoint in Hugging Face format into a model distributed with `parallelize`, in evaluation mode.
 
     Each process reads its part of every tensor from the safetensors files, also where a layout stores parameters in
     other tensors (fused projections, one tensor per expert).
 
     Args:
         name_or_path: directory, or id of a repository on the hub.
-        mesh: see `shard_model`, as for `param_dtype`, `reduce_dtype`, `reshard_after_forward`, `prefetch` and
-            `copy_engines`.
+        mesh: see `parallelize`; and `shard_model` for `param_dtype`, `reduce_dtype`, `reshard_after_forward`,
+            `prefetch` and `copy_engines`.
         model_class: expected class, such as `CausalLM` or `SequenceClassifier`.
         options: see `ligerzoo.hub.load`, without `device`.
 
     Raises:
-        LigerzooError: As `shard_model` and `ligerzoo.hub.load`; or the files lack a parameter, or the class computes
+        LigerzooError: As `parallelize` and `ligerzoo.hub.load`; or the files lack a parameter, or the class computes
             tensors in its constructor.
     """
     mesh = default_mesh() if mesh is None else mesh
     shard = partial(
-        shard_model,
+        parallelize,
         mesh=mesh,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,

@@ -121,8 +121,8 @@ def stop_processes() -> None:
         dist.destroy_process_group()
 
 
-def default_mesh() -> DeviceMesh:
-    """Returns a one-dimensional mesh of all processes, on their GPUs with NCCL, else on CPUs.
+def default_device_type() -> str:
+    """Returns the device type of meshes: "cuda" with NCCL, else "cpu".
 
     Raises:
         ConfigError: There is no process group.
@@ -130,8 +130,16 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         remedy = "Start the script with torchrun and call ligerzoo.parallel.start_processes() first."
         raise ConfigError("no process group", where="torch.distributed", remedy=remedy)
-    kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns a one-dimensional mesh of all processes, on their GPUs with NCCL, else on CPUs.
+
+    Raises:
+        ConfigError: There is no process group.
+    """
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 _control: tuple[Any, Any] | None = None

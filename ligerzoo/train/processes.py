@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ligerzoo import parallel
+from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.parallel.processes import control_group
+
+_mesh: DeviceMesh | None = None
+
+
+@contextmanager
+def over_mesh(sizes: MeshSizes, device: torch.device) -> Iterator[None]:
+    """In this context, the processes of a run form a mesh. All processes must enter it.
+
+    Raises:
+        ConfigError: The sizes do not fit the number of processes, or an axis is not supported.
+    """
+    global _mesh
+    if not dist.is_initialized():
+        sizes.over(1)
+    _mesh = parallel.make_mesh(sizes, device.type) if dist.is_initialized() else None
+    try:
+        yield
+    finally:
+        _mesh = None
+
+
+def mesh() -> DeviceMesh | None:
+    """Returns the mesh of the run; None in a single process."""
+    return _mesh
+
+
+def data_rank() -> int:
+    """Returns the number of the part of the data that this process reads, from 0."""
+    if _mesh is None:
+        return rank()
+    return _mesh.get_local_rank("replicate") * _mesh["shard"].size() + _mesh.get_local_rank("shard")
+
+
+def data_ranks() -> int:
+    """Returns the number of parts of the data, which processes along `context` and `tensor` share."""
+    return world_size() if _mesh is None else _mesh["replicate"].size() * _mesh["shard"].size()
 
 
 def rank() -> int:

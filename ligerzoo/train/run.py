@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ligerzoo import parallel
 from ligerzoo.memory import ActivationPlan
+from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together
 from ligerzoo.train import processes, run_model
@@ -84,6 +85,7 @@ class Run:
             if not was_joined:
                 stack.callback(parallel.stop_processes)
             options.check_device(self.device.type)
+            stack.enter_context(processes.over_mesh(MeshSizes.parse(options.mesh or ""), self.device))
             with failing_together(f"opening {self.output}"):
                 refuse_output(self.output)
                 if processes.is_main() and not options.dry_run:

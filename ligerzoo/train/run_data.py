@@ -158,8 +158,8 @@ class RunData(RunSamples):
         self._shared: BatchArguments = {
             "batch_size": options.batch_size,
             "pad_token_id": padding_token(self._tokenizer, model.input_vocab_size),
-            "rank": processes.rank(),
-            "world_size": processes.world_size(),
+            "rank": processes.data_rank(),
+            "world_size": processes.data_ranks(),
             "pin_memory": pin_memory,
         }
         if options.eval_data:
@@ -186,7 +186,7 @@ class RunData(RunSamples):
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their positions."""
         sizes = self.per_step, self._shared["batch_size"], self._seq_length
-        world = processes.world_size()
+        world = processes.data_ranks()
         positions = world * math.prod(sizes)
         shape = " x ".join([*map(str, sizes), *([f"{world} processes"] if world > 1 else [])])
         return f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all"

@@ -17,7 +17,7 @@ from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.models import CausalLM
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES, check_optimizer
-from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, shard_model
+from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, parallelize
 from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.run_options import RunOptions
@@ -47,7 +47,7 @@ def open_model(
     adapt: Callable[[CausalLM], object] | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> CausalLM:
-    """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes shard it (FSDP2).
+    """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes divide it.
 
     Args:
         model: hub id or directory; if `new`, also the path of a config.json, whose directory is not searched for
@@ -59,7 +59,7 @@ def open_model(
             then read the whole model from memory-mapped files, which they share.
         param_dtype: dtype in which several processes compute, see `shard_model`.
     """
-    directory, is_config = checkpoint_directory(model), lacks_weights(model)
+    directory, is_config, mesh = checkpoint_directory(model), lacks_weights(model), processes.mesh()
     is_alone = processes.world_size() == 1 or device.type == "meta"
     build: Callable[[torch.device], CausalLM]
     if new and is_config:
@@ -81,12 +81,12 @@ def open_model(
         built = build(device if is_alone else torch.device("cpu"))
         if adapt is not None:
             adapt(built)
-        return built.train() if is_alone else shard_model(built, param_dtype=param_dtype).train()
+        return built.train() if is_alone else parallelize(built, mesh, param_dtype=param_dtype).train()
     if new and is_config:
-        built = shard_model(build(torch.device("meta")), param_dtype=param_dtype)
+        built = parallelize(build(torch.device("meta")), mesh, param_dtype=param_dtype)
         initialize_sharded(built)
         return built.train()
-    return load_sharded(model, dtype=dtype, param_dtype=param_dtype).train()
+    return load_sharded(model, mesh, dtype=dtype, param_dtype=param_dtype).train()
 
 
 def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:

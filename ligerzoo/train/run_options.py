@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from ligerzoo.checks import one_of
 from ligerzoo.errors import ConfigError
+from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES
 from ligerzoo.train.data_options import EncodingOptions, TooLong
 from ligerzoo.train.options import (
@@ -37,6 +38,9 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = option("dtype of the weights (default: as stored)", "auto")
     mixed_precision: bool = option("compute in bfloat16 with weights in float32", False)
     device: str | None = changeable("cpu, cuda or cuda:1 (default: the first GPU, else cpu)", None)
+    mesh: str | None = option(
+        'processes along each axis of parallelism, such as "replicate=2 shard=4" (default: shard = all processes)', None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,7 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
 
     def __post_init__(self) -> None:
         check_options(self)
+        MeshSizes.parse(self.mesh or "")
         recomputes = self.mixed_precision or self.activation_checkpointing
         adapter_options = self.lora_alpha, self.adapter_dropout, self.lora_targets, self.dora
         refuse_options(

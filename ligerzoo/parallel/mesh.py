@@ -1,0 +1,81 @@
+"""One mesh of all processes, and a model over it.
+
+The dimensions of the mesh, from the outermost to the innermost, are `replicate`, `shard`, `context` and `tensor`, see
+`MeshSizes`. Neighbours in `tensor` are neighbours on a host, which communicate most.
+
+    axis        a process has                    communicates
+    replicate   all shards of another copy       sums of gradients, once a step
+    shard       a part of all weights, FSDP2     weights of each block before it runs, sums of gradients
+    context     a part of every sequence         keys and values in attention
+    tensor      a part of every layer            sums of the outputs of attention and MLPs
+    expert      some of the experts              tokens of the experts
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.mesh_sizes import MeshSizes as MeshSizes
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.parallel.fsdp import shard_model
+from ligerzoo.parallel.processes import default_device_type
+
+Model = TypeVar("Model", bound=LanguageModel)
+
+AXES = ("replicate", "shard", "context", "tensor")
+
+
+def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> DeviceMesh:
+    """Returns the mesh of all processes, with the dimensions "replicate", "shard", "context" and "tensor".
+
+    Args:
+        sizes: sizes of its axes, also as text such as "replicate=2 shard=4".
+        device_type: "cuda" or "cpu". Default: "cuda" if the process group uses NCCL.
+
+    Raises:
+        ConfigError: There is no process group, or the sizes do not fit the number of processes; or an axis is not
+            supported yet.
+    """
+    device_type = device_type or default_device_type()
+    sizes = MeshSizes.parse(str(sizes)).over(dist.get_world_size())
+    for axis in ("context", "tensor", "expert"):
+        if (size := getattr(sizes, axis)) > 1:
+            raise ConfigError("not supported yet", where=f"mesh {axis}", got=size, expected=1)
+    return init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh over which FSDP2 shards, and over which it replicates if there are replicas."""
+    if mesh.mesh_dim_names != AXES:
+        return mesh
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+
+
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh | MeshSizes | str | None = None,
+    *,
+    param_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Model:
+    """Distributes a model over a mesh, in place.
+
+    Call it before the optimizer is created. Processes with the same coordinates in `replicate` and `shard` need equal
+    samples.
+
+    Args:
+        model: a model of ligerzoo.models or a subclass, on any device, also meta; see `load_sharded`.
+        mesh: see `make_mesh`; also one for `shard_model`. Default: shards over all processes.
+        param_dtype: see `shard_model`, as for `options`.
+
+    Raises:
+        LigerzooError: As `shard_model`.
+        ConfigError: As `make_mesh`.
+    """
+    mesh = mesh if isinstance(mesh, DeviceMesh) else make_mesh(mesh or "")
+    return shard_model(model, fsdp_mesh(mesh), param_dtype=param_dtype, **options)
