@@ -29,12 +29,12 @@ from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_lo
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from ligerzoo.kernels.linears import linear_glu, linears
 from ligerzoo.kernels.logit_filter import FilterBounds, filter_bounds
-from ligerzoo.kernels.lora import LowRank, lora_linears
+from ligerzoo.kernels.lora import lora_linears
 from ligerzoo.kernels.lora_experts import lora_experts_mlp
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
-from ligerzoo.kernels.low_rank_glu import LowRankTerms
+from ligerzoo.kernels.low_rank import LowRank, LowRankTerms
 from ligerzoo.kernels.packed_attention import packed_attention
 from ligerzoo.kernels.packing import Packing, pack_documents
 from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm

@@ -47,7 +47,7 @@ from ligerzoo.kernels.dispatch import (
 )
 from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product, grouped_sum
-from ligerzoo.kernels.lora import LowRank, low_rank_product
+from ligerzoo.kernels.low_rank import LowRank, low_rank_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute

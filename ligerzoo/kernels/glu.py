@@ -25,8 +25,8 @@ from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, autocast, dtype_of_products, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.lora import LowRank, low_rank_product, update_gradients
-from ligerzoo.kernels.low_rank_glu import LowRankTerms
+from ligerzoo.kernels.lora import update_gradients
+from ligerzoo.kernels.low_rank import LowRank, LowRankTerms, low_rank_product
 from ligerzoo.kernels.low_rank_glu_gradients import low_rank_glu_gradients
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register

@@ -22,7 +22,7 @@ from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differen
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.few_rows import gate_few_rows, project_few_rows, uses_few_rows
 from ligerzoo.kernels.glu import glu
-from ligerzoo.kernels.row_sums import unsplit_linear
+from ligerzoo.kernels.row_sums import unsplit_linears
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 
@@ -33,14 +33,12 @@ def reference(
     scales: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """`linears` in plain torch: the specification, the CPU path and the test oracle. Dequantizes weights in fp32."""
-    dtype = x.dtype
-    if scales is not None:
-        wide = accumulation_dtype(dtype)
-        x = x.to(wide)
-        weights = [weight.to(wide) * scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
-        biases = [None if bias is None else bias.to(wide) for bias in biases]
-    products = tuple([unsplit_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
-    return products if scales is None else tuple(y.to(dtype) for y in products)
+    if scales is None:
+        return unsplit_linears(x, weights, biases)
+    wide = accumulation_dtype(x.dtype)
+    weights = [weight.to(wide) * scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
+    biases = [None if bias is None else bias.to(wide) for bias in biases]
+    return tuple(y.to(x.dtype) for y in unsplit_linears(x.to(wide), weights, biases))
 
 
 class _Linears(FusedFunction):
@@ -53,7 +51,7 @@ class _Linears(FusedFunction):
         biases = parameters[count:]
         if uses_few_rows(x, weights, biases, "auto"):  # in this mode, gradients are not recorded
             return project_few_rows(x, weights, biases)
-        return reference(x, weights, biases)
+        return unsplit_linears(x, weights, biases)
 
     @staticmethod
     @once_differentiable
@@ -119,24 +117,24 @@ def linears(
             f"{_shapes(factors)}; expected shapes (..., H), (O_i, H) and (O_i,) or None, as many biases and scales as "
             "weights"
         )
-    return compute_linears(x, weights, biases, scales, backend)
+    if scales is None:
+        return compute_linears(x, weights, biases, backend)
+    if uses_few_rows(x, weights, biases, backend, scales):
+        return project_few_rows(x, weights, biases, scales)
+    return reference(x, weights, biases, scales)
 
 
 def compute_linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor] | None,
-    backend: Backend,
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend
 ) -> tuple[Tensor, ...]:
-    """`linears` without checks, for layers."""
-    if uses_few_rows(x, weights, biases, backend, scales):
-        return project_few_rows(x, weights, biases, scales)
+    """`linears` of weights in floating point without checks, for layers."""
+    if uses_few_rows(x, weights, biases, backend):
+        return project_few_rows(x, weights, biases)
     present = [bias for bias in biases if bias is not None]
-    if scales is not None or not (torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend)):
-        return reference(x, weights, biases, scales)
-    x, *parameters = autocast(x, *weights, *biases)
-    return _Linears.apply(x, len(weights), *parameters)
+    if torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend):
+        x, *parameters = autocast(x, *weights, *biases)
+        return _Linears.apply(x, len(weights), *parameters)
+    return unsplit_linears(x, weights, biases)
 
 
 def _shapes(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:

@@ -24,42 +24,18 @@ of a gated linear unit are added by its kernels instead, see `low_rank_glu`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, uses_triton
+from ligerzoo.kernels.low_rank import LowRank, low_rank_product
 from ligerzoo.kernels.low_rank_gradients import low_rank_gradients, scaled_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.row_sums import unsplit_linear, unsplit_sum
 from ligerzoo.tensor_checks import check_floats
-
-
-class LowRank(NamedTuple):
-    """A low-rank update of a weight, scale * b @ a.
-
-    Attributes:
-        a: (r, H), of stacked weights (E, r, H).
-        b: (O, r), of stacked weights (E, O, r).
-        scale: factor of the product.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    def to(self, dtype: torch.dtype) -> LowRank:
-        """Returns the update with matrices of this dtype."""
-        return LowRank(self.a.to(dtype), self.b.to(dtype), self.scale)
-
-
-def low_rank_product(x: Tensor, update: LowRank) -> Tensor:
-    """Computes scale * x @ a.T @ b.T in the dtype of x, (..., H) -> (..., O)."""
-    a, b, scale = update.to(x.dtype)
-    return scale * F.linear(F.linear(x, a), b)
 
 
 def update_gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float, needs_b: bool) -> tuple[Tensor, Tensor | None]:
@@ -232,25 +208,11 @@ def compute_lora_linears(
     """`lora_linears` without checks, for layers."""
     x, *parameters = autocast(x, *weights, *biases)
     weights, biases = parameters[: len(weights)], parameters[len(weights) :]
-    present = [t for t in parameters if t is not None]
-    if all(update is None for update in updates) or not uses_triton(x, *present, backend=backend):
+    present = [bias for bias in biases if bias is not None]
+    if not (any(updates) and uses_triton(x, *weights, *present, backend=backend)):
         return reference(x, weights, biases, updates, None if dropped is None else dropped.to(x.dtype))
     scales = tuple(None if update is None else update.scale for update in updates)
     matrices = zip(*((None, None) if update is None else update[:2] for update in updates), strict=True)
     flat = [matrix for group in matrices for matrix in group]
     dropped = None if dropped is None else dropped.to(x.dtype)
     return _LoRALinears.apply(x, dropped, scales, *weights, *biases, *flat)
-
-
-def row_norms(weight: Tensor, update: LowRank) -> Tensor:
-    """Returns the norms of the rows of W + s B A, (O,) in fp32 or fp64, without this matrix. Not differentiable.
-
-    ||w + s b A||^2 = ||w||^2 + 2 s (w A^T) b^T + s^2 (b A A^T) b^T for each row w of W and b of B.
-    """
-    with torch.no_grad():
-        dtype = accumulation_dtype(weight.dtype)
-        a, b, _ = update.to(dtype)
-        squares = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
-        cross = F.linear(weight, update.a.to(weight.dtype)).to(dtype)
-        inner = 2 * update.scale * cross + update.scale**2 * (b @ (a @ a.T))
-        return (squares + (inner * b).sum(1)).clamp(min=0).sqrt()

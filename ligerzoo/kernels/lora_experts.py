@@ -15,7 +15,7 @@ from ligerzoo.kernels.experts import (
     contiguous_biases,
 )
 from ligerzoo.kernels.gating import GatedActivation
-from ligerzoo.kernels.lora import LowRank
+from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
 

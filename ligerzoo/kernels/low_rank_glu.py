@@ -19,6 +19,7 @@ from torch import Tensor
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
 from ligerzoo.kernels.dispatch import as_rows, cdiv, empty_result, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.low_rank import LowRankTerms
 from ligerzoo.kernels.registration import register
 
 MAX_RANK = 32
@@ -29,40 +30,6 @@ _ROWS, _COLUMNS, _TILES, _WARPS, _STAGES = 16, 128, 8, 4, 3
 
 Fewer than 64 rows: see `delta_chunks.PREPARE`.
 """
-
-
-class LowRankTerms(NamedTuple):
-    """What is added to gate and up: `gate_scale * h_g @ gate_b.T` and `up_scale * h_u @ up_b.T`.
-
-    Attributes:
-        h: (..., r_g + r_u), h_g and h_u, in the dtype of gate and up.
-        gate_b: (I, r_g), of any dtype: rounded to that of h.
-        up_b: (I, r_u), likewise.
-        gate_scale: factor.
-        up_scale: factor.
-    """
-
-    h: Tensor
-    gate_b: Tensor
-    up_b: Tensor
-    gate_scale: float
-    up_scale: float
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """r_g and r_u."""
-        return self.gate_b.shape[1], self.up_b.shape[1]
-
-    def contiguous(self) -> LowRankTerms:
-        """Returns the terms as kernels read them: rows of h, contiguous gate_b and up_b."""
-        h, gate_b, up_b, *scales = self
-        return LowRankTerms(as_rows(h), gate_b.contiguous(), up_b.contiguous(), *scales)
-
-    def add(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sums in plain torch."""
-        gate_h, up_h = self.h.split(self.ranks, -1)
-        gate = gate + self.gate_scale * (gate_h @ self.gate_b.to(gate_h.dtype).T)
-        return gate, up + self.up_scale * (up_h @ self.up_b.to(up_h.dtype).T)
 
 
 def reference(gate: Tensor, up: Tensor, terms: LowRankTerms, activation: Activation = "silu") -> Tensor:

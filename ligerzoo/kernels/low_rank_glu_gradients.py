@@ -26,7 +26,8 @@ from torch import Tensor
 from ligerzoo.kernels.activation import Activation, activate
 from ligerzoo.kernels.dispatch import empty_gradient, multiprocessors, padded_size
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.low_rank_glu import LowRankTerms, load_b, load_h, load_with_term, rows_of
+from ligerzoo.kernels.low_rank import LowRankTerms
+from ligerzoo.kernels.low_rank_glu import load_b, load_h, load_with_term, rows_of
 from ligerzoo.kernels.low_rank_gradients import split_matrix, sum_parts
 from ligerzoo.kernels.registration import register
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -256,7 +256,7 @@ def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         return torch.cat([unsplit_linear(x, *part) for part in parts], -1)
     if not in_kernel and (missing := -features % _ALIGNMENT):
         return unsplit_linear(F.pad(x, (0, missing)), F.pad(weight, (0, missing)), bias)
-    rows, shape = as_rows(x), (*x.shape[:-1], outputs)
+    rows, shape = x.reshape(-1, features), (*x.shape[:-1], outputs)
     if in_kernel:
         return _OrderedProduct.apply(rows, weight, bias).view(shape)
     if bias is None:  # torch leaves only products with a bias to cuBLASLt
@@ -272,6 +272,11 @@ def unsplit_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
             return torch.addmm(_aligned(bias), _aligned(rows), _aligned(weight).T).view(shape)
         finally:
             options.allow_bf16_reduced_precision_reduction = before
+
+
+def unsplit_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`unsplit_linear` of each weight."""
+    return tuple([unsplit_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
 
 def unsplit_sum(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float) -> Tensor:

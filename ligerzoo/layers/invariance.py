@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import exact_attention
-from ligerzoo.kernels.lora import LowRank, compute_lora_linears
+from ligerzoo.kernels.lora import compute_lora_linears
+from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.projection import linear

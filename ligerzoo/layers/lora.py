@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE, PROBABILITY, check
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.kernels.lora import LowRank, low_rank_product, row_norms
 from ligerzoo.kernels.lora_experts import lora_experts_mlp
+from ligerzoo.kernels.low_rank import LowRank, low_rank_product, row_norms
 from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.exactness import Obstacle

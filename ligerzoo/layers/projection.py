@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from ligerzoo.kernels import activation_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.dispatch import Backend, dtype_of_products, uses_triton
-from ligerzoo.kernels.few_rows import FEW_ROWS_DTYPES, gate_few_rows, uses_few_rows
+from ligerzoo.kernels.few_rows import FEW_ROWS_DTYPES, gate_few_rows, project_few_rows, uses_few_rows
 from ligerzoo.kernels.glu import compute_glu, compute_glu_linear
 from ligerzoo.kernels.linears import compute_linears
-from ligerzoo.kernels.lora import LowRank, compute_lora_linears, low_rank_product, stacked_a
-from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
+from ligerzoo.kernels.lora import compute_lora_linears, stacked_a
+from ligerzoo.kernels.low_rank import LowRank, LowRankTerms, low_rank_product
+from ligerzoo.kernels.low_rank_glu import MAX_RANK
 from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable, recomputed
 from ligerzoo.kernels.row_sums import splits_row_sums, would_split
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
@@ -90,14 +91,18 @@ class LinearTerms(NamedTuple):
         """Whether x' is not x."""
         return self.adapter is not None and self.adapter.lora_dropout > 0
 
-    def rescale(self, y: Tensor, level: Recompute | None = None) -> Tensor:
-        """Multiplies y, (..., O), by DoRA's factors and adds the bias; `level` as in `project`."""
-        if not self.rescales or self.adapter is None:
-            return y
-        return recomputed(_rescale, y, self.adapter.row_factors(), self.bias, level=level)
+    @property
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """DoRA's factors of the outputs, and the bias that is added after them."""
+        return None if self.adapter is None else self.adapter.row_factors(), self.bias
+
+    def rescale(self, y: Tensor) -> Tensor:
+        """Multiplies y, (..., O), by DoRA's factors and adds the bias."""
+        return _rescale(y, *self.factors) if self.rescales else y
 
 
-def _rescale(y: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
+def _rescale(y: Tensor, factors: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert factors is not None
     y = (y * factors).to(y.dtype)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -174,10 +179,11 @@ class Operands(NamedTuple):
         weights, biases, scales, updated = self
         if updated is not None:
             return self._updated_products(x, updated, backend, level) if _trains_or_is_exact() else None
-        if scales is not None and not uses_few_rows(x, weights, biases, backend, scales):
-            return None
-        outputs = compute_linears(x, weights, biases, scales, backend)
-        if level is not None and scales is None and is_recording():
+        if scales is not None:
+            is_fused = uses_few_rows(x, weights, biases, backend, scales)
+            return project_few_rows(x, weights, biases, scales) if is_fused else None
+        outputs = compute_linears(x, weights, biases, backend)
+        if level is not None and is_recording():
             again = partial(_products, backend, len(weights))
             recomputable(outputs, again, x, *weights, *biases, level=level)
         return outputs
@@ -197,13 +203,16 @@ class Operands(NamedTuple):
             return compute_lora_linears(x, self.weights, self.biases, updates, dropped, backend)
 
         outputs = recomputed(compute, x, dropped, *parameters, level=level)
-        return tuple(one.rescale(y, level) for y, one in zip(outputs, updated, strict=True))
+        return tuple(
+            recomputed(_rescale, y, *one.factors, level=level) if one.rescales else y
+            for y, one in zip(outputs, updated, strict=True)
+        )
 
 
 def _products(backend: Backend, count: int, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
     """Computes products again: of `count` weights, and biases, or none."""
     biases = parameters[count:] or [None] * count
-    return compute_linears(x, parameters[:count], biases, None, backend)
+    return compute_linears(x, parameters[:count], biases, backend)
 
 
 def project(
@@ -303,7 +312,7 @@ def low_rank_parts(
         return None
     first, second = updates
     a = stacked_a(dtype, first.a, second.a)
-    gate_y, up_y, h = compute_linears(x, [*weights, a], [None] * 3, None, backend)
+    gate_y, up_y, h = compute_linears(x, [*weights, a], [None] * 3, backend)
     recomputable((gate_y, up_y), partial(_products, backend, 2), x, *weights, level=Recompute.MLP)
     recomputable((h,), partial(_products, backend, 1), x, a, level=Recompute.BLOCK)
     return gate_y, up_y, LowRankTerms(h, first.b, second.b, first.scale, second.scale)

@@ -18,7 +18,7 @@ from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.glu import _Needs as GLUNeeds
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.layer_norm import _Needs as LayerNormNeeds
-from ligerzoo.kernels.low_rank_glu import LowRankTerms
+from ligerzoo.kernels.low_rank import LowRankTerms
 from ligerzoo.kernels.packed_attention import _Results as Results
 from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.rms_norm import _Needs as RMSNormNeeds

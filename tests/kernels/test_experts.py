@@ -13,7 +13,7 @@ from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
-from ligerzoo.kernels.lora import LowRank
+from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, judge, judge_draws

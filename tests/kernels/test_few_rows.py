@@ -177,4 +177,4 @@ def test_a_bias_of_another_length_is_left_to_torch(device: str) -> None:
     options: Any = {"dtype": HALF_DTYPE, "device": device}
     x, weight, bias = torch.randn(2, 16, **options), torch.randn(8, 16, **options), torch.zeros(7, **options)
     with torch.no_grad(), pytest.raises(RuntimeError):
-        compute_linears(x, [weight], [bias], None, "triton")
+        compute_linears(x, [weight], [bias], "triton")

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from ligerzoo.kernels.lora import LowRank, lora_linears
+from ligerzoo.kernels.lora import lora_linears
+from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt

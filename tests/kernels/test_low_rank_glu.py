@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.glu import glu_linear, linear_reference
-from ligerzoo.kernels.lora import LowRank
-from ligerzoo.kernels.low_rank_glu import MAX_RANK, LowRankTerms
+from ligerzoo.kernels.low_rank import LowRank, LowRankTerms
+from ligerzoo.kernels.low_rank_glu import MAX_RANK
 from ligerzoo.kernels.recompute import Recompute, recomputing
 from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers import GatedMLP, projection
