@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,3 +213,31 @@ def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 10  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_the_activation_of_the_guide_passes_the_tests_of_kernels(tmp_path: Path) -> None:
+    """Makes the guide's changes in a copy of the package, and runs the tests that follow the table of activations."""
+    for name in ("ligerzoo", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    guide = (ROOT / "docs" / "adding-a-kernel.md").read_text(encoding="utf-8")
+    found = re.findall(
+        r"^   ```python\n   # ligerzoo/kernels/activation.py: .*\n((?:   .*\n)+?)   ```", guide, re.MULTILINE
+    )
+    row, function, branch = (textwrap.dedent(block) for block in found)
+    file = tmp_path / "ligerzoo/kernels/activation.py"
+    text = file.read_text(encoding="utf-8").replace('"quick_gelu", "relu2"]', '"quick_gelu", "relu2", "mish"]')
+    file.write_text(text.replace("@jit\ndef activate", f"{function}\n\n@jit\ndef activate"), encoding="utf-8")
+    insert_after(file, "ACTIVATIONS: dict[Activation, ActivationFunction] = {\n", textwrap.indent(row, "    "))
+    insert_after(file, "        return _relu2_with_slope(x)\n", textwrap.indent(branch, "    "))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "-k", "mish"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 30  # type: ignore[index]

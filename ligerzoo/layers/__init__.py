@@ -1,4 +1,112 @@
-"""Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
+"""Layers to compose transformers from. Constructors take plain numbers and modules, never a config.
+
+docs/catalogue.md has an example of each layer, docs/composing.md says how they fit together, and docs/recipes.md how to
+write your own. `help(ligerzoo.layers.Attention)` lists the arguments of one.
+
+Attention
+    Attention                             attention with grouped queries
+    SinkAttention                         attention with sinks
+    GatedAttention                        attention with an output gate
+    AllHeadsRMSNorm                       norms of queries and keys over all heads
+    RotaryNormAttention                   norms of queries and keys after rotation
+    LatentAttention                       latent attention (MLA)
+    GatedDeltaNet                         linear attention (gated delta rule)
+    CausalConv1d                          a short causal convolution
+    CrossAttention                        cross-attention
+    CrossAttentionInputs                  what cross-attention attends to
+    attend                                attention as a function
+
+Positions
+    RotaryEmbedding                       rotary embedding (RoPE)
+    ReversedRotaryEmbedding               rotation by negative angles
+    SectionedRotaryEmbedding              positions in time, height and width (M-RoPE)
+    InterleavedSectionedRotaryEmbedding   interleaved M-RoPE
+    AxialRotaryEmbedding                  positions in rows and columns
+    sectioned                             sections of angles
+    interleaved                           interleaved sections of angles
+
+Norms
+    RMSNorm                               RMSNorm
+    GatedRMSNorm                          RMSNorm with an output gate
+    LayerNorm                             LayerNorm, with or without a bias
+
+MLPs and activations
+    GatedMLP                              an MLP with a gate (SwiGLU)
+    MLP                                   an MLP without a gate
+    UngatedMLP                            squared ReLU
+    XIELU                                 a trainable activation
+
+Mixtures of experts
+    MoE                                   a mixture of experts
+    Experts                               the experts
+    Router                                a softmax router
+    SigmoidRouter                         a router without softmax (sigmoid, balancing bias)
+    LogitRouter                           a router that selects by logits
+    BiasedRouter                          a softmax router with a balancing bias
+    GroupedRouter                         a softmax router within groups of experts
+    DeepSeekMoE                           shared experts
+    SharedExpertMoE                       a shared expert with a gate
+    load_balancing_loss                   a load-balancing loss
+
+Blocks
+    PreNormBlock                          norms before the branches (pre-norm)
+    PostNormBlock                         norms after the branches (OLMo 2)
+    SandwichBlock                         norms before and after (sandwich)
+    ScaledPreNormBlock                    branches times a constant (muP)
+    GatedPreNormBlock                     branches times a learned gate
+    LinearAttentionBlock                  a block of linear attention
+    CrossAttentionBlock                   a block of cross-attention
+
+Embeddings, decoder and head
+    Embedding                             embeddings of tokens
+    ScaledEmbedding                       embeddings times a constant (Gemma)
+    Linear                                a linear layer
+    Decoder                               a whole decoder
+    BlockStack                            blocks alone
+    LMHead                                the head, with a loss that never holds all logits
+    shifted_labels                        the targets of labels
+
+Masks, packed rows and outputs
+    Context                               padding, positions and packed rows
+    Mask                                  a mask of intervals
+    TileMask                              a mask of tiles
+    LayerOutputs                          attention probabilities, router logits, hidden states
+
+Caches
+    KVCache                               the cache of a decoder
+    LayerCache                            what every cache of a layer has
+    TokenCache                            a cache that grows
+    RollingLayerCache                     a cache of a sliding window
+    StaticLayerCache                      a cache of fixed size
+    CrossAttentionLayerCache              a cache of image states
+    RecurrentLayerCache                   a cache of the states of linear attention
+    StaticRecurrentLayerCache             a cache of such states of fixed size
+
+Images
+    PatchEmbedding                        patches of any images
+    ImageEmbedding                        images of one size
+    ImageTower                            a vision tower for images of one size
+    PoolingProjector                      the mean of squares of patches
+    PatchMerger                           one embedding of several patches
+    MergerMLP                             the same as one MLP
+    VisionTower                           a vision tower for images and videos of any size
+    WindowedVisionTower                   a vision tower with windows
+    DeepStackVisionTower                  a vision tower with features of inner blocks (DeepStack)
+    DeepStack                             features that are added between blocks
+    ResampledPositionEmbedding            learned positions for images of any size
+    TileEmbedding                         embeddings of tiles
+    TilePositionEmbedding                 positions within tiles
+    TiledVisionTower                      a vision tower for images in tiles
+    tile_cross_attention_inputs           which tiles a token attends to
+    scatter_embeddings                    embeddings in the positions of image tokens
+    masked_index                          indices of image tokens
+    Grids                                 images as grids of tokens
+    grid_positions                        positions of images in a text (M-RoPE)
+    repeated_items                        images of repeated rows
+
+All layers
+    set_backend                           a backend for all layers
+"""
 
 from ligerzoo.layers.attention import Attention, GatedAttention, RotaryNormAttention, SinkAttention
 from ligerzoo.layers.attention_paths import attend
