@@ -12,20 +12,16 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property, partial
-from itertools import repeat
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.kernels.cuda_graph import capture
-from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers import Attention, Linear, LMHead, MoE, RotaryEmbedding
-from ligerzoo.layers.capture import capture_obstacle, never_reads_values
-from ligerzoo.layers.lora import LoRAHead, LoRALayer, LoRALinear
-from ligerzoo.layers.plain import is_plain_tensor
-from ligerzoo.layers.quantized import is_quantized, stored_tensors
+from ligerzoo.layers import RotaryEmbedding
+from ligerzoo.layers.plain import all_modules, is_plain_tensor
+from ligerzoo.layers.quantized import stored_tensors
 
 T = TypeVar("T")
 
@@ -242,7 +238,7 @@ class ModelGraphs:
 
 def _addresses(model: nn.Module) -> list[tuple[object, ...]]:
     """Returns where the weights and buffers of a model are."""
-    parts = (part for module in modules_of(model) for part in (module._parameters, module._buffers))
+    parts = (part for module in all_modules(model) for part in (module._parameters, module._buffers))
     weights = (weight for part in parts for weight in part.values() if weight is not None)
     tensors = (tensor for x in weights for tensor in ([x] if is_plain_tensor(x) else stored_tensors(x)))
     return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
@@ -269,66 +265,11 @@ def release_decode_graphs(model: nn.Module) -> None:
     _GRAPHS.pop(model, None)
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the model and all modules in it, shared ones several times. Faster than `nn.Module.modules`."""
-    modules = [model]
-    for module in modules:  # which grows
-        modules += [child for child in module._modules.values() if child is not None]
-    return modules
-
-
-def has_static_decoding(model: nn.Module) -> bool:
-    """Whether a model can decode in a `StaticBatch`: its KV caches can have a fixed size, and attention is causal."""
-    attentions = (module for module in modules_of(decoder_of(model)) if isinstance(module, Attention))
-    is_causal = all(attention.is_causal for attention in attentions)
-    return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    """Returns the part of a model whose layers have KV caches: without a vision tower, if it has one."""
-    return cast(nn.Module, getattr(model, "model", model))
-
-
 def independent_length(model: nn.Module) -> int | None:
     """Returns the length of a sequence up to which no token depends on later ones; None for no limit.
 
     Beyond it, the rotary frequencies depend on the longest row (rope types dynamic and longrope).
     """
-    lengths = [module.max_independent_length for module in modules_of(model) if isinstance(module, RotaryEmbedding)]
+    lengths = [module.max_independent_length for module in all_modules(model) if isinstance(module, RotaryEmbedding)]
     lengths.append(model.new_cache().max_valid_length)  # type: ignore[operator]
     return min((length for length in lengths if length is not None), default=None)
-
-
-def can_capture(model: nn.Module) -> bool:
-    """Whether the steps of a model can run as captured graphs.
-
-    They can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
-    wrappers and tensor subclasses except linear layers with weights that torchao has quantized, its experts run in
-    Triton, it has text inputs only, see `has_static_decoding`, and neither autocast nor a compiler is active.
-    """
-    device = getattr(model, "device", None)
-    return (
-        device is not None
-        and device.type == "cuda"
-        and not getattr(model, "modalities", ())
-        and not DEBUG  # its checks are host syncs
-        and not torch.is_autocast_enabled("cuda")
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.compiler.is_compiling()
-        and all(map(_is_known, modules_of(model), repeat(device)))
-        and has_static_decoding(model)
-    )
-
-
-def _is_known(module: nn.Module, device: torch.device) -> bool:
-    if isinstance(module, LoRALayer) and (module.lora_dropout or not module.lora_enabled):
-        return False  # they are disabled for a while only, see `adapters_disabled`
-    if isinstance(module, MoE) and module.training and module.jitter_noise:
-        return False
-    may_be_quantized = type(module) in (nn.Linear, Linear, LMHead, LoRALinear, LoRAHead)
-    for weight in module._parameters.values():
-        if not is_plain_tensor(weight) and not (may_be_quantized and is_quantized(weight)):
-            return False
-        if weight is not None and weight.device != device:
-            return False
-    return capture_obstacle(module) is None and never_reads_values(module)

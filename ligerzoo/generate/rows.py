@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
-from ligerzoo.generate.graphs import GraphPool, can_capture, independent_length, model_graphs
+from ligerzoo.generate.graphs import GraphPool, independent_length, model_graphs
 from ligerzoo.generate.options import (
     DEFAULT_CACHE,
     CacheOptions,
@@ -24,6 +24,7 @@ from ligerzoo.generate.options import (
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.slots import CAPTURED_TOKENS, Slots
 from ligerzoo.layers import KVCache
+from ligerzoo.layers.capture import can_capture
 from ligerzoo.layers.static_cache import DECODE_TOKENS
 
 

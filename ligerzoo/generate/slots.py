@@ -17,15 +17,13 @@ from ligerzoo.generate.graphs import (
     GraphPool,
     ModelGraphs,
     StaticBatch,
-    can_capture,
-    decoder_of,
-    has_static_decoding,
     independent_length,
     model_graphs,
 )
 from ligerzoo.generate.options import DEFAULT_CACHE, CacheOptions, require
 from ligerzoo.kernels.dispatch import next_power_of_2
 from ligerzoo.layers import KVCache
+from ligerzoo.layers.capture import can_capture, decoder_of, has_static_decoding
 from ligerzoo.layers.kv_cache import cache_size
 
 PREFILL_TOKENS = 16384

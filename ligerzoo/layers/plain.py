@@ -15,6 +15,14 @@ def find_modules(model: nn.Module, *kinds: type[M]) -> list[M]:
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the model and all modules in it, shared ones several times. Faster than `nn.Module.modules`."""
+    modules = [model]
+    for module in modules:  # which grows
+        modules += [child for child in module._modules.values() if child is not None]
+    return modules
+
+
 def is_plain(module: nn.Module, *kinds: type[M]) -> TypeGuard[M]:
     """Whether `module` computes exactly what one of `kinds` does, so that a fused kernel may read its weights directly.
 

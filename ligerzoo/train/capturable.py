@@ -1,83 +1,33 @@
-"""Finds the reason why a part of a training step cannot be captured in a CUDA graph.
+"""Which models, inputs and optimizers of a training step may be captured in a CUDA graph.
 
-A graph repeats the kernels of one step. So nothing in the step may read values on the host, allocate in another way in
-each step, or run Python between the kernels. Each function returns the reason why something cannot be
-captured, as a clause for a message, or None.
+An obstacle is why something cannot be captured, a clause for a message; see `ligerzoo.layers.capture`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType
 
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.kernels.recompute import Recompute
-from ligerzoo.layers import Decoder
-from ligerzoo.layers.capture import capture_obstacle, never_reads_values
-from ligerzoo.layers.plain import find_modules, is_plain_tensor
+from ligerzoo.layers.capture import training_obstacle
+from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.train.optimizers.clipped_step import steps_in_backward
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer
 
 _NUMBERS = (int, float, bool, str, NoneType)
 
 
-def reason_against_model(model: nn.Module, *, trusts_layers: bool) -> str | None:
-    """Why forward and backward of the model cannot be captured.
-
-    Args:
-        model: the model.
-        trusts_layers: whether layers of other packages than ligerzoo and torch may be captured.
-    """
-    parameters = list(model.parameters())
-    if (reason := _reason_against_device(parameters)) is not None:
-        return reason
-    if DEBUG:
-        return "LIGERZOO_DEBUG=1 reads values on the host"
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
-        return "the model is compiled"
-    if not is_plain_tensor(*parameters):
-        return "the weights are sharded or quantized"
-    if any(parameter._backward_hooks or steps_in_backward(parameter) for parameter in parameters):
-        return "parameters have hooks, such as those of an optimizer in backward"
-    for name, module in model.named_modules():
-        if (reason := _reason_against_module(module, trusts_layers)) is not None:
-            return f"{name or 'the model'} ({type(module).__name__}) {reason}"
-    if _checkpoints_blocks(model) and any(map(_is_random, model.modules())):
-        return "activation checkpointing restores the random numbers of dropout from the host"
-    return None
-
-
-def _reason_against_device(parameters: Iterable[Tensor]) -> str | None:
-    devices = {parameter.device for parameter in parameters}
-    return None if len(devices) == 1 and devices.pop().type == "cuda" else "the model is not on one GPU"
-
-
-def _reason_against_module(module: nn.Module, trusts_layers: bool) -> str | None:
-    if (obstacle := capture_obstacle(module)) is not None:
+def model_obstacle(model: nn.Module, *, trusts_layers: bool) -> str | None:
+    """Why forward and backward of the model cannot be captured; see `training_obstacle`."""
+    if (obstacle := training_obstacle(model, trusts_layers=trusts_layers)) is not None:
         return obstacle
-    if not trusts_layers and not never_reads_values(module):
-        return 'is not a layer of ligerzoo or torch; capture="on" captures it nevertheless'
-    return None
+    has_hooks = any(parameter._backward_hooks or steps_in_backward(parameter) for parameter in model.parameters())
+    return "parameters have hooks, such as those of an optimizer in backward" if has_hooks else None
 
 
-def _checkpoints_blocks(model: nn.Module) -> bool:
-    decoders = find_modules(model, Decoder)
-    return any(Recompute.BLOCK in decoder.activation_plan for decoder in decoders) or any(
-        getattr(module, "gradient_checkpointing", False) for module in model.modules()
-    )
-
-
-def _is_random(module: nn.Module) -> bool:
-    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    return module.training and bool(
-        is_dropout or getattr(module, "jitter_noise", 0.0) or getattr(module, "lora_dropout", 0.0)
-    )
-
-
-def reason_against_inputs(model: nn.Module, inputs: Mapping[str, object]) -> str | None:
+def inputs_obstacle(model: nn.Module, inputs: Mapping[str, object]) -> str | None:
     """Why a forward with these inputs cannot be captured."""
     for name, value in inputs.items():
         if name in getattr(model, "modalities", ()):
@@ -89,7 +39,7 @@ def reason_against_inputs(model: nn.Module, inputs: Mapping[str, object]) -> str
     return None
 
 
-def reason_against_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+def optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the update cannot be captured. Forward and backward can be captured without it."""
     name = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -114,7 +64,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[object
         settings = vars(module)
         state += bool(module._forward_hooks), bool(module._forward_pre_hooks), "forward" in settings
         state += filter(_is_setting, settings.values())
-    if reason_against_optimizer(optimizer) is None:
+    if optimizer_obstacle(optimizer) is None:
         state += _state_of_optimizer(optimizer)
     return tuple(state)
 

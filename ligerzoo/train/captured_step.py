@@ -30,9 +30,9 @@ from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segmen
 from ligerzoo.models.output import CausalLMOutput
 from ligerzoo.tensor_checks import check_num_items
 from ligerzoo.train.capturable import (
-    reason_against_inputs,
-    reason_against_model,
-    reason_against_optimizer,
+    inputs_obstacle,
+    model_obstacle,
+    optimizer_obstacle,
     state_of,
 )
 from ligerzoo.train.optimizers import SkipNonFinite
@@ -209,7 +209,7 @@ class CapturedStep:
         self._eager_steps: Counter[Hashable] = Counter()
         self._failures: dict[Hashable, str] = {}
         self._state: tuple[object, ...] = ()
-        self._state_reason: str | None = None
+        self._state_obstacle: str | None = None
         self._weights = 0
         self.reason: str | None = None
 
@@ -241,7 +241,7 @@ class CapturedStep:
             raise LigerzooError(what, where="CapturedStep", expected=expected)
         self._notice_changes()
         step = _StepInputs(batches, num_items)
-        self.reason = self._reason_against(step)
+        self.reason = self._obstacle(step)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             if self.reason is None and step.signature not in self._graphs:
                 self._capture_graphs(step)
@@ -267,17 +267,17 @@ class CapturedStep:
         if state != self._state:
             self.release()
             self._state = state
-            self._state_reason = reason_against_model(self._model, trusts_layers=self._capture == "on")
+            self._state_obstacle = model_obstacle(self._model, trusts_layers=self._capture == "on")
             self._weights = sum(parameter.numel() for parameter in self._model.parameters())
-        if self._state_reason is None and reason_against_optimizer(self._optimizer) is None:
+        if self._state_obstacle is None and optimizer_obstacle(self._optimizer) is None:
             self._keep_lrs()
 
-    def _reason_against(self, step: _StepInputs) -> str | None:
+    def _obstacle(self, step: _StepInputs) -> str | None:
         """Returns why this step runs eagerly; None if its graphs exist or can be captured now."""
         if self._capture == "off":
             return "capture is off"
         key = step.signature
-        reason = self._state_reason or self._reason_against_inputs(step) or self._failures.get(key)
+        reason = self._state_obstacle or self._inputs_obstacle(step) or self._failures.get(key)
         if reason is not None:
             if self._capture == "on":
                 remedy = 'Use capture="auto", which runs such steps eagerly.'
@@ -291,8 +291,8 @@ class CapturedStep:
             return f"eager step {steps + 1} of {WARMUP_STEPS} before steps of this shape are captured"
         return None
 
-    def _reason_against_inputs(self, step: _StepInputs) -> str | None:
-        if reason := next(filter(None, (reason_against_inputs(self._model, inputs) for inputs in step.batches)), None):
+    def _inputs_obstacle(self, step: _StepInputs) -> str | None:
+        if reason := next(filter(None, (inputs_obstacle(self._model, inputs) for inputs in step.batches)), None):
             return reason
         if len(set(step.layouts)) > 1:
             return "the micro-batches of the step have different shapes"
@@ -360,7 +360,7 @@ class CapturedStep:
                 run = partial(self._forward_backward, graphs.inputs, divisor, step, is_first=is_first)
                 graphs.micro_batches.append(capture_graph(run, pool)[0])
                 pool = graphs.micro_batches[0].pool()
-            if reason_against_optimizer(self._optimizer) is None:
+            if optimizer_obstacle(self._optimizer) is None:
                 with _capturable(self._optimizer):
                     graphs.update, _ = capture_graph(self._update, pool)
             else:
@@ -388,7 +388,7 @@ class CapturedStep:
         if graphs.update is not None:
             graphs.update.replay()
             return
-        self.reason = f"the update runs eagerly: {reason_against_optimizer(self._optimizer)}"
+        self.reason = f"the update runs eagerly: {optimizer_obstacle(self._optimizer)}"
         for parameter, gradient in graphs.gradients.items():
             parameter.grad = gradient
         self._update()

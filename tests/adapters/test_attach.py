@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ligerzoo import adapters
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.graphs import can_capture
 from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt
+from ligerzoo.layers.capture import can_capture
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.layers.projection import project as project_jointly
 from tests.adapters.models import gemma2, gpt_oss, gradients, llama, mixtral, phi3, randomize, token_ids

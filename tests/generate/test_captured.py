@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ligerzoo.generate import Scheduler, graphs, slots
 from ligerzoo.generate import rows as rows_module
-from ligerzoo.generate.graphs import CapturedCall, GraphPool, can_capture, release_decode_graphs
+from ligerzoo.generate.graphs import CapturedCall, GraphPool, release_decode_graphs
 from ligerzoo.layers import SigmoidRouter
+from ligerzoo.layers.capture import can_capture
 from ligerzoo.models import (
     DeepseekV3,
     DeepseekV3Config,

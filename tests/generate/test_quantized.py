@@ -22,8 +22,9 @@ from torchao.quantization import (
 
 from ligerzoo.generate import rows as rows_module
 from ligerzoo.generate import slots
-from ligerzoo.generate.graphs import can_capture, model_graphs
+from ligerzoo.generate.graphs import model_graphs
 from ligerzoo.integrations.torchao import is_linear
+from ligerzoo.layers.capture import can_capture
 from ligerzoo.layers.quantized import as_int8, is_quantized, stored_tensors
 from ligerzoo.models import CausalLM
 from tests.generate.graphs import replace_graphs

@@ -17,7 +17,8 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Completion, Scheduler, Update, generate_many
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
-from ligerzoo.generate.graphs import CapturedCall, can_capture, release_decode_graphs
+from ligerzoo.generate.graphs import CapturedCall, release_decode_graphs
+from ligerzoo.layers.capture import can_capture
 from ligerzoo.layers.kv_cache import cache_size
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig

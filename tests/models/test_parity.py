@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from ligerzoo import AutoModel
 from ligerzoo.convert.architecture import is_beyond_last_layer
-from ligerzoo.generate.graphs import has_static_decoding
 from ligerzoo.layers import Attention, GatedDeltaNet
+from ligerzoo.layers.capture import has_static_decoding
 from ligerzoo.models import CausalLM
 from tests.models.comparing import (
     assert_close,

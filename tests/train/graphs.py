@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ligerzoo.train import capturable, captured_step
+from ligerzoo.layers import capture as layers_capture
+from ligerzoo.train import captured_step
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -62,5 +63,5 @@ def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
         return captured[-1], captured[-1].result
 
     monkeypatch.setattr(captured_step, "capture_graph", capture)
-    monkeypatch.setattr(capturable, "_reason_against_device", lambda parameters: None)
+    monkeypatch.setattr(layers_capture, "_device_obstacle", lambda parameters: None)
     return captured

@@ -466,7 +466,7 @@ def test_the_device_debug_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         step(inputs)
     assert step.reason == "autocast is enabled around the step; pass the dtype as `autocast`"
-    monkeypatch.setattr("ligerzoo.train.capturable.DEBUG", True)
+    monkeypatch.setattr("ligerzoo.layers.capture.DEBUG", True)
     step = CapturedStep(model, make_optimizer(model, lr=1e-3))
     step(inputs)
     assert step.reason == "LIGERZOO_DEBUG=1 reads values on the host"
