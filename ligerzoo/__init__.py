@@ -1,7 +1,8 @@
 """ligerzoo: transformer architectures composed from fused Triton layers, loading Hugging Face checkpoints."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ligerzoo.exports import lazy
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
@@ -31,7 +32,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'ligerzoo' has no attribute {name!r}")
+__getattr__, __dir__ = lazy(__name__, _MODULES)

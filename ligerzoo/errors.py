@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn, Self
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Self
 
 
 class LigerzooError(ValueError):
@@ -104,21 +104,6 @@ def unknown_names(
 ) -> Iterator[tuple[str, str | None]]:
     """Yields the names that are not accepted, each with the remedy of `did_you_mean`, also for `similar` names."""
     return ((name, did_you_mean(name, [*accepted, *similar])) for name in names if name not in accepted)
-
-
-def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """Returns the `__getattr__` of a module whose names have changed: it raises an AttributeError with the new name.
-
-    Args:
-        module: the module's `__name__`.
-        names: the new name by the old one.
-    """
-
-    def __getattr__(name: str) -> NoReturn:
-        hint = f". It is {names[name]} now" if name in names else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
-
-    return __getattr__
 
 
 def warn(message: str) -> None:

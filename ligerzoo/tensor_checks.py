@@ -1,4 +1,4 @@
-"""Tensors that arguments accept: kinds of dtypes, shapes and devices.
+"""Tensors that arguments accept: kinds of dtypes, shapes and devices; and the error about an unknown option.
 
 No check reads a tensor's values, so none is a host sync. In all checks, `name` is the function or module that messages
 name. A value of another type is a `TypeError`, any other invalid value a `ValueError`.
@@ -6,15 +6,21 @@ name. A value of another type is a `TypeError`, any other invalid value a `Value
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import POSITIVE, check
-from ligerzoo.errors import LigerzooError, WrongTypeError
+from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
+from ligerzoo.foreign_names import our_name
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Kind = Literal["floating-point", "integer", "bool"]
 """Kind of a tensor's dtype."""
@@ -107,3 +113,29 @@ def check_num_items(name: str, **counts: Any) -> None:
 
 
 _ITEMS = POSITIVE._replace(expected="a positive number or a 0-d tensor")
+
+
+def unknown_option(name: str, option: str, value: object, names: Collection[str], remedy: str = "") -> WrongTypeError:
+    """Returns the error about an unknown option, with our name for it or the nearest known one."""
+    ours = filter(None, (our_name(option), our_name(value)))
+    hint = ". ".join(ours) or did_you_mean(option, names) or remedy
+    what = f"unknown option {option}={describe_value(value)}"
+    return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=hint or None)
+
+
+def explains_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function, or the `__init__` of a layer, raise `unknown_option` for an option that it does not have."""
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*args, **options)
+        except TypeError:
+            names = inspect.signature(function).parameters
+            for option, value in options.items():
+                if option not in names:
+                    raise unknown_option(name, option, value, names) from None
+            raise
+
+    return call

@@ -24,7 +24,9 @@ FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.g
 ARROWS = {
     "errors": ("", ""),
     "checks": ("errors", ""),
-    "tensor_checks": ("checks errors", ""),
+    "foreign_names": ("checks", ""),
+    "exports": ("foreign_names", ""),
+    "tensor_checks": ("checks errors foreign_names", ""),
     "entries": ("checks errors", ""),
     "device": ("errors", ""),
     "terminal": ("", ""),
@@ -35,9 +37,9 @@ ARROWS = {
     "files": ("checks dtensors entries errors", ""),
     "text": ("checks entries errors files", ""),
     "vision": ("checks entries errors files text", ""),
-    "kernels": ("checks errors tensor_checks", ""),
-    "layers": ("checks kernels tensor_checks", ""),
-    "losses": ("checks errors kernels tensor_checks", ""),
+    "kernels": ("checks errors exports tensor_checks", ""),
+    "layers": ("checks exports kernels tensor_checks", ""),
+    "losses": ("checks errors exports foreign_names kernels tensor_checks", ""),
     "train": (
         "adapters checks convert device dtensors entries errors files generate hub kernels layers ligerzoo losses "
         "memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
@@ -46,13 +48,16 @@ ARROWS = {
     "parallel": ("checks convert device dtensors errors files hub kernels mesh_sizes models", ""),
     "models": ("checks dtensors errors kernels layers tensor_checks", "convert generate"),
     "convert": ("checks dtensors entries errors models", ""),
-    "hub": ("checks convert device dtensors entries errors files kernels models", "vision"),
+    "hub": ("checks convert device dtensors entries errors exports files kernels models", "vision"),
     "adapters": ("checks convert dtensors entries errors files hub layers models", ""),
     "sampling_options": ("checks errors", ""),
-    "generate": ("checks device dtensors errors kernels layers models sampling_options tensor_checks", ""),
-    "memory": ("adapters checks dtensors errors kernels models optimizer_table training_setting", ""),
+    "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),
+    "memory": ("adapters checks dtensors errors exports kernels models optimizer_table training_setting", ""),
     "info": ("convert errors files layers memory models optimizer_table text", ""),
-    "integrations": ("checks convert dtensors errors hub kernels layers ligerzoo models", ""),
+    "integrations": (
+        "checks convert dtensors errors exports foreign_names hub kernels layers ligerzoo models tensor_checks",
+        "",
+    ),
     "doctor": ("kernels layers models train", ""),
     "demo": ("errors files generate models terminal text vision", "layers"),
     "serve": ("checks entries errors generate sampling_options text", ""),
@@ -61,7 +66,7 @@ ARROWS = {
         "adapters demo device doctor files generate hub info integrations models serve text vision",
     ),
     "__main__": ("cli", ""),
-    "ligerzoo": ("", "hub text vision"),
+    "ligerzoo": ("exports", "hub text vision"),
 }
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

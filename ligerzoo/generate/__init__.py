@@ -17,7 +17,7 @@
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
-from ligerzoo.errors import renamed
+from ligerzoo.exports import renamed
 from ligerzoo.generate.api import Completion, ConversationCache, GenerateOutput, generate, generate_many
 from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.graphs import release_decode_graphs

@@ -1,6 +1,6 @@
 """Loads and saves models in Hugging Face format, from and to directories, the Hugging Face hub, and memory."""
 
-from ligerzoo.errors import renamed
+from ligerzoo.exports import renamed
 from ligerzoo.hub.auto import AutoModel as AutoModel
 from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
 from ligerzoo.hub.description import read_config as read_config

@@ -1,7 +1,8 @@
 """Integrations with other libraries, which are optional. Each module imports the library that it is for."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ligerzoo.exports import lazy
 
 if TYPE_CHECKING:
     from ligerzoo.integrations.kernels import AutoKernelModelForCausalLM as AutoKernelModelForCausalLM
@@ -12,8 +13,5 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoKernelModelForCausalLM", "MissingKernelWarning", "ModuleReport", "Report", "apply"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # imported at first use, since they import transformers
-        return getattr(import_module("ligerzoo.integrations.kernels"), name)
-    raise AttributeError(f"module 'ligerzoo.integrations' has no attribute {name!r}")
+# Imported at first use, since they import transformers.
+__getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "ligerzoo.integrations.kernels"))

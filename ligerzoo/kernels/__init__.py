@@ -4,6 +4,9 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 `registration`, `jit`, `tiling`, `math` and `loss`. `ligerzoo.parallel` has the operations on several processes.
 """
 
+from typing import TYPE_CHECKING
+
+from ligerzoo.exports import renamed
 from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.adamw import adamw_update
 from ligerzoo.kernels.adamw_fp8 import adamw_update_fp8
@@ -110,3 +113,6 @@ __all__ = [
     "write_to_cache",
     "xielu",
 ]
+
+if not TYPE_CHECKING:  # a type checker reports a missing name itself
+    __getattr__ = renamed(__name__)

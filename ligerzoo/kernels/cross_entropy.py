@@ -27,7 +27,7 @@ from ligerzoo.kernels.loss.reduction import (
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, Terms, TokenStatistics, Upstream, reference
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, explains_options
 
 
 class _ForwardResults(NamedTuple):
@@ -101,7 +101,8 @@ def cross_entropy(
 ) -> tuple[Tensor, TokenStatistics]: ...
 
 
-def cross_entropy(  # type: ignore[misc]
+@explains_options  # type: ignore[misc]
+def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,

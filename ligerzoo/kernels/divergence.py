@@ -24,7 +24,7 @@ from ligerzoo.kernels.loss.token_divergence import (
     reference,
     reference_divergences_,
 )
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, explains_options
 
 
 def row_divergences_(
@@ -114,6 +114,7 @@ def target_without_ignored(student: Tensor, options: DivergenceOptions) -> tuple
     return target, options._replace(ignore_index=-100)
 
 
+@explains_options
 def kl_div(
     student: Tensor,
     teacher: Tensor,
@@ -153,6 +154,7 @@ def kl_div(
     return _divergence("kl_div", student, teacher, target, options, reduction, num_items, backend)
 
 
+@explains_options
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -179,6 +181,7 @@ def jsd(
     return _divergence("jsd", student, teacher, target, options, reduction, num_items, backend)
 
 
+@explains_options
 def tvd(
     student: Tensor,
     teacher: Tensor,

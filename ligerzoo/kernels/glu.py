@@ -32,7 +32,7 @@ from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import unsplit_linear, unsplit_sum
 from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
-from ligerzoo.tensor_checks import check_floats, check_optional_floats
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, explains_options
 
 
 def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
@@ -283,6 +283,7 @@ def _check_terms(gate: Tensor, terms: LowRankTerms, update: LowRank | None) -> N
         )
 
 
+@explains_options
 def glu(gate: Tensor, up: Tensor, *, activation: Activation = "silu", backend: Backend = "auto") -> Tensor:
     """Computes `a(gate) * up`, elementwise.
 
@@ -311,11 +312,13 @@ def compute_glu(gate: Tensor, up: Tensor, activation: Activation, backend: Backe
     return reference(gate, up, activation)
 
 
+@explains_options
 def swiglu(gate: Tensor, up: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Computes `silu(gate) * up`, see `glu`."""
     return glu(gate, up, activation="silu", backend=backend)
 
 
+@explains_options
 def geglu(
     gate: Tensor, up: Tensor, *, approximate: Literal["tanh", "none"] = "tanh", backend: Backend = "auto"
 ) -> Tensor:

@@ -32,7 +32,7 @@ from ligerzoo.kernels.tiling import (
     row_offsets,
     tile_rows,
 )
-from ligerzoo.tensor_checks import check_floats, check_optional_floats
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, explains_options
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -164,6 +164,7 @@ class _LayerNorm(FusedFunction):
         return *if_needed(_backward(dy, x, weight, mean, rstd, needs), needs), None
 
 
+@explains_options
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, backend: Backend = "auto"
 ) -> Tensor:

@@ -52,7 +52,7 @@ from ligerzoo.kernels.loss.token_loss import (
     token_statistics_from,
 )
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats, check_optional_floats
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, explains_options
 
 
 class SweepOptions(NamedTuple):
@@ -255,7 +255,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, TokenStatistics]: ...
 
 
-def linear_cross_entropy(  # type: ignore[misc]
+@explains_options  # type: ignore[misc]
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -324,6 +325,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     return (loss, mean.statistics(results)) if return_statistics else loss
 
 
+@explains_options
 def token_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -347,6 +349,7 @@ def token_statistics(
     return token_statistics_from(results, target, ignore_index)
 
 
+@explains_options
 def token_logps(
     hidden: Tensor,
     weight: Tensor,

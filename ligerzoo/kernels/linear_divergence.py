@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import FINITE, POSITIVE_OR_NONE, check
-from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import check_divergence, jsd_divergence, row_divergences_, target_without_ignored
@@ -46,7 +46,7 @@ from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, unknown_option
 
 P = ParamSpec("P")
 
@@ -328,10 +328,9 @@ def _divergence_of_heads(
     target: Tensor | None,
     given: LinearDivergenceOptions,
 ) -> Tensor:
-    for option in given:
+    for option, value in given.items():
         if option not in _DEFAULTS:
-            remedy = did_you_mean(option, _DEFAULTS)
-            raise WrongTypeError(f"unknown option {option}", where=name, expected=f"an option of {name}", remedy=remedy)
+            raise unknown_option(name, option, value, _DEFAULTS)
     o: LinearDivergenceOptions = {**_DEFAULTS, **given}
     student = Side("student_", hidden[0], weights[0], o["student_bias"], o["student_logit_scale"], o["student_softcap"])
     teacher = Side("teacher_", hidden[1], weights[1], o["teacher_bias"], o["teacher_logit_scale"], o["teacher_softcap"])

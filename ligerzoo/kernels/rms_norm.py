@@ -35,7 +35,7 @@ from ligerzoo.kernels.tiling import (
     row_launch,
     tile_rows,
 )
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, explains_options
 
 
 def reference(
@@ -288,6 +288,7 @@ def _is_fused(
     return uses_triton(x, *residual, weight, backend=backend) and fits_registers(x, backend)
 
 
+@explains_options
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -322,6 +323,7 @@ def rms_norm(
     return reference(x, weight, eps, weight_offset, round_before_scale)
 
 
+@explains_options
 def residual_rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -362,6 +364,7 @@ def residual_rms_norm(
     return _RMSNorm.apply(x, None, weight, options, False), x
 
 
+@explains_options
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

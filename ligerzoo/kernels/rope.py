@@ -21,7 +21,7 @@ from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differen
 from ligerzoo.kernels.dispatch import Backend, empty_result, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, explains_options
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -203,6 +203,7 @@ def _match(q: torch.Size, k: torch.Size, cos: torch.Size, sin: torch.Size) -> bo
     )
 
 
+@explains_options
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:

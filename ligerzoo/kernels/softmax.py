@@ -19,7 +19,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, load_softcapped
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import FORWARD_TILE, tile
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, explains_options
 
 _MAX_COLUMNS_IN_REGISTERS = 32768  # longer rows are read in blocks
 _BLOCK = 4096  # columns per block of a longer row
@@ -150,6 +150,7 @@ class _Softmax(FusedFunction):
         return _backward(dy, *ctx.saved_tensors)
 
 
+@explains_options
 def softmax(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Computes `exp(x) / sum(exp(x))` over the last dimension, in fp32 whatever the dtype of `x`.
 

@@ -108,6 +108,9 @@ All layers
     set_backend                           a backend for all layers
 """
 
+from typing import TYPE_CHECKING
+
+from ligerzoo.exports import renamed
 from ligerzoo.layers.attention import Attention, GatedAttention, RotaryNormAttention, SinkAttention
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.backend import set_backend
@@ -250,3 +253,6 @@ __all__ = [
     "shifted_labels",
     "tile_cross_attention_inputs",
 ]
+
+if not TYPE_CHECKING:  # a type checker reports a missing name itself
+    __getattr__ = renamed(__name__)

@@ -8,6 +8,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.projection import activate_and_project, check_features, gated_mlp
+from ligerzoo.tensor_checks import explains_options
 
 
 class GatedMLP(nn.Module):
@@ -21,6 +22,7 @@ class GatedMLP(nn.Module):
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,

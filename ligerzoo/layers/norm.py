@@ -10,6 +10,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import is_plain
+from ligerzoo.tensor_checks import explains_options
 
 
 class RMSNorm(nn.Module):
@@ -24,6 +25,7 @@ class RMSNorm(nn.Module):
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -91,6 +93,7 @@ class LayerNorm(nn.Module):
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,

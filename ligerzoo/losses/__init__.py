@@ -4,9 +4,12 @@ Every loss takes hidden states and the weight of the LM head, and never holds al
 
 Each family of losses has its file, with the formulas and their papers: `dpo`, `reference_free` (CPO, SimPO, ORPO),
 `kto`, `grpo` (with PPO) and `distillation`. `objective` evaluates a loss over log-probabilities chunk by chunk;
-`modules` wraps the functions as modules that take a model.
+`modules` wraps the functions as modules that take a model, and `token_losses` those of `ligerzoo.kernels` over tokens.
 """
 
+from typing import TYPE_CHECKING
+
+from ligerzoo.exports import renamed
 from ligerzoo.losses.distillation import distillation_loss
 from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
@@ -29,6 +32,17 @@ from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.options import HeadOptions, LogpOptions
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from ligerzoo.losses.sampler_ratios import sampler_correction
+from ligerzoo.losses.token_losses import (
+    CrossEntropyLoss,
+    JSDLoss,
+    KLDivLoss,
+    LinearCrossEntropyLoss,
+    LinearJSDLoss,
+    LinearKLDivLoss,
+    LinearTVDLoss,
+    TokenLoss,
+    TVDLoss,
+)
 
 __all__ = [
     "CPO",
@@ -36,13 +50,22 @@ __all__ = [
     "GRPO",
     "KTO",
     "ORPO",
+    "CrossEntropyLoss",
     "Distillation",
     "HeadLoss",
     "HeadOptions",
+    "JSDLoss",
+    "KLDivLoss",
+    "LinearCrossEntropyLoss",
+    "LinearJSDLoss",
+    "LinearKLDivLoss",
+    "LinearTVDLoss",
     "LogpOptions",
     "LossOutput",
     "PPOClip",
     "SimPO",
+    "TVDLoss",
+    "TokenLoss",
     "cpo_loss",
     "distillation_loss",
     "dpo_loss",
@@ -57,3 +80,6 @@ __all__ = [
     "sequence_logps",
     "simpo_loss",
 ]
+
+if not TYPE_CHECKING:  # a type checker reports a missing name itself
+    __getattr__ = renamed(__name__)

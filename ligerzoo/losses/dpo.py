@@ -146,7 +146,8 @@ class DPOOptions(MarginOptions):
     """Options of `dpo_loss`.
 
     Attributes:
-        ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. Default: 0.
+        ref_logps: (B,), a constant: `sequence_logps(ref_hidden, ref_weight, target)` of the reference model's hidden
+            states and head weight, computed without gradients and not averaged. Default: 0.
         variant: "sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
             "apo_down" or "discopop".
         beta: the strength of the KL regularization towards the reference model.

@@ -22,9 +22,9 @@ from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import kto_loss
 from ligerzoo.losses.logps import sequence_logps, unpacked
 from ligerzoo.losses.objective import LossOutput
-from ligerzoo.losses.options import HeadOptions, Loss, LossInputs, unknown_option
+from ligerzoo.losses.options import HeadOptions, Loss, LossInputs
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
-from ligerzoo.tensor_checks import describe_value
+from ligerzoo.tensor_checks import describe_value, unknown_option
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass
 from typing import (
     Annotated,
@@ -45,11 +45,11 @@ from ligerzoo.checks import (
     option_values,
     refused,
 )
-from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
+from ligerzoo.errors import LigerzooError, WrongTypeError
+from ligerzoo.foreign_names import our_name
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.loss.token_loss import Terms
-from ligerzoo.losses.names import our_name
-from ligerzoo.tensor_checks import describe_value
+from ligerzoo.tensor_checks import unknown_option
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -199,14 +199,6 @@ class LogpOptions(HeadOptions):
     @property
     def terms(self) -> Terms:
         return Terms(self.logit_scale, self.softcap, self.temperature, ignore_index=self.ignore_index)
-
-
-def unknown_option(name: str, option: str, value: object, names: Collection[str], remedy: str = "") -> WrongTypeError:
-    """Returns the error about an unknown option, with our name for it or the nearest known one."""
-    ours = filter(None, (our_name(option), our_name(value)))
-    hint = ". ".join(ours) or did_you_mean(option, names) or remedy
-    what = f"unknown option {option}={describe_value(value)}"
-    return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=hint or None)
 
 
 class Loss(Protocol[P, R]):

@@ -1,6 +1,6 @@
 """Memory of training: activation plans that fit a budget, and the prediction of a step's memory and work."""
 
-from ligerzoo.errors import renamed
+from ligerzoo.exports import renamed
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.memory.prediction import predict_training

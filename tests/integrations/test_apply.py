@@ -701,6 +701,10 @@ def test_other_arguments_are_refused() -> None:
         apply(tiny("llama"), norm="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"norm=False is an argument of apply; .* Pass kernels={'norm': False}"):
         AutoKernelModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", norm=False)
+    with pytest.raises(TypeError, match=r"swiglu=False is an argument of apply; .* Pass kernels={'mlp': False}"):
+        AutoKernelModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", swiglu=False)
+    with pytest.raises(TypeError, match=r"apply: unknown option rms_norm=True; .* Use norm instead of 'rms_norm'"):
+        apply(tiny("llama"), rms_norm=True)  # type: ignore[call-arg]
     model = tiny("llama")
     with pytest.raises(ValueError, match=r"21 parameters are on the meta device \(model.embed_tokens.weight, ...\)"):
         apply(copy.deepcopy(model).to("meta"))

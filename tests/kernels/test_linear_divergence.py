@@ -373,8 +373,10 @@ def test_the_signature_lists_the_options_and_unknown_ones_are_refused(function: 
     inputs, name = make(7, 17, 33), function.__name__
     defaults = {option: parameters[option].default for option in LinearDivergenceOptions.__annotations__}
     assert torch.equal(function(*inputs, **defaults), function(*inputs))
-    for wrong, hint in (("temprature", r"\. Did you mean 'temperature'\?"), ("loss_type", "$")):
-        with pytest.raises(TypeError, match=rf"^{name}: unknown option {wrong}; expected an option of {name}{hint}"):
+    hints = {"temprature": r"\. Did you mean 'temperature'\?", "jsd_beta": r"\. Use beta instead", "power": "$"}
+    for wrong, hint in hints.items():
+        expected = rf"^{name}: unknown option {wrong}=2.0; expected an option of {name}{hint}"
+        with pytest.raises(TypeError, match=expected):
             function(*inputs, **{wrong: 2.0})
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ligerzoo import checks
 from ligerzoo.errors import LigerzooError, WrongTypeError
+from ligerzoo.foreign_names import OURS
 from ligerzoo.integrations.kernels.attention import recognize_attention
 from ligerzoo.integrations.kernels.compare import ModelResults, difference, hf_models, run_model, signature
 from ligerzoo.integrations.kernels.experts import recognize_experts
@@ -23,12 +24,14 @@ from ligerzoo.integrations.kernels.norms import recognize_norm
 from ligerzoo.integrations.kernels.promised import MissingKernelWarning, missing_kernels
 from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement, reason_to_keep
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
+from ligerzoo.tensor_checks import explains_options
 
 Recognizer: TypeAlias = Callable[[nn.Module], Recognized]
 
 NO_KERNEL = "no kernel replaces this class"
 
 
+@explains_options
 def apply(
     hf_model: nn.Module,
     norm: bool = True,
@@ -113,7 +116,7 @@ def apply(
             "this family. The model computes without it as before. print(report) says why each module was kept. "
             f"transformers is {transformers.__version__}; README.md names the tested versions"
         )
-        warnings.warn(message, MissingKernelWarning, stacklevel=2)
+        warnings.warn(message, MissingKernelWarning, stacklevel=3)  # of the caller of the decorated function
     return report
 
 
@@ -216,18 +219,18 @@ class AutoKernelModelForCausalLM:
             tuple of the model and a dict, as transformers returns.
 
         Raises:
-            TypeError: `kernels` is not a mapping of arguments of `apply`, or an option is an argument of `apply`.
+            TypeError: `kernels` is not a mapping of arguments of `apply`, or an option is an argument of `apply`, or of
+                liger-kernel's `apply_liger_kernel_to_...`.
         """
         kernels = {} if kernels is None else kernels
         switches = [*inspect.signature(apply).parameters][1:]
         if not isinstance(kernels, Mapping) or not set(switches).issuperset(kernels):
             expected = f"a mapping from names of arguments of apply ({', '.join(switches)}) to True or False"
             raise WrongTypeError(f"kernels is {kernels!r}", where="from_pretrained", expected=expected)
-        for name in options.keys() & switches:
-            what, remedy = (
-                f"{name}={options[name]!r} is an argument of apply",
-                f"Pass kernels={{{name!r}: {options[name]!r}}}.",
-            )
+        for name, value in options.items():
+            if (switch := OURS.get(name, name)) not in switches:
+                continue
+            what, remedy = f"{name}={value!r} is an argument of apply", f"Pass kernels={{{switch!r}: {value!r}}}."
             raise WrongTypeError(what, where="from_pretrained", expected="options of transformers", remedy=remedy)
         loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

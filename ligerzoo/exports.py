@@ -1,0 +1,55 @@
+"""What packages export: names that are imported at first use, and hints for names that a package does not have."""
+
+from __future__ import annotations
+
+import opcode
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import FrameType
+from typing import Any, NoReturn
+
+from ligerzoo.foreign_names import our_public_name
+
+
+def renamed(module: str, names: Mapping[str, str] | None = None) -> Callable[[str], NoReturn]:
+    """Returns the `__getattr__` of a module: it raises an AttributeError with our name for an old or a foreign one.
+
+    Args:
+        module: the module's `__name__`.
+        names: the new name by the old one.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        new = names.get(name) if names else None
+        _raise_missing(module, name, f"It is {new} now" if new else our_public_name(name), sys._getframe(1))
+
+    return __getattr__
+
+
+def lazy(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` of a package that imports what it exports at first use.
+
+    Args:
+        package: the package's `__name__`.
+        modules: the module of each name.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name in modules:
+            return getattr(import_module(modules[name]), name)
+        _raise_missing(package, name, our_public_name(name), sys._getframe(1))
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return __getattr__, __dir__
+
+
+def _raise_missing(module: str, name: str, hint: str | None, caller: FrameType) -> NoReturn:
+    message = f"module {module!r} has no attribute {name!r}"
+    if hint is None:
+        raise AttributeError(message, name=name, obj=sys.modules[module])  # Python adds the nearest name
+    if opcode.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":  # hides an AttributeError's message
+        raise ImportError(f"{message}. {hint}", name=module)
+    raise AttributeError(f"{message}. {hint}", name=name)

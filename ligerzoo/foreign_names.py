@@ -1,0 +1,253 @@
+"""Names of liger-kernel 0.8.5, TRL 1.16, transformers and others, and ours: hints for those who type them.
+
+docs/coming-from.md has the same names in tables, with the options translated.
+"""
+
+from __future__ import annotations
+
+from ligerzoo.checks import is_text
+
+OURS = {
+    "sigmoid_norm": "dpo_loss(variant='sigmoid', average_log_prob=True)",
+    "sft": "nll_weight=... with any variant",
+    "kto_pair": "kto_loss(variant='kto')",
+    "dpo": "dpo_loss(variant='sigmoid')",
+    "bco": "dpo_loss(variant='bco_pair')",
+    "simpo": "simpo_loss",
+    "cpo": "cpo_loss",
+    "orpo": "orpo_loss",
+    "ppo": "ppo_clip_loss",
+    "cosine_similarity": "distillation_loss(divergence='cosine')",
+    "loss_type": "variant",
+    "alpha": "nll_weight",
+    "cpo_alpha": "nll_weight",
+    "rpo_alpha": "nll_weight",
+    "compute_nll_loss": "nll_weight",
+    "simpo_gamma": "gamma",
+    "ref_chosen_logps": "ref_logps, chosen completions first,",
+    "ref_rejected_logps": "ref_logps, chosen completions first,",
+    "preference_labels": "desirable",
+    "importance_sampling_level": "level",
+    "epsilon_low": "epsilon",
+    "old_per_token_logps": "old_logps",
+    "ref_per_token_logps": "ref_logps",
+    "vllm_is_ratio": "correction",
+    "importance_sampling_ratio": "correction",
+    "use_bias_correction_kl": "is_kl_corrected",
+    "max_completion_length": "max_length",
+    "sapo_temperature_pos": "sapo_temperatures[0]",
+    "sapo_temperature_neg": "sapo_temperatures[1]",
+    "vespo_k_pos": "vespo_shapes[0][0]",
+    "vespo_lambda_pos": "vespo_shapes[0][1]",
+    "vespo_k_neg": "vespo_shapes[1][0]",
+    "vespo_lambda_neg": "vespo_shapes[1][1]",
+    "num_items_in_batch": "num_items",
+    "weight_soft_loss": "soft_weight",
+    "weight_hard_loss": "hard_weight",
+    "use_ref_model": "ref_logps",
+    **dict.fromkeys(
+        ("ref_input", "ref_weight", "ref_bias", "ref_hidden"),
+        "ref_logps, from sequence_logps(ref_hidden, ref_weight, target) without gradients (grpo_loss: token_logps),",
+    ),
+    "lin_weight": "weight",
+    "selected_token_ids": "target",
+    "attention_mask": "target, with ignore_index at masked tokens,",
+    "chunk_size": "logits_budget",
+    "chunk_mem_const": "logits_budget",
+    "ce_weight": "class_weight",
+    "weight": "class_weight",
+    "lse_square_scale": "z_loss",
+    "use_token_scaling": "token_weight, from token_logps(...).detach().exp(),",
+    "return_z_loss": "return_statistics (the z-loss follows from its logsumexp)",
+    "return_token_accuracy": "return_statistics (its accuracy)",
+    "return_predicted_tokens": "return_statistics (its argmax)",
+    "size_average": "reduction",
+    "reduce": "reduction",
+    "shift_labels": "target",
+    "jsd_beta": "beta",
+    "student_input": "student_hidden",
+    "teacher_input": "teacher_hidden",
+    "offset": "weight_offset",
+    "casting_mode": "round_before_scale (True for 'llama', False for 'gemma')",
+    "with_scale": "elementwise_affine",
+    "impl": "backend",
+    "rms_norm": "norm",
+    "layer_norm": "norm",
+    "swiglu": "mlp",
+    "geglu": "mlp",
+    "cross_entropy": "loss",
+    "fused_linear_cross_entropy": "loss",
+    "model": "hf_model",
+}
+"""Their variants, then their options -> ours."""
+
+UNSUPPORTED = {
+    "aot": "it sorts the margins of the whole batch",
+    "aot_unpaired": "it sorts the log-ratios of the whole batch",
+    "alphapo": "ligerzoo does not implement it",
+    "compiled": "the losses need no torch.compile",
+    "accum_dtype": "gradients of the head's weight accumulate in fp32",
+    "log_target": "the divergences take logits of the teacher",
+    "init_fn": "the scale is 1 at first, with every weight_offset",
+    "in_place": "no kernel overwrites its inputs or the gradient of its output",
+    "row_mode": "the kernels choose their launch",
+    "mode": "the kernels choose their launch",
+    "unsqueeze_dim": "cosines and sines have shape (B or 1, T, R/2)",
+    "rotary_dim": "the size of cosines and sines says how many features are rotated",
+    "gate_multiplier": "multiply the gate's features, or the weights of gate_proj",
+    "down_multiplier": "multiply the output, or the weights of down_proj",
+}
+"""Their variants, then their options that ligerzoo does not have -> the reason."""
+
+_FOR_WRAPPED = "ligerzoo.integrations.transformers.wrap(model)"
+
+_NAMES = {
+    "ligerzoo.AutoModel": "AutoModelForCausalLM AutoModelForImageTextToText AutoModelForVision2Seq LLM",
+    "ligerzoo.Tokenizer": "AutoTokenizer PreTrainedTokenizerFast",
+    "ligerzoo.Processor": "AutoProcessor",
+    "ligerzoo.hub.read_config": "AutoConfig",
+    "ligerzoo.adapters.add_lora": "LoraConfig get_peft_model FastLanguageModel FastVisionModel",
+    "`ligerzoo train`, or the trainer itself with " + _FOR_WRAPPED + ",": (
+        "Trainer SFTTrainer DPOTrainer KTOTrainer ORPOTrainer CPOTrainer GRPOTrainer GKDTrainer LigerORPOTrainer"
+    ),
+    "ligerzoo.integrations.apply(model)": "_apply_liger_kernel _apply_liger_kernel_to_instance",
+    "ligerzoo.integrations.AutoKernelModelForCausalLM": "AutoLigerKernelForCausalLM",
+    "ligerzoo.layers.set_backend": "set_impl get_impl available_impls set_backend get_backend available_backends",
+    "ligerzoo.layers.RMSNorm": "LigerRMSNorm LigerRMSNormForOlmo2 LigerRMSNormForGlm4 LigerMegatronRMSNorm",
+    "ligerzoo.layers.RMSNorm(..., weight_offset=1.0, round_before_scale=False)": (
+        "LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForQwen3Next "
+        "LigerRMSNormForMuseGlimmerTextCentered"
+    ),
+    "ligerzoo.layers.RMSNorm(..., round_before_scale=False)": "LigerRMSNormForGemma4 LigerRMSNormForMuseGlimmer",
+    "ligerzoo.kernels.rms_norm": "liger_rms_norm LigerRMSNormFunction",
+    "ligerzoo.kernels.add_rms_norm": (
+        "LigerFusedAddRMSNorm liger_fused_add_rms_norm fused_add_rms_norm LigerFusedAddRMSNormFunction"
+    ),
+    "ligerzoo.layers.LayerNorm": "LigerLayerNorm",
+    "ligerzoo.kernels.layer_norm": "liger_layer_norm LigerLayerNormFunction",
+    "ligerzoo.layers.GatedMLP": (
+        "LigerSwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerHunyuanV1SwiGLUMLP "
+        "LigerSwiGLUMLPForMuseGlimmer LigerMegatronSwiGLU LigerFalconH1MLP LigerFalconH1SwiGLUMLP"
+    ),
+    "ligerzoo.layers.GatedMLP(..., activation='gelu_tanh')": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
+    "ligerzoo.layers.UngatedMLP(..., activation='relu2')": "LigerReLUSquared",
+    "ligerzoo.kernels.activation_linear(..., activation='relu2')": "liger_relu_squared LigerReLUSquaredFunction",
+    "ligerzoo.memory.plan_activations": (
+        "LigerTiledSwiGLUMLP LigerTiledGEGLUMLP LigerTiledMLPFunction apply_tiled_mlp"
+    ),
+    "ligerzoo.kernels.swiglu": "liger_swiglu LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction",
+    "ligerzoo.kernels.glu_linear": "LigerMLPFunction",
+    "ligerzoo.kernels.geglu": "liger_geglu LigerGELUMulFunction",
+    "ligerzoo.layers.MoE": "LigerExperts LigerBlockSparseTop2MLP",
+    "ligerzoo.kernels.experts_mlp": "LigerFusedMoEFunction",
+    "ligerzoo.layers.Embedding": "LigerEmbedding LigerEmbeddingFunction",
+    "ligerzoo.kernels.softmax": "LigerSoftmax liger_softmax LigerSoftmaxFunction",
+    "ligerzoo.kernels.rope": (
+        "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision liger_rope LigerRopeFunction"
+    ),
+    "ligerzoo.kernels.rope(..., interleaved=True)": (
+        "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb apply_liger_llama4_rope_full "
+        "LigerLlama4RopeFunction"
+    ),
+    "ligerzoo.layers.SectionedRotaryEmbedding": (
+        "liger_qwen2vl_mrope liger_multimodal_rotary_pos_emb LigerQwen2VLMRopeFunction"
+    ),
+    "ligerzoo.losses.CrossEntropyLoss": "LigerCrossEntropyLoss",
+    "ligerzoo.kernels.cross_entropy": "liger_cross_entropy LigerCrossEntropyFunction",
+    "ligerzoo.losses.LinearCrossEntropyLoss": "LigerFusedLinearCrossEntropyLoss",
+    "ligerzoo.kernels.linear_cross_entropy": (
+        "liger_fused_linear_cross_entropy fused_linear_cross_entropy LigerFusedLinearCrossEntropyFunction"
+    ),
+    "ligerzoo.kernels.TokenStatistics": "CrossEntropyOutput",
+    "ligerzoo.kernels.token_statistics": "LigerFusedLinearScaledCrossEntropyFunction",
+    "ligerzoo.parallel.vocab_parallel_linear_cross_entropy": (
+        "LigerVocabParallelCrossEntropy LigerVocabParallelCEFunction LigerMegatronCrossEntropy "
+        "liger_fused_linear_scaled_cross_entropy_tp LigerFusedLinearScaledCrossEntropyTPFunction"
+    ),
+    "ligerzoo.losses.KLDivLoss": "LigerKLDIVLoss",
+    "ligerzoo.kernels.kl_div": "liger_kl_div LigerKLDivLossFunction",
+    "ligerzoo.losses.JSDLoss": "LigerJSD",
+    "ligerzoo.kernels.jsd": "liger_jsd LigerJSDFunction",
+    "ligerzoo.losses.TVDLoss": "LigerTVDLoss",
+    "ligerzoo.kernels.tvd": "liger_tvd LigerTVDLossFunction",
+    "ligerzoo.losses.LinearJSDLoss": "LigerFusedLinearJSD",
+    "ligerzoo.kernels.linear_jsd": "liger_fused_linear_jsd fused_linear_jsd LigerFusedLinearJSDFunction",
+    "ligerzoo.losses.CrossEntropyLoss and TVDLoss, both with reduction='none',": (
+        "LigerFusedCETVDLoss LigerFusedCETVDFunction"
+    ),
+    "ligerzoo.losses.DPO or dpo_loss": (
+        "LigerFusedLinearDPOLoss LigerFusedLinearDPOFunction liger_fused_linear_dpo LigerFusedLinearPreferenceBase"
+    ),
+    "ligerzoo.losses.KTO or kto_loss": (
+        "LigerFusedLinearKTOLoss LigerFusedLinearKTOFunction liger_fused_linear_kto "
+        "LigerFusedLinearUnpairedPreferenceBase"
+    ),
+    "ligerzoo.losses.ORPO or orpo_loss": (
+        "LigerFusedLinearORPOLoss LigerFusedLinearORPOFunction liger_fused_linear_orpo"
+    ),
+    "ligerzoo.losses.CPO or cpo_loss": "LigerFusedLinearCPOLoss LigerFusedLinearCPOFunction liger_fused_linear_cpo",
+    "ligerzoo.losses.SimPO or simpo_loss": (
+        "LigerFusedLinearSimPOLoss LigerFusedLinearSimPOFunction liger_fused_linear_simpo"
+    ),
+    "ligerzoo.losses.GRPO or grpo_loss": (
+        "LigerFusedLinearGRPOLoss LigerFusedLinearGRPOFunction liger_fused_linear_grpo GrpoLossFunction "
+        "LigerFusedLinearPPOBase"
+    ),
+    "ligerzoo.losses.Distillation": "LigerFusedLinearJSDLoss LigerFusedLinearDistillationBase",
+    "ligerzoo.losses.Distillation(divergence='cosine')": (
+        "LigerFusedLinearCosineSimilarityLoss LigerFusedLinearCosineSimilarityFunction liger_fused_linear_cosine"
+    ),
+}
+
+_NO_LAYER = "no architecture of ligerzoo has it"
+
+_REASONS = {
+    _NO_LAYER: (
+        "LigerDyT liger_dyt LigerDyTFunction LigerPolyNorm liger_poly_norm LigerPolyNormFunction LigerGroupNorm "
+        "liger_group_norm LigerGroupNormFunction LigerSparsemax liger_sparsemax LigerSparsemaxFunction "
+        "LigerModulatedRMSNorm liger_modulated_rms_norm LigerModulatedRMSNormFunction LigerMultiTokenAttention "
+        "liger_multi_token_attention LigerMultiTokenAttentionFunction LigerFusedNeighborhoodAttention "
+        "LigerFusedNeighborhoodAttentionLayer LigerFusedNeighborhoodAttentionConfig "
+        "liger_fused_neighborhood_attention LigerFusedNeighborhoodAttentionFunction LigerMHC liger_mhc_apply "
+        "liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre LigerMHCCoeffsFunction "
+        "LigerMHCPostResFunction LigerMHCPreFunction liger_attn_res LigerAttnResFunction"
+    ),
+    "the teacher is a head, not probabilities: see ligerzoo.kernels.linear_kl_div": (
+        "LigerFusedLinearKLDivLoss liger_fused_linear_kl_div LigerFusedLinearKLDivFunction"
+    ),
+    "ligerzoo does not shard experts over processes by expert": "LigerExpertParallelFusedMoe",
+    "ligerzoo has no integration with Megatron-Core": "apply_liger_kernel_to_megatron",
+    "ligerzoo uses the cache manager of Triton": "apply_liger_triton_cache_manager LigerTritonFileCacheManager",
+    "ligerzoo needs no transformers": "is_transformers_available",
+}
+
+
+def _by_name(groups: dict[str, str]) -> dict[str, str]:
+    return {name: answer for answer, names in groups.items() for name in names.split()}
+
+
+NAMES = _by_name(_NAMES)
+"""Their public names -> ours."""
+
+MISSING = _by_name(_REASONS)
+"""Their public names that ligerzoo has no counterpart of -> the reason."""
+
+
+def our_name(theirs: object) -> str | None:
+    """Returns a remedy with our name for a variant or an option; None if TRL and liger-kernel lack it too."""
+    if not is_text(theirs):
+        return None
+    if theirs in OURS:
+        return f"Use {OURS[theirs]} instead of {theirs!r} from TRL or liger-kernel"
+    if theirs in UNSUPPORTED:
+        return f"{theirs!r} from TRL or liger-kernel is not supported: {UNSUPPORTED[theirs]}"
+    return None
+
+
+def our_public_name(theirs: str) -> str | None:
+    """Returns a remedy with our name for a class or a function of another library; None if it is not known."""
+    if theirs.startswith("apply_liger_kernel_to_") and theirs not in MISSING:
+        return f"Use ligerzoo.integrations.apply(model) instead of {theirs!r}"
+    if theirs in NAMES:
+        return f"Use {NAMES[theirs]} instead of {theirs!r}"
+    return f"{theirs!r} is not supported: {MISSING[theirs]}" if theirs in MISSING else None
