@@ -95,28 +95,6 @@ def has_segments(position_ids: Tensor) -> bool:
     return any_true(_begins_segment(position_ids))
 
 
-_ATTRIBUTES = (
-    "rows",
-    "tokens",
-    "cache",
-    "_full_mask",
-    "padding_mask",
-    "documents",
-    "cache_position",
-    "segment_start",
-    "last_visible",
-    "_packed_end",
-    "has_default_positions",
-    "position_ids",
-    "cross_attention_inputs",
-    "deepstack",
-    "outputs",
-    "_rotations",
-    "_masks",
-)
-"""All attributes of a context."""
-
-
 class Context:
     """Positions and masks of one forward. The first layer that needs rotary angles or a mask creates them for all.
 
@@ -159,6 +137,24 @@ class Context:
         ValueError: the shapes, dtypes or values of the inputs are inconsistent, or `exact` is not possible for them.
     """
 
+    rows: int
+    tokens: int
+    cache: KVCache | None
+    padding_mask: Tensor | None
+    documents: Documents | None
+    cache_position: Tensor
+    segment_start: Tensor | None
+    last_visible: Tensor | None
+    has_default_positions: bool
+    position_ids: Tensor
+    cross_attention_inputs: object | None
+    deepstack: AddedFeatures | None
+    outputs: LayerOutputs
+    _full_mask: Tensor | Mask | None
+    _packed_end: Tensor | None  # 0-d: last boundary of packed segments
+    _rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]]
+    _masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]]
+
     def __init__(
         self,
         x: Tensor,
@@ -173,9 +169,7 @@ class Context:
         check_context_inputs(x, attention_mask, position_ids, cu_seqlens, cache)
         self.rows, self.tokens = x.shape[:2]
         self.cache = cache
-        self._full_mask: Tensor | Mask | None = None
-        self.padding_mask: Tensor | None = None
-        self.documents: Documents | None = None
+        self._full_mask = self.padding_mask = self.documents = None
         find_documents = partial(Documents, tokens=self.tokens, device=x.device, exact=exact)
         reads_values = cache is None and _reads_values()
         if isinstance(attention_mask, Mask) or (attention_mask is not None and attention_mask.ndim == 4):
@@ -195,9 +189,7 @@ class Context:
                 "length, or use generate"
             )
         self.cache_position = (cache or _NO_CACHE).positions(self.tokens, x.device)
-        self.segment_start: Tensor | None = None
-        self.last_visible: Tensor | None = None
-        self._packed_end: Tensor | None = None  # 0-d: last boundary of packed segments
+        self.segment_start = self.last_visible = self._packed_end = None
         if cu_seqlens is not None:
             bounds = cu_seqlens.to(x.device, torch.int64)
             self._packed_end = bounds[-1]
@@ -219,11 +211,9 @@ class Context:
         if position_ids is None:
             position_ids = self.token_positions() if exact else self._segment_positions()
         self.position_ids = position_ids
-        self.cross_attention_inputs: object | None = None
-        self.deepstack: AddedFeatures | None = None
+        self.cross_attention_inputs = self.deepstack = None
         self.outputs = LayerOutputs(router_logits=[]) if outputs is None else outputs
-        self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
+        self._rotations, self._masks = {}, {}
 
     @property
     def router_logits(self) -> list[Tensor] | None:
@@ -278,7 +268,7 @@ class Context:
     def replace(self, **changes: object) -> Context:
         """Returns a copy with other values of some attributes, which creates its rotary angles and masks again."""
         copy, changes = object.__new__(Context), {"_rotations": {}, "_masks": {}} | changes
-        for name in _ATTRIBUTES:  # torch 2.11 traces neither copy.copy nor vars
+        for name in _FIELDS:  # torch 2.11 traces neither copy.copy nor vars
             setattr(copy, name, changes[name] if name in changes else getattr(self, name))
         return copy
 
@@ -400,6 +390,9 @@ class Context:
         if self.documents is not None and self.documents.exact:
             raise ValueError("exact: got attention to later tokens; expected causal attention. Use exact=False")
         return Mask(query, first, last, keys, padding_mask)
+
+
+_FIELDS = tuple(Context.__annotations__)
 
 
 def shifted_labels(labels: Tensor, segment_start: Tensor | None = None, ignore_index: int = -100) -> Tensor:
