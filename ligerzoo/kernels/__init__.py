@@ -12,7 +12,8 @@ from ligerzoo.kernels.adamw import adamw_update
 from ligerzoo.kernels.adamw_fp8 import adamw_update_fp8
 from ligerzoo.kernels.attention_sinks import apply_sinks, sink_attention
 from ligerzoo.kernels.cache_write import write_to_cache
-from ligerzoo.kernels.causal_conv import ConvActivation, causal_conv1d, causal_conv1d_step
+from ligerzoo.kernels.causal_conv import ConvActivation, causal_conv1d
+from ligerzoo.kernels.causal_conv_step import causal_conv1d_step
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.decode_experts import decode_experts

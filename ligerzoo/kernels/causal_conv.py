@@ -28,13 +28,12 @@ from ligerzoo.kernels.dispatch import (
     empty_gradient,
     empty_result,
     multiprocessors,
-    next_power_of_2,
     uses_triton,
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.recompute import recomputable
-from ligerzoo.kernels.registration import needs_dispatch, register
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import column_sums_
 from ligerzoo.kernels.torch_math import silu
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
@@ -50,9 +49,6 @@ TOKENS, CHANNELS, WARPS = 16, 128, 2
 BACKWARD_CHANNELS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 256, 4, 8
 FEWEST_TOKENS = 32
 """A backward program goes through this many tokens or more, and sums its part of the weight gradient."""
-
-STEP_CHANNELS, STEP_WARPS = 256, 4
-"""Channels per program of a step, which computes all its tokens, and warps. To be tuned on a GPU."""
 
 
 def reference(
@@ -120,7 +116,7 @@ class ConvInputs(NamedTuple):
     segment_start: Tensor | None
 
 
-class _Rows(NamedTuple):
+class ConvRows(NamedTuple):
     """(B, T, C), as kernels read it."""
 
     ptr: Tensor
@@ -132,7 +128,7 @@ class _Rows(NamedTuple):
 class _Convolution(NamedTuple):
     """What the kernels of both passes read: see `ConvInputs`. A `segment_stride` of 0: one row describes all."""
 
-    x: _Rows
+    x: ConvRows
     weight: Tensor
     bias: Tensor | None
     state: Tensor | None
@@ -145,11 +141,12 @@ class _Convolution(NamedTuple):
     def of(inputs: ConvInputs) -> _Convolution:
         x, weight, bias, state, segment_start = inputs
         segment_stride = 0 if segment_start is None or len(segment_start) == 1 else segment_start.stride(0)
-        return _Convolution(_rows(x), weight, bias, state, segment_start, segment_stride, *x.shape[1:])
+        return _Convolution(conv_rows(x), weight, bias, state, segment_start, segment_stride, *x.shape[1:])
 
 
-def _rows(x: Tensor) -> _Rows:
-    return _Rows(x, *x.stride())
+def conv_rows(x: Tensor) -> ConvRows:
+    """Returns (B, T, C) as kernels read it."""
+    return ConvRows(x, *x.stride())
 
 
 @jit
@@ -199,7 +196,8 @@ def _load_weights(conv, channels, TAPS):
 
 
 @jit
-def _load_bias(bias_ptr, channels, n_channels):
+def load_bias(bias_ptr, channels, n_channels):
+    """The bias of these channels, in fp32."""
     return tl.load(bias_ptr + channels, mask=channels < n_channels, other=0.0).to(tl.float32)
 
 
@@ -221,7 +219,7 @@ def _forward_kernel(
         x = _load_inputs(conv, batch, (tokens - j)[:, None], channels[None, :], is_read, TAPS)
         y = tl.fma(x, weights[j][None, :], y)
     if conv.bias is not None:
-        y += _load_bias(conv.bias, channels, conv.n_channels)[None, :]
+        y += load_bias(conv.bias, channels, conv.n_channels)[None, :]
     if SILU:
         sigmoid, _ = sigmoids(y, conv.x.ptr.dtype.element_ty == tl.float32)
         y *= sigmoid
@@ -288,7 +286,7 @@ def _backward_kernel(
     weights = _load_weights(conv, channels, TAPS)
     bias = tl.zeros((CHANNELS,), dtype=tl.float32)
     if conv.bias is not None:
-        bias = _load_bias(conv.bias, channels, conv.n_channels)
+        bias = load_bias(conv.bias, channels, conv.n_channels)
     dbias = tl.zeros((CHANNELS,), dtype=tl.float32)
     xs, dzs, dweights, firsts = (dbias,) * TAPS, (dbias,) * TAPS, (dbias,) * TAPS, (begin,) * TAPS
     for before in tl.static_range(TAPS - 1, 0, -1):
@@ -385,7 +383,7 @@ def _backward(
     dx, dstate = gradients.dx if needs_x else None, gradients.dstate if needs_state else None
     sizes = taps, silu, BACKWARD_CHANNELS
     _backward_kernel[channel_blocks * batch * runs.n_runs](
-        _Convolution.of(inputs), _rows(dy), dx, dstate, partial, runs, *sizes, num_warps=BACKWARD_WARPS
+        _Convolution.of(inputs), conv_rows(dy), dx, dstate, partial, runs, *sizes, num_warps=BACKWARD_WARPS
     )
     if partial is not None:
         column_sums_(gradients.dweight.view(-1), partial.flatten(1))
@@ -465,94 +463,6 @@ def causal_conv1d(
     else:
         y = reference(x, weight, bias, initial_state, segment_start, activation)
     return (y, final_state(x, weight.shape[1] - 1, initial_state, segment_start)) if output_final_state else y
-
-
-@jit
-def _load_recent(x, state, batch, source, channels, mask, TAPS: tl.constexpr):
-    """The inputs at these tokens; negative ones are in the state."""
-    x_ptr = x.ptr + batch * x.batch_stride + channels[None, :] * x.channel_stride
-    state_ptr = state.ptr + batch * state.batch_stride + channels[None, :] * state.channel_stride
-    source, is_new = source[:, None], (source >= 0)[:, None]
-    new = tl.load(x_ptr + source * x.token_stride, mask=mask & is_new, other=0.0)
-    old = tl.load(state_ptr + (source + TAPS - 1) * state.token_stride, mask=mask & (source < 0), other=0.0)
-    return tl.where(is_new, new, old)
-
-
-@kernel
-def _step_kernel(
-    x, state, weight_ptr, bias_ptr, y_ptr, n_tokens, n_channels, n_blocks,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    batch, channels = program // n_blocks, program % n_blocks * CHANNELS + tl.arange(0, CHANNELS)
-    mask = channels < n_channels
-    rows = tl.arange(0, ROWS)
-    in_kernel, in_state = (rows < TAPS)[:, None] & mask[None, :], (rows < TAPS - 1)[:, None] & mask[None, :]
-    weight = tl.load(weight_ptr + channels[None, :] * TAPS + rows[:, None], mask=in_kernel, other=0.0).to(tl.float32)
-    for token in range(n_tokens):
-        recent = _load_recent(x, state, batch, token - (TAPS - 1) + rows, channels, in_kernel, TAPS)
-        y = tl.sum(weight * recent.to(tl.float32), 0)
-        if bias_ptr is not None:
-            y += _load_bias(bias_ptr, channels, n_channels)
-        if SILU:
-            sigmoid, _ = sigmoids(y, x.ptr.dtype.element_ty == tl.float32)
-            y *= sigmoid
-        tl.store(y_ptr + (batch * n_tokens + token) * n_channels + channels, y.to(y_ptr.dtype.element_ty), mask=mask)
-    recent = _load_recent(x, state, batch, n_tokens - (TAPS - 1) + rows, channels, in_state, TAPS)
-    tl.debug_barrier()  # other threads have read the state
-    state_ptr = state.ptr + batch * state.batch_stride + channels[None, :] * state.channel_stride
-    tl.store(state_ptr + rows[:, None] * state.token_stride, recent, mask=in_state)
-
-
-def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    y, (batch, tokens, channels), taps = empty_result(x), x.shape, weight.shape[1]
-    vectors, blocks = (weight.contiguous(), None if bias is None else bias.contiguous()), cdiv(channels, STEP_CHANNELS)
-    sizes = taps, next_power_of_2(taps), silu, STEP_CHANNELS
-    _step_kernel[batch * blocks](
-        _rows(x), _rows(state), *vectors, y, tokens, channels, blocks, *sizes, num_warps=STEP_WARPS
-    )
-    return y
-
-
-def causal_conv1d_step(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Continues `causal_conv1d` by one token or a few, and updates the state in place. Not differentiable.
-
-    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
-
-    Args:
-        x: (B, T, C), T small.
-        state: (B, k - 1, C), the last inputs, any strides, in the dtype of `x`; overwritten.
-        weight: (C, k), see `causal_conv1d`.
-        bias: (C,), or None.
-        activation: "silu", or None.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
-
-    Returns:
-        (B, T, C) in the dtype of `x`.
-
-    Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
-            tensors.
-    """
-    check_convolution("causal_conv1d_step", x, weight, bias, activation)
-    check_tensor("causal_conv1d_step", "state", state, shapes=[(len(x), weight.shape[1] - 1, x.shape[2])])
-    with torch.no_grad():
-        floats = [t for t in (x, state, weight, bias) if t is not None]
-        if not (uses_triton(*floats, backend=backend) and fits(weight, backend)) or needs_dispatch(*floats):
-            y = reference(x, weight, bias, state, None, activation)
-            state.copy_(final_state(x, weight.shape[1] - 1, state, None))
-            return y
-        with torch.cuda.device(x.device if x.is_cuda else -1):
-            return _step(x, state, weight, bias, activation == "silu")
 
 
 def fits(weight: Tensor, backend: Backend) -> bool:
