@@ -169,6 +169,7 @@ class CapturedStep:
         capture: "auto" captures what is known to be capturable and small enough to gain; "on" also large models and
             layers of other packages, and raises if something cannot be captured; "off" runs eagerly.
         max_shapes: number of shapes to capture. Steps of further shapes run eagerly.
+        seed: called with the index of each micro-batch before its forward, to seed random numbers.
 
     Attributes:
         reason: why the last step ran eagerly, in whole or in part; None if all of it ran as graphs.
@@ -189,6 +190,7 @@ class CapturedStep:
         autocast: torch.dtype | None = None,
         capture: Capture = "auto",
         max_shapes: int = 4,
+        seed: Callable[[int], object] | None = None,
     ) -> None:
         check("CapturedStep", one_of(get_args(Capture)), capture=capture)
         check("CapturedStep", POSITIVE_OR_NONE, max_norm=max_norm)
@@ -201,7 +203,7 @@ class CapturedStep:
             self._step = ClippedStep(model, optimizer, max_norm, skip)
         self._model, self._optimizer = model, self._step.optimizer
         self._compute_loss, self._autocast, self._capture = compute_loss, autocast, capture
-        self._max_shapes = max_shapes
+        self._max_shapes, self._seed = max_shapes, seed
         self._device = next(model.parameters()).device
         self._loss, self._norm = (torch.zeros((), device=self._device) for _ in range(2))
         self._lrs: list[Tensor] = []
@@ -306,10 +308,17 @@ class CapturedStep:
 
     def _run_eagerly(self, step: _StepInputs) -> None:
         divisor = None if step.num_items is None else self._new_divisor(step.num_items)
-        for index, inputs in enumerate(step.batches):
+        for index, inputs in self._seeded(step.batches):
             self._forward_backward(self._on_device(inputs), divisor, step, is_first=index == 0)
         self._update()
         self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
+
+    def _seeded(self, batches: Sequence[Inputs]) -> Iterator[tuple[int, Inputs]]:
+        """Yields the index of each micro-batch with its inputs, after seeding its random numbers."""
+        for index, inputs in enumerate(batches):
+            if self._seed is not None:
+                self._seed(index)
+            yield index, inputs
 
     def _forward_backward(self, inputs: Inputs, num_items: Tensor | None, step: _StepInputs, *, is_first: bool) -> None:
         """Adds a micro-batch's gradients and loss to those of the ones before."""
@@ -381,7 +390,7 @@ class CapturedStep:
         if graphs.num_items is not None and step.num_items is not None:
             _set(graphs.num_items, step.num_items)
         targets = _tensors(graphs.inputs)
-        for index, inputs in enumerate(step.batches):
+        for index, inputs in self._seeded(step.batches):
             for name, value in _tensors(inputs).items():
                 targets[name].copy_(self._pinned(value), non_blocking=True)
             graphs.micro_batches[min(index, 1)].replay()

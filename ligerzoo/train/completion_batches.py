@@ -87,7 +87,7 @@ def pack_completions(
         DataError: a prompt with its completion is longer than a row.
     """
     rows = cast("list[list[SampledCompletion]]", pack_best_fit(completions, seq_length, True).rows)
-    rank, world_size = processes.rank(), processes.world_size()
+    rank, world_size = processes.data_rank(), processes.data_ranks()
     size = batch_size * world_size
     groups = [rows[first : first + size][rank::world_size] for first in range(0, len(rows), size)]
     return [_batch(group or [[_untrained(completions)]], pad_token_id) for group in groups]

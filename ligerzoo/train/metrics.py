@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,16 @@ from ligerzoo.train.log import CountedBatch, first_sources
 T = TypeVar("T")
 
 
+class SeededRun(Protocol):
+    """What a step needs of a run, see `Run`."""
+
+    device: torch.device
+
+    def seed(self, micro_batch: int = 0) -> None: ...
+
+
 def forward_backward(
-    loss_of: Callable[[T], LossOutput], micro_batches: Sequence[T], sizes: Sequence[int], device: torch.device
+    loss_of: Callable[[T], LossOutput], micro_batches: Sequence[T], sizes: Sequence[int], run: SeededRun
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the sum of the losses of micro-batches, 0-d, and their mean metrics; adds up gradients if enabled.
 
@@ -25,9 +33,11 @@ def forward_backward(
         loss_of: the forward of a micro-batch: its part of the loss of the step, and metrics.
         micro_batches: those of this process.
         sizes: weights of the metrics of each, see `mean_metrics`.
+        run: the run, which seeds the random numbers of each micro-batch.
     """
-    loss, metrics = torch.zeros((), device=device), []
-    for micro_batch in micro_batches:
+    loss, metrics = torch.zeros((), device=run.device), []
+    for index, micro_batch in enumerate(micro_batches):
+        run.seed(index)
         part = loss_of(micro_batch)
         if torch.is_grad_enabled():
             torch.autograd.backward(part.loss)

@@ -56,9 +56,9 @@ def chosen_tokens(batches: Iterable[Batch]) -> int:
 def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     """Returns the prompts of batches, each with the completion of the sample before, to estimate KTO's KL divergence.
 
-    The samples of all processes form a circle: the first prompt has the last completion, so all completions occur once,
-    as in TRL. They are packed in rows of the length of the batches, or of the longest sequence if that is longer.
-    Returns no batches if there is no second sample.
+    The samples of a step form a circle, in an order that does not depend on the processes: the first prompt has the
+    last completion, so all completions occur once, as in TRL. They are packed in rows of the length of the batches, or
+    of the longest sequence if that is longer. Returns no batches if there is no second sample.
 
     All processes must call it: each gets equally many batches, some of which may be empty, so that a sharded model runs
     in all of them.
@@ -66,13 +66,15 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     Args:
         batches: batches of `LabelledSample`, of this process.
     """
-    samples = [sample.segments[0] for sample in samples_of(batches)]
-    parts = processes.gather((len(samples), samples[-1:]))
-    if sum(count for count, _ in parts) < 2:
+    samples = [[sample.segments[0] for sample in samples_of([batch])] for batch in batches]
+    parts = zip(*processes.gather_data([(len(these), these[-1:]) for these in samples]), strict=True)
+    counts, ends = zip(*chain.from_iterable(parts), strict=True)  # of the micro-batches of all processes
+    if sum(counts) < 2:
         return []
-    first = processes.rank()
-    last = [sample for _, sample in [*parts[first:], *parts[:first]] if sample][-1]
-    crossed = [_with_completion(one, before) for before, one in zip([*last, *samples], samples, strict=False)]
+    crossed: list[Sample] = []
+    for these, first in zip(samples, range(processes.data_rank(), len(ends), processes.data_ranks()), strict=True):
+        before = [end for end in [*ends[first:], *ends[:first]] if end][-1]
+        crossed += (_with_completion(one, other) for other, one in zip([*before, *these], these, strict=False))
     n_rows, length = batches[0].inputs["input_ids"].shape
     length = max([length, *map(row_length, crossed)])
     rows = pack_best_fit(crossed, length, is_last=True).rows

@@ -63,6 +63,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def gather_data(value: Any) -> list[Any]:
+    """Returns the value for each part of the data, in the order of `data_rank`. All processes must call it."""
+    return [value for _, value in sorted(dict(gather((data_rank(), value))).items())]
+
+
 def world_size_of_host() -> int:
     """Returns the number of processes on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -224,7 +224,7 @@ class Rollouts:
 
 def share_of(items: Sequence[T]) -> Sequence[T]:
     """Returns the part of a sequence that this process works on: the parts follow each other by rank."""
-    rank, count = processes.rank(), processes.world_size()
+    rank, count = processes.data_rank(), processes.data_ranks()
     return items[len(items) * rank // count : len(items) * (rank + 1) // count]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ class Run:
 
     def __init__(self, options: RunOptions, *, new: bool = False) -> None:
         self.options, self.output, self._new, self.exit_code = options, Path(options.output), new, 0
+        self._step = 0
         self._plan: ActivationPlan | None = None
 
     def __enter__(self) -> Self:
@@ -108,6 +110,7 @@ class Run:
             frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
         """
         options = self.options
+        data.per_step = self.state.micro_batches or data.per_step  # other processes may continue the run
         self._data, self._batches, self._steps = data, data.training(), data.count_steps()
         self._plan = run_model.plan_memory(
             options, self.meta_model, self.device, frozen=frozen, accumulate=data.accumulates, images=data.has_images
@@ -135,6 +138,16 @@ class Run:
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype in which the model computes, if it is not that of its weights."""
         return run_model.compute_dtype(self.options)
+
+    def seed(self, micro_batch: int = 0) -> None:
+        """Seeds torch's random numbers, such as those of dropout, for a micro-batch of the step of this process.
+
+        The seed depends on that of the run, the step and the index of the micro-batch among those of all processes, not
+        on how many processes divide them.
+        """
+        index = micro_batch * processes.data_ranks() + processes.data_rank()
+        digest = hashlib.blake2b(f"{self.options.seed}, {self._step}, {index}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(digest, "little"))
 
     def autocast(self) -> torch.autocast:
         """Returns the context of a forward: bfloat16 with `mixed_precision`."""
@@ -181,6 +194,8 @@ class Run:
         loop.enter_context(log)
         waits_to_save = False
         for number in range(state.step + 1, last + 1):
+            self._step = number
+            self.seed()
             batches = list(islice(self._batches, self._data.per_step))
             step.set_lr(number)
             yield Step(self, number, batches)

@@ -135,7 +135,6 @@ class RunData(RunSamples):
 
     Attributes:
         per_step: micro-batches of a step.
-        accumulates: whether gradients accumulate over several micro-batches.
 
     Raises:
         DataError: The evaluation data is missing or of another kind, a record of it is malformed or too long, or none
@@ -153,7 +152,7 @@ class RunData(RunSamples):
         packing: Packing = "auto",
     ) -> None:
         super().__init__(options, processor, model, kind)
-        self.per_step, self.accumulates, self._packing = options.accumulate, options.accumulate > 1, packing
+        self.per_step, self._packing = options.accumulate, packing
         self._eval_paths, self._seq_length = options.eval_data, options.seq_length
         self._shared: BatchArguments = {
             "batch_size": options.batch_size,
@@ -164,6 +163,10 @@ class RunData(RunSamples):
         }
         if options.eval_data:
             self._check(options.eval_data)
+
+    @property
+    def accumulates(self) -> bool:
+        return self.per_step > 1
 
     def batches(
         self, paths: tuple[str, ...], order: ReadOrder, *, read_images: bool = True

@@ -38,7 +38,7 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = option("dtype of the weights (default: as stored)", "auto")
     mixed_precision: bool = option("compute in bfloat16 with weights in float32", False)
     device: str | None = changeable("cpu, cuda or cuda:1 (default: the first GPU, else cpu)", None)
-    mesh: str | None = option(
+    mesh: str | None = changeable(
         'processes along each axis of parallelism, such as "replicate=2 shard=4" (default: shard = all processes)', None
     )
 
@@ -155,6 +155,18 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
     def check_device(self, device_type: str) -> None:
         """Raises ConfigError if an option needs another type of device."""
 
+    def rows_of_step(self, data_ranks: int) -> int | None:
+        """Returns the rows of a step in all processes; None if they depend on the completions."""
+        return None
+
+    def micro_batches(self, rows: int, data_ranks: int) -> int | None:
+        """Returns the gradient accumulation that gives a step this many rows; None if they depend on the completions.
+
+        Raises:
+            ConfigError: None does.
+        """
+        return None
+
     @property
     def adapter_dropout(self) -> float:
         """Dropout of the inputs of adapters."""
@@ -192,6 +204,18 @@ class BatchOptions(RunOptions):
             (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate 1",
              f"accumulate {self.accumulate}"),
         )  # fmt: skip
+
+    def rows_of_step(self, data_ranks: int) -> int | None:
+        return data_ranks * self.batch_size * self.accumulate
+
+    def micro_batches(self, rows: int, data_ranks: int) -> int:
+        accumulate, rest = divmod(rows, data_ranks * self.batch_size)
+        if not accumulate or rest:
+            what = "the rows of a step do not divide among the processes"
+            got = f"{rows} rows, and {data_ranks} processes of {self.batch_size} rows"
+            remedy = f"Choose a number of processes and a --batch-size whose product divides {rows}."
+            raise ConfigError(what, where="option batch_size", got=got, remedy=remedy)
+        return replace(self, accumulate=accumulate).accumulate  # refused by an optimizer in backward
 
     @property
     def adapter_dropout(self) -> float:

@@ -1,15 +1,17 @@
 """The output directory of a run: checkpoints from which the run continues bit for bit, and the model at the end.
 
     OUTPUT/checkpoint-STEP/    the model and tokenizer in Hugging Face format, and what resuming needs:
-        state.json             step, options, number of processes, and fingerprints of the files of the checkpoint
-        state.pt               optimizer, data position and random number generators: tensors and numbers, no code;
-                               and fingerprints of the weights
-        optimizer/             the optimizer of a run of several processes
+        state.json             step, options, rows of a step, and fingerprints of the files of the checkpoint
+        state.pt               data position, fingerprints of the weights, and an optimizer that only one process can
+                               use: tensors and numbers, no code
+        optimizer/             other optimizers
         averages/              averaged weights, with an EMA
         trained/               trained parameters of a run that trains adapters, by their names in the model
     OUTPUT/                    the model and tokenizer when the run has ended
 
-The model of a run that trains adapters is an adapter in PEFT's format. Several processes save together.
+The model of a run that trains adapters is an adapter in PEFT's format. Several processes save together. What they save
+does not depend on their number: tensors are whole, the position in the data is that of all, and random numbers come
+from the seed, the step and the micro-batch (`Run.seed`).
 A checkpoint appears in one step, when all of its files are complete. A kill at any time leaves only whole ones.
 Resuming compares all fingerprints, so a file that was damaged, edited or exchanged is an error, never another run.
 """
@@ -21,7 +23,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -37,6 +39,7 @@ from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
 from ligerzoo.files.slots import delete_leftovers
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.models import CausalLM
+from ligerzoo.optimizer_table import LOW_BIT
 from ligerzoo.parallel import (
     failing_together,
     load_optimizer,
@@ -47,7 +50,7 @@ from ligerzoo.parallel import (
 )
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
-from ligerzoo.train.fingerprint import fingerprint
+from ligerzoo.train.fingerprint import fingerprint, fingerprint_of_shards
 from ligerzoo.train.optimizers import EMA
 from ligerzoo.train.options import options_of
 from ligerzoo.train.output_lock import OutputLock
@@ -56,6 +59,8 @@ from ligerzoo.vision.processor import Processor
 
 LOG_FILE, STATE_FILE, TENSORS_FILE = "log.jsonl", "state.json", "state.pt"
 OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
+ROWS = {"accumulate", "batch_size"}
+"""Options that may change if the rows of a step remain."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FILES_OF_A_RUN = ("config.json", LOG_FILE, "*.safetensors")
 _HASHED = 2**16
@@ -92,14 +97,13 @@ class TrainedState:
         """The weights that train, by name."""
         return {name: weight.detach() for name, weight in self.model.named_parameters() if weight.requires_grad}
 
-    def fingerprints(self) -> dict[str, str]:
-        """Returns the fingerprints of the states that are not in state.pt, of what this process has of them."""
+    def fingerprints(self, fingerprint: Callable[[object], str] = fingerprint) -> dict[str, str]:
+        """Returns the fingerprints of the states that are not in state.pt. All processes must call it."""
         weights = self.weights
         frozen = {name: tensor for name, tensor in self.model.state_dict().items() if name not in weights}
         origin = "weights of MODEL" if adapters.has_adapters(self.model) else "weights that are not trained"
         found = {"weights that are trained": fingerprint(weights), origin: fingerprint(frozen)}
-        if processes.world_size() > 1:
-            found[OPTIMIZER] = fingerprint(self.optimizer.state_dict()["state"])
+        found[OPTIMIZER] = fingerprint(self.optimizer.state_dict()["state"])
         if self.ema is not None:
             found[AVERAGES] = fingerprint(self.ema.state_dict()["averages"])
         return found
@@ -124,30 +128,38 @@ class RunState:
     Attributes:
         checkpoint: directory of the newest checkpoint, from which the run continues; None for a new run.
         step: number of steps done.
+        rows: rows of a step in all processes; None if they depend on the completions.
+        micro_batches: the gradient accumulation that gives a step these rows, in each process; None likewise.
 
     Raises:
         CheckpointError: `output` holds a run and `resume` is False, or the state of its newest checkpoint is damaged.
-        ConfigError: Options other than those that may change, or the number of processes, differ from those of the
-            run; or the run has more than `max_steps` steps.
+        ConfigError: Options other than those that may change differ from those of the run; the rows of a step do not
+            divide among the processes; or the run has more than `max_steps` steps.
     """
 
     def __init__(self, output: str | Path, options: RunOptions, *, lock: OutputLock | None = None) -> None:
         self.output, self._keep, self._lock = Path(output), options.keep, lock
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
         self.checkpoint: Path | None = None
-        self.step = 0
+        self.step, ranks = 0, processes.data_ranks()
+        self.rows = options.rows_of_step(ranks)
         with failing_together(f"opening {output}"):
             if not options.resume:
                 _refuse_earlier_run(self.output)
             self.checkpoint = newest_checkpoint(self.output)
             if self.checkpoint is not None:
                 state = self._read_state(self.checkpoint)
-                self._refuse_changes(
-                    state["options"], {one.name for one in options_of(type(options)) if one.may_change}
-                )
-                self._refuse_other_processes(state["processes"])
+                may_change = {one.name for one in options_of(type(options)) if one.may_change}
+                if "rows" not in state:
+                    self._refuse_other_processes(state["processes"])
+                elif self.rows == state["rows"]:
+                    may_change |= ROWS
+                elif self.options.get("accumulate") == state["options"].get("accumulate"):
+                    self.rows, may_change = state["rows"], may_change | {"batch_size"}
+                self._refuse_changes(state["options"], may_change)
                 self.step = state["step"]
                 self._refuse_fewer_steps()
+            self.micro_batches = None if self.rows is None else options.micro_batches(self.rows, ranks)
 
     def load(self, trained: TrainedState) -> None:
         """Restores the state of the run from the checkpoint, if any. All processes must call it.
@@ -165,7 +177,8 @@ class RunState:
             return
         with failing_together(f"reading {self.checkpoint}"):
             state = self._read_tensors(self.checkpoint)
-        own = state["processes"][processes.rank()]
+        is_earlier = "processes" in state  # an earlier format, with the fingerprints of shards
+        own = state["processes"][processes.rank()] if is_earlier else state
         if adapters.has_adapters(trained.model):
             load_tensors(trained.weights, self.checkpoint / TRAINED)
         if "optimizer" in state:
@@ -176,10 +189,10 @@ class RunState:
             averaged = trained.ema.state_dict()
             load_tensors(averaged["averages"], self.checkpoint / AVERAGES)
             trained.ema.load_state_dict({**averaged, "updates": state["ema_updates"]})
+        found = trained.fingerprints(fingerprint_of_shards if is_earlier else fingerprint)
         with failing_together(f"reading {self.checkpoint}"):
-            _compare(own["fingerprints"], trained.fingerprints(), self.checkpoint)
+            _compare(own["fingerprints"], found, self.checkpoint)
         trained.data.load_state_dict(own["data"])
-        set_random_state(own["random"])
 
     def save(self, step: int, trained: TrainedState) -> None:
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
@@ -190,8 +203,7 @@ class RunState:
         """
         target = self.output / f"checkpoint-{step}"
         trained.refuse_infinite_weights(self.output, f"after step {step}")
-        own = {"data": trained.data.state_dict(), "random": random_state(), "fingerprints": trained.fingerprints()}
-        tensors: dict[str, object] = {"processes": processes.gather(own)}
+        tensors = {"data": trained.data.state_dict(), "fingerprints": trained.fingerprints()}
         with self._saving(target):
             if processes.is_main():
                 delete_leftovers(self.output)
@@ -203,16 +215,16 @@ class RunState:
                     averaged = trained.ema.state_dict()
                     tensors["ema_updates"] = averaged["updates"]
                     save_tensors(averaged["averages"], new / AVERAGES)
-                if processes.world_size() > 1:
-                    save_optimizer(trained.model, trained.optimizer, new / OPTIMIZER)
-                else:
+                if self.options["optimizer"] in LOW_BIT:
                     tensors["optimizer"] = trained.optimizer.state_dict()
+                else:
+                    save_optimizer(trained.model, trained.optimizer, new / OPTIMIZER)
                 if processes.is_main():  # after all that the processes do together
                     trained.tokenizer.save_pretrained(new)
                     torch.save(tensors, new / TENSORS_FILE)
                     fingerprints = {TENSORS_FILE: fingerprint(tensors), **_hashes(new)}
                     state = {"step": step, "options": self.options, "processes": processes.world_size()}
-                    state["fingerprints"] = fingerprints
+                    state |= {"rows": self.rows, "fingerprints": fingerprints}
                     fingerprints[STATE_FILE] = fingerprint(state)
                     (new / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         self.checkpoint, self.step = target, step
@@ -303,13 +315,16 @@ class RunState:
         except Exception as error:  # what damaged bytes raise depends on where they are
             got = " ".join(str(error).split())[:200]
             raise _damaged(checkpoint, TENSORS_FILE, "cannot be read", got=got) from error
-        _compare({TENSORS_FILE: self._tensors_fingerprint}, {TENSORS_FILE: fingerprint(state)}, checkpoint)
+        found = fingerprint(state)
+        if found != self._tensors_fingerprint and "processes" in state:
+            found = fingerprint_of_shards(state, as_on_gpu=True)
+        _compare({TENSORS_FILE: self._tensors_fingerprint}, {TENSORS_FILE: found}, checkpoint)
         return state  # type: ignore[no-any-return]
 
     def _refuse_other_processes(self, count: int) -> None:
         if count != processes.world_size():
-            what = "the run had another number of processes"
-            remedy = f"Resume it with {count}, or start a new run from this checkpoint as the model."
+            what = "a checkpoint of an earlier version, from a run of another number of processes"
+            remedy = f"Resume it with {count} until it saves again, or start a new run from it as the model."
             raise ConfigError(what, where=self.checkpoint, got=processes.world_size(), expected=count, remedy=remedy)
 
     def _refuse_fewer_steps(self) -> None:
@@ -396,25 +411,6 @@ def _compare(saved: Mapping[str, Any], found: Mapping[str, str], checkpoint: Pat
         if found.get(name) != expected:
             what = "differs from what was saved" if name in found else "is missing"
             raise _damaged(checkpoint, name, what)
-
-
-def _own_gpus() -> list[int]:
-    """Returns the GPUs that this process uses: its own among several processes, else all."""
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.current_device()] if processes.world_size() > 1 else list(range(torch.cuda.device_count()))
-
-
-def random_state() -> dict[str, Any]:
-    """Returns the states of torch's random number generators, on the CPU and on the GPUs of this process."""
-    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(gpu) for gpu in _own_gpus()]}
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets torch's random number generators to a state of `random_state`. GPUs that are missing now are left out."""
-    torch.set_rng_state(state["cpu"])
-    for gpu, gpu_state in zip(_own_gpus(), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(gpu_state, gpu)
 
 
 def refuse_output(output: Path) -> None:

@@ -110,11 +110,11 @@ def test_every_field_of_state_json(run: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_every_field_of_state_pt(run: dict[str, Any], tmp_path: Path) -> None:
-    """The optimizer, the position in the data and the random numbers; also an optimizer without a state."""
+    """The position in the data and the fingerprints; of a quantized optimizer also its state."""
     file = Path(run["output"]) / "checkpoint-3" / "state.pt"
     found = [*leaves(torch.load(file, weights_only=True))]
-    assert len(found) > 40
-    for index, path in enumerate(found[::2]):
+    assert len(found) > 25
+    for index, path in enumerate(found):
         change = [*CHANGES][index % 3]
 
         def damage(checkpoint: Path, path: tuple[Any, ...] = path, change: str = change) -> None:
@@ -170,7 +170,7 @@ def test_one_bit_of_a_tensor(run: dict[str, Any], tmp_path: Path) -> None:
 
             def flip(checkpoint: Path, name: str = name) -> None:
                 tensors = load_file(checkpoint / name)
-                next(iter(tensors.values())).view(torch.int32).view(-1)[5] ^= 1
+                max(tensors.values(), key=torch.Tensor.numel).view(torch.int32).view(-1)[5] ^= 1
                 metadata = {"format": "pt"}
                 save_file(tensors, checkpoint / name, metadata)
 

@@ -176,7 +176,9 @@ def test_mismatched_sequences_may_be_longer_than_a_row() -> None:
 
 def test_a_process_without_samples_gets_an_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [Sample([1, 2], [-100, 2], Source("data", 0, "row"))]
-    monkeypatch.setattr(processes, "gather", lambda own: [own, (2, others) if isinstance(own, tuple) else 1])
+    monkeypatch.setattr(processes, "data_ranks", lambda: 2)
+    monkeypatch.setattr(processes, "gather_data", lambda own: [own, [(2, others)]])
+    monkeypatch.setattr(processes, "gather", lambda own: [own, 1])
     (batch,) = mismatched([labelled_batch([[]], 4)])
     assert batch.rows == [[]]
     assert batch.inputs["input_ids"].shape == (1, 4)

@@ -54,7 +54,7 @@ def main(options: DistillRunOptions) -> int:
                         aux_loss_share=1 / len(micro_batches),
                     )
 
-            return forward_backward(forward, micro_batches, sizes, run.device)
+            return forward_backward(forward, micro_batches, sizes, run)
 
         def evaluate() -> dict[str, Any]:
             return evaluate_method(model, run.tokenizer, loss_of, *data.evaluation())

@@ -96,7 +96,7 @@ def train_on(
 
     results: list[dict[str, Any]] = []
     for _ in range(options.iterations if batches else 0):
-        loss, metrics = forward_backward(loss_of, given, sizes, run.device)
+        loss, metrics = forward_backward(loss_of, given, sizes, run)
         log_ratio = metrics.pop("log_ratio")  # in the first update, how far the model is from sampling
         metrics.setdefault("sampler_difference", results[0]["sampler_difference"] if results else log_ratio)
         results.append({"loss": loss, "grad_norm": run.optimizer_step(), **metrics})

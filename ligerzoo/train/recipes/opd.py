@@ -53,7 +53,7 @@ def main(options: OPDRunOptions) -> int:
                     )
                 return LossOutput(loss, {name: metrics["soft_loss"]})
 
-            return forward_backward(forward, batches, sizes, run.device)
+            return forward_backward(forward, batches, sizes, run)
 
         steps = run.steps(
             lambda: roll_out.evaluate(

@@ -64,7 +64,7 @@ def main(options: PreferenceRunOptions) -> int:
                 with run.autocast():
                     return loss_function.of(model, **inputs, model_inputs=positions, **given)
 
-            loss, metrics = forward_backward(forward, micro_batches, sizes, run.device)
+            loss, metrics = forward_backward(forward, micro_batches, sizes, run)
             if is_kto and metrics:  # of all completions of the step: a micro-batch may have none of a kind
                 metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
             return loss, metrics

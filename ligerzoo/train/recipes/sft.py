@@ -45,7 +45,12 @@ def main(options: SFTRunOptions) -> int:
             return 0
         model = run.open_model()
         train_step = CapturedStep(
-            model, run.optimizer_step, compute_loss=loss_of, capture=options.capture, autocast=run.compute_dtype
+            model,
+            run.optimizer_step,
+            compute_loss=loss_of,
+            capture=options.capture,
+            autocast=run.compute_dtype,
+            seed=run.seed,
         )
 
         for step in run.steps(lambda: evaluate_loss(model, run.tokenizer, *data.evaluation())):
