@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -100,6 +100,23 @@ def check_tensor(
 
 def _alternatives(shapes: Sequence[tuple[int, ...]]) -> str:
     return " or ".join(map(str, shapes))
+
+
+def shape_error(name: str, expected: str, /, **tensors: Tensor | None) -> LigerzooError:
+    """Returns the error about two or more tensors whose shapes do not match."""
+    return _mismatch(name, expected, {key: None if x is None else tuple(x.shape) for key, x in tensors.items()})
+
+
+def shape_or_dtype_error(name: str, expected: str, /, **tensors: Tensor | None) -> LigerzooError:
+    """Returns the error about two or more tensors whose shapes or dtypes do not match."""
+    shown = {key: None if x is None else f"{tuple(x.shape)} {x.dtype}" for key, x in tensors.items()}
+    return _mismatch(name, expected, shown)
+
+
+def _mismatch(name: str, expected: str, shown: Mapping[str, object]) -> LigerzooError:
+    *parts, last = [f"{argument} {got}" for argument, got in shown.items()]
+    what = f"{', '.join(parts)} and {last}".replace(" ", " is ", 1)
+    return LigerzooError(what, where=name, expected=expected)
 
 
 def check_num_items(name: str, **counts: Any) -> None:

@@ -31,7 +31,7 @@ from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
-from ligerzoo.tensor_checks import check_floats, check_optional_floats
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, shape_error
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2"]
 
@@ -229,10 +229,7 @@ def activation_linear(
     check_floats("activation_linear", x=x, weight=weight)
     check_optional_floats("activation_linear", bias=bias)
     if weight.shape[1:] != x.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(
-            f"activation_linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)} and bias "
-            f"{None if bias is None else tuple(bias.shape)}; expected shapes (..., I), (H, I) and (H,)"
-        )
+        raise shape_error("activation_linear", "shapes (..., I), (H, I) and (H,)", x=x, weight=weight, bias=bias)
     weight, bias = autocast(weight, bias)
     if uses_triton(x, weight, backend=backend):
         return _ActivationLinear.apply(x, weight, bias, activation)

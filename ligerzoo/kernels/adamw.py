@@ -27,7 +27,7 @@ from ligerzoo.kernels.math import exp
 from ligerzoo.kernels.philox import random_block
 from ligerzoo.kernels.registration import needs_dispatch
 from ligerzoo.kernels.stochastic_rounding import check_key, round_to_bf16, store, to_bf16, words_like
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, shape_error
 
 BETA = number("a number from 0 to 1, not 1", lambda x: 0 <= x < 1)
 _BLOCK, _WARPS = 1024, 4
@@ -192,8 +192,7 @@ def adamw_update(
     tensors = {"parameter": parameter, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     check_floats("adamw_update", **tensors, step=step, lr=lr)
     if len({t.shape for t in tensors.values()}) > 1:
-        got = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-        raise ValueError(f"adamw_update: got {got}; expected the same shape")
+        raise shape_error("adamw_update", "the same shape", **tensors)
     check("adamw_update", BETA, beta1=betas[0], beta2=betas[1])
     check("adamw_update", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
     if key is not None:

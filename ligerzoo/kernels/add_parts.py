@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, shape_error
 
 _BLOCK, _WARPS = 4096, 8
 
@@ -49,9 +49,7 @@ def add_parts(parts: Tensor, out: Tensor, scale: float = 1.0, *, backend: Backen
     """
     check_floats("add_parts", parts=parts, out=out)
     if parts.ndim != 2 or not len(parts) or out.shape != parts.shape[1:]:
-        raise ValueError(
-            f"add_parts: parts is {tuple(parts.shape)} and out {tuple(out.shape)}; expected (P, n) with P > 0, and (n,)"
-        )
+        raise shape_error("add_parts", "(P, n) with P > 0, and (n,)", parts=parts, out=out)
     is_dense = parts.stride(1) == 1 and out.is_contiguous()
     if not (uses_triton(parts, out, backend=backend) and is_dense):
         with torch.no_grad():

@@ -31,7 +31,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.strided import strided
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, shape_error
 
 _TILE = 4096  # elements of a program
 
@@ -208,10 +208,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, backend: Backend = "
     check_floats("apply_sinks", out=out, lse=lse, sinks=sinks)
     rows, tokens, heads = out.shape[:3] if out.dim() == 4 else (0, 0, 0)
     if out.dim() != 4 or lse.shape != (rows, heads, tokens) or sinks.shape != (heads,):
-        raise ValueError(
-            f"apply_sinks: out is {tuple(out.shape)}, lse {tuple(lse.shape)} and sinks {tuple(sinks.shape)}; expected "
-            "shapes (B, T, N, D), (B, N, T) and (N,)"
-        )
+        raise shape_error("apply_sinks", "shapes (B, T, N, D), (B, N, T) and (N,)", out=out, lse=lse, sinks=sinks)
     lse = lse.to(accumulation_dtype(lse.dtype))
     return _ApplySinks.apply(out, lse, sinks, uses_triton(out, lse, sinks, backend=backend))
 
@@ -276,11 +273,9 @@ def sink_attention(
         or sinks.shape != q.shape[2:3]
         or (is_causal and q.shape[1] != k.shape[1])
     ):
-        raise ValueError(
-            f"sink_attention: q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and sinks "
-            f"{tuple(sinks.shape)} with is_causal={is_causal}; expected (B, T, N, D), (B, S, K, D) twice and (N,), N a "
-            "multiple of K, and T = S for causal attention"
-        )
+        causal = ", and T = S with is_causal=True" if is_causal else ""
+        expected = f"(B, T, N, D), (B, S, K, D) twice and (N,), N a multiple of K{causal}"
+        raise shape_error("sink_attention", expected, q=q, k=k, v=v, sinks=sinks)
     kernel = kernel or attention_kernel(q, k, v, is_causal)
     if kernel is None:
         raise ValueError(

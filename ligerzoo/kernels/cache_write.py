@@ -1,6 +1,6 @@
 """Writes the keys and values of new tokens to a KV cache of fixed size, in one kernel.
 
-    key_cache[b, :, positions[b, t]] = keys[b, t],   and the same for the values
+    key_cache[b, :, positions[b, t]] = keys[b, t],  and the same for the values
 
 In place, without a host sync: a captured CUDA graph writes to other positions in each replay. Not differentiable. A
 cache in fp8 gets the keys and values rounded, see `fp8`.
@@ -16,7 +16,7 @@ from ligerzoo.kernels.fp8 import FP8, as_bytes, is_supported, saturated, to_stor
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
 from ligerzoo.kernels.strided import StridedFeatures, strided_cache
-from ligerzoo.tensor_checks import check_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_tensor, shape_or_dtype_error
 
 
 def reference(key_cache: Tensor, value_cache: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
@@ -90,12 +90,12 @@ def write_to_cache(
         and key_cache.dtype in (keys.dtype, FP8)
     )
     if not is_valid:
-        raise ValueError(
-            f"write_to_cache: caches are {tuple(key_cache.shape)} {key_cache.dtype} and {tuple(value_cache.shape)} "
-            f"{value_cache.dtype}, keys {tuple(keys.shape)} {keys.dtype}, values {tuple(values.shape)} {values.dtype} "
-            f"and positions {tuple(positions.shape)}; expected (B, K, S, D), (B, K, S, E), (B, T, K, D) and "
-            "(B, T, K, E), in one dtype or with caches in float8_e4m3fn, and (B, T)"
+        expected = (
+            "(B, K, S, D), (B, K, S, E), (B, T, K, D) and (B, T, K, E), in one dtype or with caches in float8_e4m3fn, "
+            "and (B, T)"
         )
+        names = "key_cache", "value_cache", "keys", "values", "positions"
+        raise shape_or_dtype_error("write_to_cache", expected, **dict(zip(names, tensors, strict=True)))
     is_read = key_cache.dtype == FP8 and is_supported(key_cache)
     if not uses_triton(*tensors[2 if is_read else 0 : 4], backend=backend) or needs_dispatch(*tensors):
         reference(*tensors)

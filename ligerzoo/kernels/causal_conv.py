@@ -36,7 +36,7 @@ from ligerzoo.kernels.recompute import recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import column_sums_
 from ligerzoo.kernels.torch_math import silu
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
 ConvActivation = Literal["silu"]
 
@@ -486,9 +486,7 @@ def check_convolution(name: str, x: Tensor, weight: Tensor, bias: Tensor | None,
     check_floats(name, x=x, weight=weight)
     check_optional_floats(name, bias=bias)
     if x.dim() != 3 or weight.dim() != 2 or len(weight) != x.shape[2] or weight.shape[1] == 0:
-        raise ValueError(
-            f"{name}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (B, T, C) and (C, k)"
-        )
+        raise shape_error(name, "(B, T, C) and (C, k)", x=x, weight=weight)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
     if activation not in ("silu", None):

@@ -37,7 +37,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.strided import Strided, strided_cache
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
 _BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
 PARTS = 16  # parts that are combined at a time
@@ -379,10 +379,8 @@ def decode_attention(
         and q.shape[1] % keys.shape[1] == 0
     )
     if not shapes_match:
-        raise ValueError(
-            f"decode_attention: q is {tuple(q.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)}; "
-            "expected shapes (B, N, D), (B, K, S, D) and (B, K, S, D), N a multiple of K"
-        )
+        expected = "shapes (B, N, D), (B, K, S, D) and (B, K, S, D), N a multiple of K"
+        raise shape_error("decode_attention", expected, q=q, keys=keys, values=values)
     check_optional_floats("decode_attention", sinks=sinks)
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"decode_attention: sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[1:2])}")

@@ -50,7 +50,7 @@ from ligerzoo.kernels.route import Routing
 from ligerzoo.kernels.routing import add_bias
 from ligerzoo.kernels.tiling import StridedRows, load_strip
 from ligerzoo.kernels.weighted_glu import Biases
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe_value
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, describe_value, shape_or_dtype_error
 
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of tokens in a matrix product
 
@@ -379,12 +379,9 @@ def decode_experts(
         or not x.dtype == gate_up.dtype == down.dtype
         or (residual is not None and residual.shape != x.shape)
     ):
-        shape = "" if residual is None else f", residual {tuple(residual.shape)}"
-        raise ValueError(
-            f"decode_experts: x is {tuple(x.shape)} {x.dtype}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
-            f"down {tuple(down.shape)} {down.dtype}{shape}; expected (T, H), (E, 2I, H), (E, H, I) and (T, H), with "
-            "the same dtype for x, gate_up and down"
-        )
+        expected = "(T, H), (E, 2I, H), (E, H, I) and (T, H), with the same dtype for x, gate_up and down"
+        tensors = {"x": x, "gate_up": gate_up, "down": down, "residual": residual}
+        raise shape_or_dtype_error("decode_experts", expected, **tensors)
     if len(routing.rows) != len(x) or len(routing.experts) != min(n_experts, len(routing.tokens)):
         raise ValueError(
             f"decode_experts: routing is of {len(routing.rows)} tokens with {len(routing.experts)} experts listed for "

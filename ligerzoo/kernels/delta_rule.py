@@ -30,7 +30,7 @@ from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS
 from ligerzoo.kernels.delta_torch import chunked
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
 MAX_KEY_DIM = 256
 """Larger keys run in plain torch."""
@@ -311,7 +311,5 @@ def check_tokens(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
         and g.shape == beta.shape == v.shape[:3]
     )
     if not shapes_match:
-        raise ValueError(
-            f"{name}: q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)} and beta "
-            f"{tuple(beta.shape)}; expected (B, T, K, D_k) twice, (B, T, V, D_v) and (B, T, V) twice, V a multiple of K"
-        )
+        expected = "(B, T, K, D_k) twice, (B, T, V, D_v) and (B, T, V) twice, V a multiple of K"
+        raise shape_error(name, expected, q=q, k=k, v=v, g=g, beta=beta)

@@ -3,11 +3,11 @@
 With h = x_t @ gate_up[e].T, gate and up the halves of h + gate_up_bias[e], and c(gate, up) their combination, such as
 act(gate) * up (see `gating`), for each slot j of token t, e = expert_ids[t, j]:
 
-Forward:   a_tj = w_tj * c(gate, up),   y_t = sum_j (a_tj @ down[e].T + w_tj * down_bias[e]).
-Backward:  da = dy_t @ down[e],   dw_tj = sum(da * c(gate, up)) + sum(dy_t * down_bias[e]),
-           dgate = da * w_tj * dc/dgate,   dup = da * w_tj * dc/dup,   dx_t = sum_j dh @ gate_up[e],
-           ddown[e] = sum of dy_t^T a_tj,   dgate_up[e] = sum of dh^T x_t,
-           ddown_bias[e] = sum of w_tj dy_t,   dgate_up_bias[e] = sum of dh   over the slots of expert e.
+Forward:   a_tj = w_tj * c(gate, up),  y_t = sum_j (a_tj @ down[e].T + w_tj * down_bias[e]).
+Backward:  da = dy_t @ down[e],  dw_tj = sum(da * c(gate, up)) + sum(dy_t * down_bias[e]),
+           dgate = da * w_tj * dc/dgate,  dup = da * w_tj * dc/dup,  dx_t = sum_j dh @ gate_up[e],
+           ddown[e] = sum of dy_t^T a_tj,  dgate_up[e] = sum of dh^T x_t,
+           ddown_bias[e] = sum of w_tj dy_t,  dgate_up_bias[e] = sum of dh   over the slots of expert e.
 
 The T * k slots become the rows of matrices, sorted by expert. `routing` permutes tokens to rows and back, and adds the
 biases of the down projections. `grouped_mm` computes the matrix products, and `weighted_glu` the activation between
@@ -16,8 +16,8 @@ them. The sums over slots run in fp32, in the order of the slots.
 The stacked weights may have low-rank updates (LoRA, Hu et al. 2021), one pair of matrices for each expert. A product
 with weight W[e], update s B[e] A[e] and rows x is then, as in `lora`:
 
-Forward:   h = x @ A[e].T,   y = x @ W[e].T + s h @ B[e].T.
-Backward:  dh = s dy @ B[e],   dx = dy @ W[e] + dh @ A[e],   dA[e] = dh.T @ x,   dB[e] = s dy.T @ h.
+Forward:   h = x @ A[e].T,  y = x @ W[e].T + s h @ B[e].T.
+Backward:  dh = s dy @ B[e],  dx = dy @ W[e] + dh @ A[e],  dA[e] = dh.T @ x,  dB[e] = s dy.T @ h.
 
 W + s B A, which is as large as all experts, is never computed.
 
@@ -52,7 +52,7 @@ from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute
 from ligerzoo.kernels.weighted_glu import Biases, row_values, weighted_glu, weighted_glu_backward
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_or_dtype_error
 
 
 def reference(
@@ -424,12 +424,9 @@ def check_experts(
         or down.shape[:-1] != (n_experts, n_features)
         or not x.dtype == gate_up.dtype == down.dtype
     ):
-        raise ValueError(
-            f"{name}: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
-            f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
-            f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
-            "(E, H, I), with the same dtype for x, gate_up and down"
-        )
+        expected = "(T, H), (T, k) of integers, (T, k), (E, 2I, H) and (E, H, I), x and weights in one dtype"
+        tensors = {"x": x, "expert_ids": expert_ids, "expert_weights": expert_weights, "gate_up": gate_up, "down": down}
+        raise shape_or_dtype_error(name, expected, **tensors)
 
 
 def experts_mlp(

@@ -1,7 +1,7 @@
 """Gated linear units (Shazeer 2020, eqs. 5 and 6): `a(gate) * up`, with or without the down projection.
 
-Forward:   y = a(gate) * up,   in fp32, rounded once.
-Backward:  dup = dy * a(gate),   dgate = dy * up * a'(gate).
+Forward:   y = a(gate) * up,  in fp32, rounded once.
+Backward:  dup = dy * a(gate),  dgate = dy * up * a'(gate).
 
 `activation` lists the activations a.
 
@@ -32,7 +32,13 @@ from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import unsplit_linear, unsplit_sum
 from ligerzoo.kernels.tiling import STRIP_WARPS, load_strip, row_and_columns, strips
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, explains_options
+from ligerzoo.tensor_checks import (
+    check_floats,
+    check_optional_floats,
+    explains_options,
+    shape_error,
+    shape_or_dtype_error,
+)
 
 
 def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
@@ -260,22 +266,16 @@ def _inner(options: _LinearOptions, dtype: torch.dtype, a: Tensor, gate: Tensor,
 def _check_match(name: str, gate: Tensor, up: Tensor) -> None:
     """Raises unless the tensors are alike: the kernels would read beyond a smaller one."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
-            "expected the same shape and dtype"
-        )
+        raise shape_or_dtype_error(name, "the same shape and dtype", gate=gate, up=up)
 
 
 def _check_terms(gate: Tensor, terms: LowRankTerms, update: LowRank | None) -> None:
     h, gate_b, up_b = terms[:3]
     outputs, ranks = gate.shape[-1], [gate_b.shape[-1], up_b.shape[-1]]
-    expected = (*gate.shape[:-1], sum(ranks)), (outputs, ranks[0]), (outputs, ranks[1])
-    if (h.shape, gate_b.shape, up_b.shape) != expected or h.dtype != gate.dtype:
-        raise ValueError(
-            f"glu_linear: gate is {tuple(gate.shape)} {gate.dtype}, h of terms {tuple(h.shape)} {h.dtype}, gate_b "
-            f"{tuple(gate_b.shape)} and up_b {tuple(up_b.shape)}; expected shapes (..., I), (..., r + s), (I, r) and "
-            "(I, s), and h in the dtype of gate"
-        )
+    shapes = (*gate.shape[:-1], sum(ranks)), (outputs, ranks[0]), (outputs, ranks[1])
+    if (h.shape, gate_b.shape, up_b.shape) != shapes or h.dtype != gate.dtype:
+        expected = "shapes (..., I), (..., r + s), (I, r) and (I, s), and h in the dtype of gate"
+        raise shape_or_dtype_error("glu_linear", expected, gate=gate, h=h, gate_b=gate_b, up_b=up_b)
     if (highest := max(*ranks, 0 if update is None else len(update.a))) > low_rank_glu.MAX_RANK:
         raise ValueError(
             f"glu_linear: terms and update have ranks up to {highest}; expected at most {low_rank_glu.MAX_RANK} with "
@@ -366,17 +366,11 @@ def glu_linear(
     check_floats("glu_linear", gate=gate, up=up, weight=weight)
     check_optional_floats("glu_linear", bias=bias)
     if weight.shape[1:] != gate.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(
-            f"glu_linear: gate is {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "
-            f"{None if bias is None else tuple(bias.shape)}; expected shapes (..., I), (H, I) and (H,)"
-        )
+        raise shape_error("glu_linear", "shapes (..., I), (H, I) and (H,)", gate=gate, weight=weight, bias=bias)
     if update is not None:
         a, b = update[:2]
         if a.shape[1:] != weight.shape[1:] or b.shape != (len(weight), len(a)):
-            raise ValueError(
-                f"glu_linear: weight is {tuple(weight.shape)}, the matrices of update {tuple(a.shape)} and "
-                f"{tuple(b.shape)}; expected shapes (H, I), (r, I) and (H, r)"
-            )
+            raise shape_error("glu_linear", "shapes (H, I), (r, I) and (H, r)", weight=weight, a=a, b=b)
     if terms is not None:
         _check_terms(gate, terms, update)
         if not (gate.dtype == dtype_of_products(weight) and gate.element_size() == 2):

@@ -42,7 +42,7 @@ from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.strided import Strided
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, shape_error
 
 _BLOCK_BYTES = 32768  # of latent vectors that a program reads at a time
 _MAX_HEADS = 32  # more would not fit in the registers of a program, with 512 sums each
@@ -179,11 +179,8 @@ def latent_decode_attention(
         and k_rope.shape == (len(q), latents.shape[1], q_rope.shape[2])
     )
     if not shapes_match:
-        raise ValueError(
-            f"latent_decode_attention: q is {tuple(q.shape)}, q_rope {tuple(q_rope.shape)}, latents "
-            f"{tuple(latents.shape)} and k_rope {tuple(k_rope.shape)}; expected shapes (B, N, R), (B, N, P), (B, S, R) "
-            "and (B, S, P)"
-        )
+        expected = "shapes (B, N, R), (B, N, P), (B, S, R) and (B, S, P)"
+        raise shape_error("latent_decode_attention", expected, q=q, q_rope=q_rope, latents=latents, k_rope=k_rope)
     is_read = latents.dtype == k_rope.dtype == FP8 and is_supported(latents)
     if not is_read:
         latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)

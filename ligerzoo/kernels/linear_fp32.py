@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, shape_error
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -63,9 +63,7 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """
     check_floats("linear_fp32", x=x, weight=weight)
     if weight.ndim != 2 or weight.shape[1:] != x.shape[-1:]:
-        raise ValueError(
-            f"linear_fp32: x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (..., H) and (O, H)"
-        )
+        raise shape_error("linear_fp32", "(..., H) and (O, H)", x=x, weight=weight)
     if x.dtype == weight.dtype == accumulation_dtype(x.dtype) or not torch.is_grad_enabled():
         return reference(x, weight)
     result: Tensor = _Linear.apply(x, weight)

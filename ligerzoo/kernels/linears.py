@@ -23,7 +23,7 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, use
 from ligerzoo.kernels.few_rows import gate_few_rows, project_few_rows, uses_few_rows
 from ligerzoo.kernels.glu import glu
 from ligerzoo.kernels.row_sums import unsplit_linears
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
 
 def reference(
@@ -205,12 +205,10 @@ def linear_glu(
     weights, biases = (gate, up), (gate_bias, up_bias)
     scales = None if gate_scale is None or up_scale is None else (gate_scale, up_scale)
     fits = gate.shape == up.shape == (len(gate), x.shape[-1]) and (gate_scale is None) == (up_scale is None)
-    vectors = [None if vector is None else tuple(vector.shape) for vector in (*biases, gate_scale, up_scale)]
-    if not fits or any(shape not in (None, gate.shape[:1]) for shape in vectors):
-        raise ValueError(
-            f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases and scales "
-            f"{vectors}; expected (..., K), (I, K) twice, and (I,) or None, two scales or none"
-        )
+    vectors = {"gate_bias": gate_bias, "up_bias": up_bias, "gate_scale": gate_scale, "up_scale": up_scale}
+    if not fits or any(vector is not None and vector.shape != gate.shape[:1] for vector in vectors.values()):
+        expected = "(..., K), (I, K) twice, and (I,) or None, two scales or none"
+        raise shape_error("linear_glu", expected, x=x, gate=gate, up=up, **vectors)
     if uses_few_rows(x, weights, biases, backend, scales):
         return gate_few_rows(x, weights, biases, scales, activation)
     return glu(*reference(x, weights, biases, scales), activation=activation, backend=backend)

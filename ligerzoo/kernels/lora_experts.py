@@ -16,7 +16,7 @@ from ligerzoo.kernels.experts import (
 )
 from ligerzoo.kernels.gating import GatedActivation
 from ligerzoo.kernels.low_rank import LowRank
-from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
 
 def lora_experts_mlp(
@@ -86,9 +86,7 @@ def _with_update(name: str, label: str, projection: Projection, update: LowRank 
     a, b, scale = update
     experts, outputs, features = projection.weight.shape
     if a.shape != (experts, a.shape[1], features) or b.shape != (experts, outputs, a.shape[1]):
-        raise ValueError(
-            f"{name}: {label} is {tuple(projection.weight.shape)}, and its update has a {tuple(a.shape)} and b "
-            f"{tuple(b.shape)}; expected (E, O, K), (E, r, K) and (E, O, r)"
-        )
+        expected = "(E, O, K), and (E, r, K) and (E, O, r) for its update"
+        raise shape_error(name, expected, **{label: projection.weight}, a=a, b=b)
     dtype = projection.weight.dtype
     return projection._replace(a=a.to(dtype), b=b.to(dtype), scale=scale)

@@ -21,7 +21,7 @@ from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differen
 from ligerzoo.kernels.dispatch import Backend, empty_result, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats, explains_options
+from ligerzoo.tensor_checks import check_floats, explains_options, shape_error
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -227,10 +227,8 @@ def rope(
     """
     check_floats("rope", q=q, k=k, cos=cos, sin=sin)
     if not _match(q.shape, k.shape, cos.shape, sin.shape):
-        raise ValueError(
-            f"rope: q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; "
-            "expected shapes (B, T, N, D), (B, T, K, D), and (B or 1, T, R/2) with R <= D for both cos and sin"
-        )
+        expected = "shapes (B, T, N, D), (B, T, K, D), and (B or 1, T, R/2) with R <= D for both cos and sin"
+        raise shape_error("rope", expected, q=q, k=k, cos=cos, sin=sin)
     if uses_triton(q, k, cos, sin, backend=backend):
         return _RoPE.apply(q, k, cos, sin, interleaved)
     return reference(q, k, cos, sin, interleaved)

@@ -21,7 +21,7 @@ from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.philox import random_block, random_words
 from ligerzoo.kernels.registration import needs_dispatch
-from ligerzoo.tensor_checks import check_floats
+from ligerzoo.tensor_checks import check_floats, shape_or_dtype_error
 
 FIRST_KEY = 2**32
 """Smallest key. Larger integers have one type in Triton, 64 bits, so that keys share a compiled kernel."""
@@ -106,10 +106,8 @@ def round_stochastically(
     check_floats("round_stochastically", source=source, target=target)
     check_key("round_stochastically", key, first_group)
     if source.shape != target.shape or source.dtype != torch.float32 or target.dtype != torch.bfloat16:
-        raise ValueError(
-            f"round_stochastically: source is {tuple(source.shape)} {source.dtype} and target {tuple(target.shape)} "
-            f"{target.dtype}; expected fp32 and bf16 tensors of the same shape"
-        )
+        expected = "fp32 and bf16 tensors of the same shape"
+        raise shape_or_dtype_error("round_stochastically", expected, source=source, target=target)
     is_dense = source.is_contiguous() and target.is_contiguous()
     if not (uses_triton(source, target, backend=backend) and is_dense) or needs_dispatch(source, target):
         with torch.no_grad():

@@ -168,7 +168,7 @@ def test_it_compiles(case: dict[str, Any], is_stochastic: bool) -> None:
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ({"gradient": torch.ones(3)}, r"got parameter \(2,\), gradient \(3,\), .*; expected the same shape"),
+    ({"gradient": torch.ones(3)}, r"parameter is \(2,\), gradient \(3,\), .*; expected the same shape"),
     ({"betas": (1.0, 0.9)}, "beta1=1.0; expected a number from 0 to 1, not 1"),
     ({"eps": -1.0}, "eps=-1.0; expected 0 or a positive number"),
     ({"key": 3}, "key=3; expected an integer, 4294967296 or more"),

@@ -107,7 +107,7 @@ def test_arguments_are_checked() -> None:
         (1, torch.ones(2, 3, 20, 4).to(FP8)), (0, torch.ones(2, 3, 20, 4).bfloat16()),
     ):  # fmt: skip
         with pytest.raises(
-            ValueError, match=r"^write_to_cache: caches are .*; expected \(B, K, S, D\), \(B, K, S, E\)"
+            ValueError, match=r"^write_to_cache: key_cache is .*; expected \(B, K, S, D\), \(B, K, S, E\)"
         ):
             write_to_cache(*caches_and_new[:index], wrong, *caches_and_new[index + 1 :])
 

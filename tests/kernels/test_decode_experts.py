@@ -274,7 +274,7 @@ def test_shapes_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=r"^decode_experts: x is .*; expected \(T, H\), \(E, 2I, H\), \(E, H, I\)"):
             decode_experts(*wrong)
-    with pytest.raises(ValueError, match=r"^decode_experts: x is .*, residual \(2, 33\); expected"):
+    with pytest.raises(ValueError, match=r"^decode_experts: x is .* and residual \(2, 33\) torch.float32; expected"):
         decode_experts(x, routing, gate_up, down, residual=residual[:2])
 
 

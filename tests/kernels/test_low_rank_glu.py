@@ -133,7 +133,7 @@ def test_no_product_uses_wgmma(rank: int) -> None:
 @pytest.mark.parametrize(
     "shapes, problem",
     [
-        ({4: (5, 5)}, r"h of terms \(5, 5\)"),
+        ({4: (5, 5)}, r"h \(5, 5\)"),
         ({5: (33, 3)}, r"gate_b \(33, 3\)"),
         ({6: (32, 2)}, r"up_b \(32, 2\)"),
         ({4: (5, 42), 5: (33, 40)}, "ranks up to 40; expected at most 32"),
