@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from itertools import count
+from collections.abc import Iterable, Mapping
 
+from benchmarks.chart import Bar, Group, bar_chart
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS
 
@@ -137,39 +136,7 @@ def generation_figures(result: Json) -> list[str]:
     return parts + first_token_parts(result) + grpo_parts(result)
 
 
-def generation_highlights(result: Json) -> list[str]:
-    """The README's table and plot."""
-    workloads = workloads_with(result, "decode_tokens_per_s")
-    if not workloads:
-        return []
-    providers = [name for name in PROVIDERS if any(name in w["providers"] for w in workloads)]
-
-    def line(workload: Json) -> list[str]:
-        speeds = figures_of(workload, "decode_tokens_per_s")
-        best = max(speeds.values())
-        cells = [bold(speed(speeds[name]), speeds[name] == best) if name in speeds else "" for name in providers]
-        of_limit = share(workload, speeds[OURS]) if OURS in speeds else ""
-        return [label(workload), *cells, ratio(speeds, THEIRS), of_limit]
-
-    parts = [
-        paragraph(f"Generation, greedy: {measured_on(*workloads)}."),
-        table(
-            ["tokens/s, rows x prompt + new tokens", *providers, "ligerzoo / transformers", "of the limit"],
-            map(line, workloads),
-        ),
-    ]
-    if charted(result):
-        parts.append(f"![Tokens per second over the limit, by model and batch]({CHART})")
-    return parts
-
-
 # Plot
-
-STYLE = """\
-text { font: 12px sans-serif; fill: #222 } .label { text-anchor: end } .small { font-size: 10px }
-.ours { fill: #d1495b } .peer { fill: #b8b8b8 } .limit { stroke: #222 }"""
-LABELS, BARS, NOTES, HEAD = 240, 360, 260, 28  # widths of the columns, height of the title
-BAR, GAP = 13, 10  # distance of bars, and of workloads
 
 
 def charted(result: Json) -> list[Json]:
@@ -179,45 +146,13 @@ def charted(result: Json) -> list[Json]:
 
 def generation_chart(result: Json) -> str:
     """An SVG with a bar for each provider of each workload: tokens per second over the limit. Empty without any."""
-    rows = [
-        (label(workload), figures_of(workload, "decode_tokens_per_s"), workload[LIMIT]) for workload in charted(result)
+    groups = [
+        speed_bars(label(workload), figures_of(workload, "decode_tokens_per_s"), workload[LIMIT])
+        for workload in charted(result)
     ]
-    return bar_chart("tokens per second of decoding; the line is what the bandwidth allows", rows)
+    return bar_chart("tokens per second of decoding", "what the bandwidth allows", groups)
 
 
-def bar_chart(title: str, rows: Sequence[tuple[str, Mapping[str, float], float]]) -> str:
-    """An SVG with groups of bars. Empty without any.
-
-    Args:
-        title: what the bars show.
-        rows: a label, the tokens per second of each provider, and the speed at the vertical line.
-    """
-    if not rows:
-        return ""
-    top, groups = HEAD, []
-    for name, speeds, full in rows:
-        groups.append(bars(name, speeds, full, top))
-        top += BAR * len(speeds) + GAP
-    width = LABELS + BARS + NOTES
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" width="{width}" height="{top}">',
-        f'<style>{STYLE}</style><rect width="{width}" height="{top}" fill="white"/>',
-        f'<text x="{LABELS}" y="14">{title}</text>',
-        *groups,
-        f'<line class="limit" x1="{LABELS + BARS}" x2="{LABELS + BARS}" y1="{HEAD}" y2="{top - GAP}"/>',
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def bars(name: str, speeds: Mapping[str, float], full: float, top: int) -> str:
-    """The label and the bars of one group."""
-    drawn = [f'<text class="label" x="{LABELS - 8}" y="{BAR * len(speeds) // 2 + 4}">{escape(name)}</text>']
-    for y, (provider, tokens_per_s) in zip(count(0, BAR), speeds.items()):
-        width = BARS * tokens_per_s / full
-        note = f"{speed(tokens_per_s)} {escape(provider)}"
-        drawn.append(
-            f'<rect class="{"ours" if provider == OURS else "peer"}" x="{LABELS}" y="{y}" width="{width:.0f}" '
-            f'height="10"/><text class="small" x="{LABELS + width + 4:.0f}" y="{y + 9}">{note}</text>'
-        )
-    return f'<g transform="translate(0 {top})">{"".join(drawn)}</g>'
+def speed_bars(name: str, speeds: Mapping[str, float], full: float) -> Group:
+    """The bars of each provider's tokens per second, over the speed at the line."""
+    return Group(name, [Bar(provider, value / full, speed(value)) for provider, value in speeds.items()])

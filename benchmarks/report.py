@@ -13,11 +13,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 
-from benchmarks.generation_report import generation_chart, generation_figures, generation_highlights
+from benchmarks.chart import Bar, Group, bar_chart
+from benchmarks.generation_report import generation_chart, generation_figures
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
+from benchmarks.readme_report import peer_table
 from benchmarks.row import OURS, compare
 from benchmarks.sharded_report import sharded_figures
 from benchmarks.training_report import training_chart, training_figures
@@ -54,7 +55,7 @@ HIGHLIGHTS = (
     "dpo 8 x 1024 x 4096 x 128256",
     "grpo 8 x 1024 x 4096 x 128256",
 )
-"""The rows of the README's table and plot: some where we lead, and some where we trail."""
+"""The rows of the README's plot: some where we lead, and some where we trail."""
 
 
 def read_results(directory: Path) -> dict[str, Json]:
@@ -325,24 +326,11 @@ def highlights(results: Mapping[str, Json]) -> list[Json]:
 
 
 def readme_figures(results: Mapping[str, Json]) -> str:
-    """The figures of the README: tables and plots."""
-    used = [results[name] for name in (*STEPS, "loading", "operations", "losses") if name in results]
-    parts = [paragraph(f"bf16. {measured_on(*used)}.") if used else "", model_table(results)]
-    if "generation" in results:
-        parts += generation_highlights(results["generation"])
-    if rows := highlights(results):
-
-        def line(row: Json) -> list[str]:
-            peer = compared(row)["fastest peer"]
-            times = [row["providers"][name]["forward_backward_ms"] if name else None for name in (OURS, peer)]
-            return [label(row), number(times[0]), f"{number(times[1])} {peer or ''}".strip(), *last_columns(row)]
-
-        header = ["forward and backward, ms", OURS, "fastest other", "/ fastest", "/ floor", "extra MiB"]
-        parts += [
-            table(header, map(line, rows)),
-            f"![Time over the floor, by operation]({RESULTS}/highlights.svg)",
-        ]
-    return "\n\n".join(part for part in parts if part)
+    """The figures of the README: a table and a plot."""
+    peers, where = peer_table(results)
+    plot = f"![Time over the floor, by operation]({RESULTS}/highlights.svg)" if highlights(results) else ""
+    measured = f"bf16, one GPU; each provider has the fastest setting that fits. {where}." if peers else ""
+    return "\n\n".join(part for part in (paragraph(measured), peers, plot) if part)
 
 
 PAGES: dict[str, Callable[[Mapping[str, Json]], str]] = {
@@ -360,47 +348,20 @@ def with_figures(page: str, figures: str) -> str:
 
 # Plots
 
-STYLE = """\
-text { font: 12px sans-serif; fill: #222 } .label { text-anchor: end } .small { font-size: 10px }
-.ours { fill: #d1495b } .peer { fill: #b8b8b8 } .floor { stroke: #222 }"""
-LABELS, BARS, NOTES, LINE, HEAD = 400, 300, 140, 28, 40  # widths of the columns, heights of a row and of the legend
-LONGEST = 4  # times the floor; a longer bar is cut off there
 
-
-def bar_chart(rows: Sequence[Json]) -> str:
+def floor_chart(rows: Sequence[Json]) -> str:
     """An SVG with two bars for each row: our time and the fastest provider's, forward and backward, over the floor."""
 
-    def bar(kind: str, top: int, value: float | None, note: str) -> str:
-        if value is None:
-            return ""
-        width = BARS / LONGEST * min(value, LONGEST)
-        return (
-            f'<rect class="{kind}" x="{LABELS}" y="{top}" width="{width:.0f}" height="10"/>'
-            f'<text class="small" x="{LABELS + width + 4:.0f}" y="{top + 9}">{value:.2f} {note}</text>'
-        )
+    def group(row: Json) -> Group:
+        found = compared(row)
+        bars = [Bar(OURS, found["ours / floor"], f"{found['ours / floor']:.2f}")]
+        if found["fastest peer"]:
+            theirs = found["ours / floor"] / found["ours / fastest peer"]
+            bars.append(Bar(found["fastest peer"], theirs, f"{theirs:.2f}"))
+        return Group(label(row), bars)
 
-    def row_group(index: int, row: Json) -> str:
-        comparison = compared(row)
-        ours, ratio = comparison["ours / floor"], comparison["ours / fastest peer"]
-        peer = bar("peer", 14, ours / ratio if ratio else None, comparison["fastest peer"] or "")
-        name = f'<text class="label" x="{LABELS - 8}" y="18">{escape(label(row))}</text>'
-        return f'<g transform="translate(0 {HEAD + LINE * index})">{name}{bar("ours", 3, ours, "")}{peer}</g>'
-
-    width, height = LABELS + BARS + NOTES, HEAD + LINE * len(rows) + 8
-    floor = LABELS + BARS // LONGEST
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
-        f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{LABELS}" y="14">time of forward and backward over the floor, lower is better</text>',
-        f'<rect class="ours" x="{LABELS}" y="22" width="10" height="10"/>'
-        f'<text x="{LABELS + 14}" y="31">ligerzoo</text>',
-        f'<rect class="peer" x="{LABELS + 90}" y="22" width="10" height="10"/>'
-        f'<text x="{LABELS + 104}" y="31">fastest other (bars end at {LONGEST})</text>',
-        *(row_group(index, row) for index, row in enumerate(rows)),
-        f'<line class="floor" x1="{floor}" x2="{floor}" y1="{HEAD}" y2="{height - 8}"/>',
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    title = "time of forward and backward over the floor, lower is better"
+    return bar_chart(title, "the floor: the least time that memory or FLOPs need", list(map(group, rows)), longest=4)
 
 
 def outputs(root: Path) -> dict[Path, str]:
@@ -411,7 +372,7 @@ def outputs(root: Path) -> dict[Path, str]:
         for name, figures in PAGES.items()
     }
     plots = {"highlights": highlights(results), "operations": measured(results.get("operations", {}).get("rows", ()))}
-    drawn = {name: bar_chart(rows) for name, rows in plots.items() if rows}
+    drawn = {name: floor_chart(rows) for name, rows in plots.items() if rows}
     for name, chart in (
         ("generation", generation_chart),
         ("training", training_chart),

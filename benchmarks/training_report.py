@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.generation_report import bar_chart, figures_of, model_name, ratio, speed, workloads_with
+from benchmarks.chart import bar_chart
+from benchmarks.generation_report import figures_of, model_name, ratio, speed, speed_bars, workloads_with
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS
 
@@ -39,8 +40,8 @@ def training_chart(result: Json) -> str:
     rows = [
         (label(workload), figures_of(workload, "tokens_per_s")) for workload in workloads_with(result, "tokens_per_s")
     ]
-    compared = [(name, speeds, speeds[OURS]) for name, speeds in rows if OURS in speeds and len(speeds) > 1]
-    return bar_chart("tokens per second of training; the line is the speed of ligerzoo", compared)
+    compared = [speed_bars(name, speeds, speeds[OURS]) for name, speeds in rows if OURS in speeds and len(speeds) > 1]
+    return bar_chart("tokens per second of training", "the speed of ligerzoo", compared)
 
 
 def training_figures(result: Json, title: str = "Training", chart: str = "training") -> list[str]:

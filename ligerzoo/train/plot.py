@@ -13,9 +13,15 @@ from ligerzoo.train.log import read_log
 from ligerzoo.train.run_state import LOG_FILE
 
 WIDTH, HEIGHT = 800, 450
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 30, 50
+LEFT, RIGHT, TOP, BOTTOM = 70, 40, 40, 50
 MAX_POINTS = 1000
 """A longer curve is drawn through means of neighbouring points."""
+
+SPIKE = 3
+"""A value is a spike if it is further from the others than this many times their range."""
+
+MAX_LABELS = 8
+"""A curve with more spikes has no labels of their values."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -48,7 +54,8 @@ def plot_svg(curves: Mapping[str, Points], *, x: str, y: str) -> str:
     """
     curves = {label: thinned(points) for label, points in curves.items() if points}
     every = [point for points in curves.values() for point in points]
-    x_ticks, y_ticks = (ticks([point[axis] for point in every]) for axis in (0, 1))
+    shown = without_spikes([[y for _, y in points] for points in curves.values()])
+    x_ticks, y_ticks = ticks([x for x, _ in every], least_step=1), ticks(shown)
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         across, up = (
@@ -67,14 +74,21 @@ def plot_svg(curves: Mapping[str, Points], *, x: str, y: str) -> str:
         parts.append(text(left - 8, up + 4, f"{tick:g}", "end"))
     for index, (label, points) in enumerate(curves.items()):
         color = ("#1f6fb4", "#d9590b", "#2a8f3c")[index % 3]
-        line = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in points)
+        inside = [(step, min(max(value, y_ticks[0]), y_ticks[-1])) for step, value in points]
+        line = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in inside)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         if len(points) < 50:
-            dots = ['<circle cx="{:.1f}" cy="{:.1f}" r="2.5"/>'.format(*at(point)) for point in points]
+            dots = ['<circle cx="{:.1f}" cy="{:.1f}" r="2.5"/>'.format(*at(point)) for point in inside]
             parts += [f'<g fill="{color}">', *dots, "</g>"]
-        parts.append(text(WIDTH - RIGHT, TOP + 16 * (index + 1), label, "end", color))
+        cut = [(point, value) for point, (_, value) in zip(inside, points, strict=True) if point[1] != value]
+        for point, value in cut if len(cut) <= MAX_LABELS else ():
+            across, up = at(point)
+            arrow, down = ("\N{UPWARDS ARROW}", 14) if value > point[1] else ("\N{DOWNWARDS ARROW}", -6)
+            shift, anchor = (6, "start") if across < WIDTH / 2 else (-6, "end")
+            parts.append(text(across + shift, up + down, f"{arrow} {value:.6g}", anchor, color))
+        parts.append(text(WIDTH - RIGHT - 90 * (len(curves) - 1 - index), TOP - 20, label, "end", color))
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, x, "middle"))
-    parts.append(text(LEFT, TOP - 12, y, "middle"))
+    parts.append(text(10, TOP - 20, y, "start"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>' + "\n".join(parts) + "</svg>\n"
@@ -86,12 +100,25 @@ def text(x: float, y: float, content: str, anchor: str, color: str = "#333") -> 
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(content)}</text>'
 
 
-def ticks(values: Sequence[float]) -> list[float]:
-    """Returns about five round numbers that enclose the values."""
+def without_spikes(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the values that an axis should enclose: without those of single points far above or below the others.
+
+    A point's spike does not change the median of the five points around it.
+    """
+    smooth = [sorted(values[max(0, i - 2) : i + 3]) for values in curves for i in range(len(values))]
+    medians = [window[len(window) // 2] for window in smooth]
+    margin = SPIKE * (max(medians) - min(medians))
+    every = [value for values in curves for value in values]
+    inside = [value for value in every if min(medians) - margin <= value <= max(medians) + margin]
+    return inside if margin > 0 and len(inside) > len(every) / 2 else every
+
+
+def ticks(values: Sequence[float], least_step: float = 0.0) -> list[float]:
+    """Returns about five round numbers that enclose the values, at least `least_step` apart."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    rough = (high - low) / 5
+    rough = max((high - low) / 5, least_step)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     first, last = math.floor(low / step), math.ceil(high / step)

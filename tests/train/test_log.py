@@ -18,7 +18,7 @@ from ligerzoo import AutoModel
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM, Mixtral, MixtralConfig
 from ligerzoo.train.log import RunLog, cut_log, first_sources, read_log
-from ligerzoo.train.plot import MAX_POINTS, plot_metric, plot_svg, thinned, ticks
+from ligerzoo.train.plot import HEIGHT, MAX_POINTS, plot_metric, plot_svg, thinned, ticks
 from ligerzoo.train.run import StopRequest
 from ligerzoo.train.throughput import StepFlops
 from tests.train.tiny_run import SIZES
@@ -141,6 +141,37 @@ def test_the_plot_shows_every_point(tmp_path: Path) -> None:
     assert y < low
     texts = {element.text for element in root.iter() if element.tag.endswith("text")}
     assert {"training", "evaluation", "step", "loss, nats per token", "10"} <= texts
+
+
+def plotted(values: list[float]) -> tuple[list[float], set[str | None]]:
+    """Returns the heights of a curve of steps, and all texts of its plot."""
+    points = [(float(step), value) for step, value in enumerate(values, 1)]
+    root = ElementTree.fromstring(plot_svg({"training": points}, x="step", y="loss"))
+    [curve] = [element for element in root.iter() if element.tag.endswith("polyline")]
+    heights = [float(point.split(",")[1]) for point in curve.attrib["points"].split()]
+    return heights, {element.text for element in root.iter() if element.tag.endswith("text")}
+
+
+def test_spikes_do_not_flatten_the_curve_and_their_values_are_written() -> None:
+    values = [2 + 6 * 0.9**step for step in range(60)]
+    heights, texts = plotted(values)
+    assert not any(text and text.startswith(("\u2191", "\u2193")) for text in texts)
+    values[20], values[40] = 5e4, -700.0
+    spiked, texts = plotted(values)
+    assert {"\u2191 50000", "\u2193 -700"} <= texts
+    assert spiked[:20] == heights[:20]
+    assert spiked[20] == min(spiked)
+    assert spiked[40] == max(spiked)
+    alternating, texts = plotted([(-1.0) ** step * 100 for step in range(60)])
+    assert len(set(alternating)) == 2
+    assert "100" in texts
+
+
+def test_the_plot_of_one_step_has_whole_steps() -> None:
+    [height], texts = plotted([2.3])
+    assert 0 < height < HEIGHT
+    assert {"0", "1", "2"} <= texts
+    assert "0.5" not in texts
 
 
 def test_no_plot_without_steps(tmp_path: Path) -> None:
