@@ -45,7 +45,7 @@ ARROWS = {
         "memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
         "",
     ),
-    "parallel": ("checks convert device dtensors errors files hub kernels mesh_sizes models", ""),
+    "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models", ""),
     "models": ("checks dtensors errors kernels layers tensor_checks", "convert generate"),
     "convert": ("checks dtensors entries errors models", ""),
     "hub": ("checks convert device dtensors entries errors exports files kernels models", "vision"),

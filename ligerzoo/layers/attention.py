@@ -26,6 +26,7 @@ from ligerzoo.layers.norm import AllHeadsRMSNorm, RMSNorm
 from ligerzoo.layers.plain import is_plain
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.layers.static_cache import StaticLayerCache
 
 _AT_LEAST_1_OR_NONE = or_none(AT_LEAST_1)
@@ -115,14 +116,15 @@ class Attention(nn.Module):
         q, k = self.position(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
-        mask = context.mask(
+        q, k, v = context.parts.to_heads(q, k, v)
+        mask = context.whole.mask(
             k.shape[1],
             window=self.window,
             is_causal=self.is_causal,
             cache=cache,
             force=self.softcap is not None,  # only FlexAttention fuses soft caps, and it needs a mask
         )
-        return self.attend(q, k, v, mask, context)
+        return context.parts.to_tokens(self.attend(q, k, v, mask, context))
 
     def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), normalized and rotated."""
@@ -151,15 +153,17 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
-        call = self.attention_call(q, k, v, mask)
+        call = self.attention_call(q, k, v, mask, context.parts)
         if (record := context.outputs.attentions) is not None:
             return attend_and_record(call, record)
         if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
             return self._attend_exactly(q, k, v, context)
         return compute(call)
 
-    def attention_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None) -> AttentionCall:
-        """Returns the arguments of `attend`, with the options of this layer."""
+    def attention_call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, parts: RowParts = WHOLE_ROWS
+    ) -> AttentionCall:
+        """Returns the arguments of `attend`, with the options of this layer, for the heads of this process."""
         return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal)
 
     def _attend_exactly(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -184,6 +188,11 @@ class Attention(nn.Module):
         if capacity is None and self.window is not None:
             return RollingLayerCache(self.window)
         return TokenCache() if capacity is None else StaticLayerCache(capacity)
+
+    @property
+    def exchanged_heads(self) -> int | None:
+        """Heads that processes may divide, see `RowParts`; None for none."""
+        return self.q_proj.out_features // (self.query_parts * self.head_dim)
 
     @property
     def cached_features(self) -> int:
@@ -234,9 +243,12 @@ class SinkAttention(Attention):
         """Samples the sinks from N(0, std^2)."""
         nn.init.normal_(self.sinks, std=std)
 
-    def attention_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None) -> AttentionCall:
+    def attention_call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, parts: RowParts = WHOLE_ROWS
+    ) -> AttentionCall:
         """See `Attention.attention_call`."""
-        return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal, self.sinks)
+        sinks = parts.own_heads(self.sinks)
+        return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal, sinks)
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""

@@ -23,6 +23,7 @@ from ligerzoo.layers.documents import Documents, segments, spans, unpadded
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import CausalMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 
 _NO_CACHE = KVCache([])
 
@@ -63,6 +64,9 @@ class AddedFeatures(Protocol):
 
     def add(self, x: Tensor, block: int) -> Tensor:
         """Returns the output of the block with this index plus its features; x: (B, T, H) -> (B, T, H)."""
+
+    def own(self, parts: RowParts, rows: int, tokens: int) -> AddedFeatures:
+        """Returns the features of the tokens of this process, of `rows` x `tokens` in all."""
 
 
 class InputProperties(NamedTuple):
@@ -114,6 +118,7 @@ class Context:
         outputs: what layers store. Default: router logits only.
         exact: give packed documents, and texts with padding at their ends, the attention that they have alone, to the
             bit, even where another way is faster. Default positions then count no padding.
+        parts: how the tokens are divided over processes. The other arguments are those of all tokens.
 
     Attributes:
         rows: B.
@@ -130,6 +135,7 @@ class Context:
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
         outputs: as given.
         documents: what attends to each other in packed or padded rows; None if the host does not know it.
+        parts: as given.
         router_logits, attentions, hidden_states: those of `outputs`.
 
     Raises:
@@ -150,6 +156,8 @@ class Context:
     cross_attention_inputs: object | None
     deepstack: AddedFeatures | None
     outputs: LayerOutputs
+    parts: RowParts
+    _whole: Context | None
     _full_mask: Tensor | Mask | None
     _packed_end: Tensor | None  # 0-d: last boundary of packed segments
     _rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]]
@@ -165,11 +173,12 @@ class Context:
         outputs: LayerOutputs | None = None,
         *,
         exact: bool = False,
+        parts: RowParts = WHOLE_ROWS,
     ) -> None:
         check_context_inputs(x, attention_mask, position_ids, cu_seqlens, cache)
         self.rows, self.tokens = x.shape[:2]
-        self.cache = cache
-        self._full_mask = self.padding_mask = self.documents = None
+        self.cache, self.parts = cache, parts
+        self._full_mask = self.padding_mask = self.documents = self._whole = None
         find_documents = partial(Documents, tokens=self.tokens, device=x.device, exact=exact)
         reads_values = cache is None and _reads_values()
         if isinstance(attention_mask, Mask) or (attention_mask is not None and attention_mask.ndim == 4):
@@ -279,6 +288,29 @@ class Context:
             rotations, masks = dict(rotations), dict(masks)
         return self.replace(outputs=self.outputs.of_block(), _rotations=rotations, _masks=masks)
 
+    @property
+    def whole(self) -> Context:
+        """The context of all tokens, if this is that of the tokens of this process."""
+        return self if self._whole is None else self._whole
+
+    def own(self, x: Tensor) -> tuple[Tensor, Context]:
+        """Returns the tokens of this process, of (B, T, ...), and their context, which lacks masks: see `whole`."""
+        if self.parts.count == 1:
+            return x, self
+        own, deepstack = self.parts.own(x), self.deepstack
+        if deepstack is not None:
+            deepstack = deepstack.own(self.parts, self.rows, self.tokens)
+        positions = self.parts.own(self.position_ids, dim=-1)
+        return own, self.replace(_whole=self, tokens=own.shape[1], position_ids=positions, deepstack=deepstack)
+
+    def gather_outputs(self) -> None:
+        """Gathers what layers stored of the tokens of this process."""
+        if self.parts.count > 1:
+            for stored in (self.outputs.hidden_states or [], self.outputs.router_logits or []):
+                for index, x in enumerate(stored):
+                    gathered = self.parts.gather(x.view(self.rows, -1, x.shape[-1]))
+                    stored[index] = gathered if x.ndim == 3 else gathered.flatten(0, 1)
+
     def require_padding_mask(self, layer: str) -> None:
         """Raises ValueError if an attention mask was given: a recurrent layer can apply a padding mask only."""
         if self._full_mask is not None:
@@ -327,7 +359,11 @@ class Context:
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines of the rotary angles, (B or 1, T, R/2) each, for queries and keys of `dtype`."""
         if (rotary, dtype) not in self._rotations:
-            self._rotations[rotary, dtype] = rotary(self.position_ids, dtype)
+            if self._whole is None:
+                self._rotations[rotary, dtype] = rotary(self.position_ids, dtype)
+            else:  # the frequencies may depend on the largest position
+                cos, sin = self._whole.rotation(rotary, dtype)
+                self._rotations[rotary, dtype] = self.parts.own(cos), self.parts.own(sin)
         return self._rotations[rotary, dtype]
 
     def mask(

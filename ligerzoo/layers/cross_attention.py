@@ -111,6 +111,10 @@ class CrossAttention(Attention):
         return CrossAttentionLayerCache()
 
     @property
+    def exchanged_heads(self) -> None:
+        """None: masks of images are not divided."""
+
+    @property
     def cached_features(self) -> int:
         """0: the cache holds no tokens."""
         return 0

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         self.activation_plan: tuple[Recompute, ...] = ()
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (B, T) token ids, or (B, T, H) embeddings -> (B, T, H).
+        """x: (B, T) token ids, or (B, T, H) embeddings -> (B, T, H); of rows in parts, see `RowParts`, (B, c, H).
 
         Args:
             x: the new tokens.
@@ -70,13 +70,14 @@ class Decoder(nn.Module):
                 "integers, or (B, T, H) embeddings"
             )
         context = context if context is not None else Context(x)
+        if self.positions_skip_padding and context.has_default_positions:
+            context = context.replace(position_ids=context.token_positions())
+        x, context = context.own(x)
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
         if self.input_norm is not None:
             x = self.input_norm(x)
-        if self.positions_skip_padding and context.has_default_positions:
-            context = context.replace(position_ids=context.token_positions())
         cache = context.cache  # decoding is faster where sums may be split
         keeps_sums = cache is None or cache.exact or torch.compiler.is_compiling()  # which leaves sums to torch
         with nullcontext() if keeps_sums else split_row_sums():

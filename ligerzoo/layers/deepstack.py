@@ -19,6 +19,7 @@ from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
 from ligerzoo.layers.embedding import Embedding
 from ligerzoo.layers.mlp import MLP
+from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.vision import PatchSegments, VisionTower, image_of_patch
 
 
@@ -38,6 +39,15 @@ class DeepStack(NamedTuple):
         if block >= len(self.features):
             return x
         return x.flatten(0, 1).index_add(0, self.tokens, self.features[block].to(x.dtype)).view_as(x)
+
+    def own(self, parts: RowParts, rows: int, tokens: int) -> DeepStack:
+        """Returns the features of the tokens of this process; those of others are 0, without a host sync."""
+        index = self.tokens.new_full((rows * tokens + 1,), -1)  # of each token among those of this process, or -1
+        own = parts.own(torch.arange(rows * tokens, device=index.device).view(rows, tokens), fill=rows * tokens)
+        index[own.flatten()] = torch.arange(own.numel(), device=index.device)
+        chosen = index[self.tokens]
+        features = [one.where((chosen >= 0)[:, None], 0.0) for one in self.features]
+        return DeepStack(chosen.clamp(min=0), features)
 
 
 class ResampledPositionEmbedding(Embedding):

@@ -25,6 +25,7 @@ from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.projection import check_features, project
+from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 
 _LARGEST_DECAY = 16.0
@@ -62,12 +63,16 @@ class CausalConv1d(nn.Module):
         nn.init.normal_(self.weight, std=std)
 
     def forward(
-        self, x: Tensor, initial_state: Tensor | None = None, segment_start: Tensor | None = None
+        self,
+        x: Tensor,
+        initial_state: Tensor | None = None,
+        segment_start: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x: (B, T, C) -> (B, T, C), and the last inputs, (B, kernel_size - 1, C)."""
+        """x: (B, T, C) -> (B, T, C), and the last inputs, (B, kernel_size - 1, C); of some channels with `weight`."""
         return causal_conv1d(  # type: ignore[return-value]
             x,
-            self.weight.squeeze(1),
+            (self.weight if weight is None else weight).squeeze(1),
             initial_state=initial_state,
             segment_start=segment_start,
             activation="silu",
@@ -203,15 +208,21 @@ class GatedDeltaNet(nn.Module):
             cache: the states after the earlier tokens; they are updated.
 
         Raises:
-            ValueError: the context has a 4-D attention mask, which a recurrence cannot apply.
+            ValueError: the context has a 4-D attention mask, which a recurrence cannot apply; or padding, in rows that
+                several processes divide.
         """
         check_features(self, x, self.hidden_size)
         context.require_padding_mask("GatedDeltaNet")
         mask = None if context.segment_start is not None else context.call_padding_mask()
         if mask is None:
-            return self._mix(x, context.segment_start, None, cache)
+            return self._mix(x, context.segment_start, None, cache, context.parts)
+        if context.parts.count > 1:
+            raise ValueError(
+                "attention_mask: got padding; expected none for GatedDeltaNet with context parallelism. Pack texts "
+                "with cu_seqlens or position_ids"
+            )
         order = tokens_first(mask.expand(x.shape[:2]))
-        return order.undo(self._mix(order.apply(x), None, order.lengths, cache))
+        return order.undo(self._mix(order.apply(x), None, order.lengths, cache, context.parts))
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
@@ -222,6 +233,11 @@ class GatedDeltaNet(nn.Module):
         return RecurrentLayerCache() if capacity is None else StaticRecurrentLayerCache(capacity)
 
     @property
+    def exchanged_heads(self) -> int:
+        """See `Attention.exchanged_heads`."""
+        return self.key_size // self.key_head_dim
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states of one row of a cache."""
         channels, _, kernel_size = self.conv1d.weight.shape
@@ -229,7 +245,12 @@ class GatedDeltaNet(nn.Module):
         return int(conv_state + self.value_size * self.key_head_dim * torch.float32.itemsize)
 
     def _mix(
-        self, x: Tensor, segment_start: Tensor | None, lengths: Tensor | None, cache: RecurrentLayerCache | None
+        self,
+        x: Tensor,
+        segment_start: Tensor | None,
+        lengths: Tensor | None,
+        cache: RecurrentLayerCache | None,
+        parts: RowParts,
     ) -> Tensor:
         """x: (B, T, H) -> (B, T, H).
 
@@ -238,25 +259,34 @@ class GatedDeltaNet(nn.Module):
             segment_start: see `Context`.
             lengths: (B,) int64, tokens of each row, which come first; None for T.
             cache: see `forward`.
+            parts: the tokens that x has.
         """
         qkv, z, b, a = project(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, backend=self.backend
         )
-        g, beta = delta_gates(a, b, self.A_log, self.dt_bias, backend=self.backend)
+        weight: Tensor = self.conv1d.weight
+        A_log: Tensor = self.A_log
+        dt_bias: Tensor = self.dt_bias
+        if parts.count > 1:
+            *heads, b, a = parts.to_heads(*self._heads(qkv, 1), b[..., None], a[..., None])
+            qkv, b, a = torch.cat([part.flatten(2) for part in heads], 2), b.squeeze(3), a.squeeze(3)
+            weight = torch.cat([parts.own_heads(part) for part in self._channels(weight, 0, 1)])
+            A_log, dt_bias = parts.own_heads(A_log), parts.own_heads(dt_bias)
+        g, beta = delta_gates(a, b, A_log, dt_bias, backend=self.backend)
         if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not qkv.requires_grad:
             conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x), 1))
-            q, k, v = self._heads(self.conv1d.step(qkv, conv_state))
+            q, k, v = self._heads(self.conv1d.step(qkv, conv_state), 1)
             o = gated_delta_step(q, k, v, g, beta, state, backend=self.backend)
             cache.count(1)
         else:
             before, state_before = (None, None) if cache is None else cache.read_states(*x.shape[:2])
-            mixed, conv_state = self.conv1d(qkv, before, segment_start)
+            mixed, conv_state = self.conv1d(qkv, before, segment_start, weight)
             if lengths is not None:  # padding does not change the states
                 conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
             result = gated_delta_rule(
-                *self._heads(mixed),
+                *self._heads(mixed, parts.count),
                 g,
                 beta,
                 initial_state=state_before,
@@ -269,12 +299,16 @@ class GatedDeltaNet(nn.Module):
             else:
                 o, state = cast(tuple[Tensor, Tensor], result)
                 cache.write_states(conv_state.detach(), state.detach(), x.shape[1])
-        gated = self.norm(o, z.unflatten(-1, (-1, self.value_head_dim)))  # type: ignore[no-untyped-call]
+        gated = self.norm(parts.to_tokens(o), z.unflatten(-1, (-1, self.value_head_dim)))  # type: ignore[no-untyped-call]
         return self.out_proj(gated.flatten(-2))  # type: ignore[no-any-return]
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v)."""
-        q, k, v = torch.split(qkv, [self.key_size, self.key_size, self.value_size], -1)
+    def _channels(self, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
+        """Splits the channels of 1 / `count` of the heads into those of queries, keys and values."""
+        return x.split_with_sizes([self.key_size // count, self.key_size // count, self.value_size // count], dim)
+
+    def _heads(self, qkv: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v), of 1 / `count` of the heads."""
+        q, k, v = self._channels(qkv, -1, count)
         keys, values = (-1, self.key_head_dim), (-1, self.value_head_dim)
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)  # type: ignore[no-untyped-call]
 

@@ -118,13 +118,14 @@ class LatentAttention(nn.Module):
         q_nope, q_rope, latents, k_rope = self.project(x, context)
         if cache is not None:
             latents, k_rope = cache.append(latents, k_rope)
-        mask = context.mask(latents.shape[1], cache=cache)
         if self._absorbs(q_nope, latents, context):
-            out = self._attend_to_latents(q_nope, q_rope, latents, k_rope, mask)
+            out = self._attend_to_latents(q_nope, q_rope, latents, k_rope, context.mask(latents.shape[1], cache=cache))
         else:
             q = torch.cat([q_nope, q_rope], -1)
             k, v = self.expand(from_storage(latents, q.dtype), from_storage(k_rope, q.dtype))
-            out = self._attend(q, k, v, mask, context)
+            q, k, v = context.parts.to_heads(q, k, v)
+            out = self._attend(q, k, v, context.whole.mask(k.shape[1], cache=cache), context)
+            out = context.parts.to_tokens(out)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -200,6 +201,11 @@ class LatentAttention(nn.Module):
         Its keys are the latent vectors, and its values the rotated keys.
         """
         return TokenCache() if capacity is None else StaticLayerCache(capacity)
+
+    @property
+    def exchanged_heads(self) -> int:
+        """See `Attention.exchanged_heads`."""
+        return self.num_heads
 
     @property
     def cached_features(self) -> int:

@@ -157,11 +157,13 @@ class CausalLM(Generative, LanguageModel):
             shift_labels = shifted_labels(labels, context.segment_start)
         out = CausalLMOutput(past_key_values=context.cache, aux_loss=self.aux_loss(context), **layer_outputs(context))
         if shift_labels is None:
-            out.logits = self.lm_head(_kept_tokens(hidden, logits_to_keep))
+            out.logits = self.lm_head(_kept_tokens(context.parts.gather(hidden), logits_to_keep))
             return out
-        out.loss = self.lm_head(hidden, shift_labels, num_items_in_batch, objective)
-        if objective is not None:
-            out.loss, out.details = out.loss
+        if objective is None:
+            out.loss = context.parts.loss(self.lm_head, hidden, shift_labels, num_items_in_batch)
+        else:
+            hidden = context.parts.gather(hidden)
+            out.loss, out.details = self.lm_head(hidden, shift_labels, num_items_in_batch, objective)
         if out.aux_loss is not None and out.loss is not None:
             out.loss = out.loss + self.aux_loss_weight * out.aux_loss
         return out

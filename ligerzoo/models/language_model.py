@@ -14,6 +14,7 @@ from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs
 from ligerzoo.layers.context import LAYER_OUTPUTS
+from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.models.building import ModelMeta
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.hf_interface import HFInterface
@@ -30,6 +31,9 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
 
     modalities: ClassVar[tuple[str, ...]] = ()
     """Names of the inputs other than text: the keyword parameters of `embed`."""
+
+    row_parts: RowParts = WHOLE_ROWS
+    """How the tokens of rows are divided over processes, see `ligerzoo.parallel.context_parallel`."""
 
     _is_empty = False  # after `to_empty` of a model on meta
 
@@ -113,7 +117,8 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             x: (B, T) token ids, or (B, T, H) embeddings.
 
         Returns:
-            Final hidden states (B, T, H), and the context, which holds what the layers stored and the cache.
+            Final hidden states (B, T, H), or those of this process, see `RowParts`; and the context, which holds what
+            the layers stored and the cache.
 
         Raises:
             TypeError: an input has another type, such as a list instead of a tensor.
@@ -133,10 +138,16 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             raise LigerzooError(what, where="exact", got=True, expected="False with output_attentions=True")
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values, outputs, exact=exact)
+        parts = self.row_parts.of(x.shape[1]) if past_key_values is None else WHOLE_ROWS
+        if parts.count > 1 and outputs.attentions is not None:
+            what, expected = "each process has those of its heads only", "False, with context parallelism"
+            raise LigerzooError(what, where="output_attentions", got=True, expected=expected)
+        given = attention_mask, position_ids, cu_seqlens, past_key_values, outputs
+        context = Context(x, *given, exact=exact, parts=parts)
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
         hidden = self.model(self.embed(x, context, **modalities), context)
+        context.gather_outputs()
         for name in LAYER_OUTPUTS:  # not `vars`, which the compiler of torch 2.11 does not trace
             tensors = getattr(outputs, name)
             if tensors is not None and not tensors:

@@ -140,7 +140,7 @@ class SequenceClassifier(LanguageModel):
             cu_seqlens=cu_seqlens, output_hidden_states=output_hidden_states, output_attentions=output_attentions,
             output_router_logits=False,
         )  # fmt: skip
-        logits = self.score(hidden[last])
+        logits = self.score(context.parts.gather(hidden)[last])
         loss = None if labels is None else classification_loss(logits, labels, self.labels.problem_type)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, past_key_values=context.cache, **layer_outputs(context)

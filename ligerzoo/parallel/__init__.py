@@ -1,5 +1,6 @@
 """Training on several processes: FSDP2, loading and saving shards, and operations over sharded tensors.
 
+context_parallel the tokens of rows divided over processes
 processes      the processes of a run, from torchrun's environment
 fsdp           shards a model with FSDP2
 copy_engines   communication of FSDP2 between the GPUs of one host, without their multiprocessors
@@ -10,6 +11,7 @@ states         saves and loads optimizer states, and other tensors, of sharded m
 vocab_parallel a loss head whose vocabulary is sharded
 """
 
+from ligerzoo.parallel.context_parallel import context_parallel as context_parallel
 from ligerzoo.parallel.directories import replacing_directory_together as replacing_directory_together
 from ligerzoo.parallel.fsdp import accumulating as accumulating
 from ligerzoo.parallel.fsdp import keep_gathered as keep_gathered

@@ -6,7 +6,7 @@ The dimensions of the mesh, from the outermost to the innermost, are `replicate`
     axis        a process has                    communicates
     replicate   all shards of another copy       sums of gradients, once a step
     shard       a part of all weights, FSDP2     weights of each block before it runs, sums of gradients
-    context     a part of every sequence         keys and values in attention
+    context     a part of every row              heads of attention
     tensor      a part of every layer            sums of the outputs of attention and MLPs
     expert      some of the experts              tokens of the experts
 """
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ligerzoo.errors import ConfigError
 from ligerzoo.mesh_sizes import MeshSizes as MeshSizes
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.parallel.context_parallel import context_parallel
 from ligerzoo.parallel.fsdp import shard_model
 from ligerzoo.parallel.processes import default_device_type
 
@@ -43,17 +44,24 @@ def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> De
     """
     device_type = device_type or default_device_type()
     sizes = MeshSizes.parse(str(sizes)).over(dist.get_world_size())
-    for axis in ("context", "tensor", "expert"):
+    for axis in ("tensor", "expert"):
         if (size := getattr(sizes, axis)) > 1:
             raise ConfigError("not supported yet", where=f"mesh {axis}", got=size, expected=1)
     return init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh over which FSDP2 shards, and over which it replicates if there are replicas."""
+    """Returns the mesh over which FSDP2 shards, and over which it replicates if there are replicas.
+
+    Processes that divide rows shard the weights, too.
+    """
     if mesh.mesh_dim_names != AXES:
         return mesh
-    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+    name, sharded = "shard", mesh["shard"]
+    if mesh["context"].size() > 1:
+        name = "shard_context"
+        sharded = mesh["shard", "context"]._flatten(name)
+    return sharded if mesh["replicate"].size() == 1 else mesh["replicate", name]
 
 
 def parallelize(
@@ -74,8 +82,10 @@ def parallelize(
         param_dtype: see `shard_model`, as for `options`.
 
     Raises:
-        LigerzooError: As `shard_model`.
+        LigerzooError: As `shard_model` and `context_parallel`.
         ConfigError: As `make_mesh`.
     """
     mesh = mesh if isinstance(mesh, DeviceMesh) else make_mesh(mesh or "")
+    if mesh.mesh_dim_names == AXES and mesh["context"].size() > 1:
+        context_parallel(model, mesh["context"].get_group())
     return shard_model(model, fsdp_mesh(mesh), param_dtype=param_dtype, **options)

@@ -86,7 +86,7 @@ def evaluate_loss(
             assert loss is not None
             total += loss
             tokens += batch.trained_tokens
-    total, (tokens,) = processes.mean(total) * processes.world_size(), processes.total(tokens)
+    total, (tokens,) = processes.mean(total) * processes.data_ranks(), processes.total_of_data(tokens)
     if not tokens:
         raise LigerzooError("the evaluation data has no trained token", remedy="Look at it with --dry-run.")
     samples = continue_prompts(model, tokenizer, prompts)

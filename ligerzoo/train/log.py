@@ -179,7 +179,7 @@ class RunLog:
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
         counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
         images = sum(getattr(batch, "images", 0) for batch in batches)
-        tokens, trained, padding, flops, images = processes.total(*counts, int(flops), images)
+        tokens, trained, padding, flops, images = processes.total_of_data(*counts, int(flops), images)
         entry = {"step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens}
         entry |= {"trained_tokens": trained, "padding": padding / max(1, tokens + padding)}
         entry |= {"images": images} if images else {}

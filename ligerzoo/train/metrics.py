@@ -56,7 +56,7 @@ def num_items(batches: Sequence[CountedBatch], device: torch.device, where: str 
     Raises:
         LigerzooError: No token is trained, in any process.
     """
-    (count,) = processes.total(sum(batch.trained_tokens for batch in batches))
+    (count,) = processes.total_of_data(sum(batch.trained_tokens for batch in batches))
     if not count:
         remedy = "Look at the data with --dry-run."
         raise LigerzooError("no token is trained", where=f"{where}{first_sources(batches)}", remedy=remedy)
@@ -81,7 +81,7 @@ def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) ->
         weight = torch.stack([part[count] for part in parts]) if is_weighted_by_count else values.new_tensor(sizes)
         weighted.append(values.sum() if name == count else (values * weight).sum())
         weights.append(weight.sum())
-    sums = processes.mean(torch.stack([torch.stack(weighted), torch.stack(weights).double()])) * processes.world_size()
+    sums = processes.mean(torch.stack([torch.stack(weighted), torch.stack(weights).double()])) * processes.data_ranks()
     return {
         name: total if name.startswith("count/") else total / weight.clamp(min=1)
         for name, total, weight in zip(parts[0], *sums, strict=True)

@@ -41,6 +41,11 @@ def mesh() -> DeviceMesh | None:
     return _mesh
 
 
+def context_size() -> int:
+    """Returns the number of processes that divide each row."""
+    return 1 if _mesh is None else _mesh["context"].size()
+
+
 def data_rank() -> int:
     """Returns the number of the part of the data that this process reads, from 0."""
     if _mesh is None:
@@ -98,6 +103,12 @@ def total(*counts: int) -> tuple[int, ...]:
     return tuple(sums.tolist())
 
 
+def total_of_data(*counts: int) -> tuple[int, ...]:
+    """Returns the sum of each number over all parts of the data, which several processes may share."""
+    copies = world_size() // data_ranks()
+    return tuple(count // copies for count in total(*counts))
+
+
 def mean(value: Tensor) -> Tensor:
     """Returns the mean of a 0-d tensor over all processes, without waiting for GPUs."""
     if world_size() == 1:
@@ -111,6 +122,6 @@ def divisor(count: int, device: torch.device) -> int | Tensor:
     """Returns `num_items_in_batch` of this process: gradients are averaged over processes, so `count` is too.
 
     Args:
-        count: number of trained tokens of the step, in all processes.
+        count: number of trained tokens of the step, in all parts of the data.
     """
-    return count if world_size() == 1 else torch.full((), count / world_size(), device=device)
+    return count if world_size() == 1 else torch.full((), count / data_ranks(), device=device)

@@ -143,6 +143,8 @@ class Rollouts:
             return "--exact off"
         if self._options.mixed_precision:
             return "--mixed-precision computes in bfloat16 under autocast; expected --dtype bfloat16"
+        if processes.context_size() > 1:
+            return "--mesh context divides the rows of an update; expected whole rows"
         with self._model.current():
             return exact_obstacle(self._model.model, self._options.seq_length)
 
@@ -178,7 +180,7 @@ class Rollouts:
             if self._score is not None:
                 with self.watch.time("reward"):
                     completions = self._score(completions)
-        return [one for part in processes.gather(completions) for one in part]
+        return [one for part in processes.gather_data(completions) for one in part]
 
     def write(self, step: int, completions: Sequence[SampledCompletion]) -> None:
         """Writes the completions of a step to the file of samples and prints two, every `sample_every` steps."""

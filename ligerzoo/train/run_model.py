@@ -242,7 +242,7 @@ def plan_memory(
     return plan_activations(
         meta_model,
         batch_size=options.batch_size,
-        seq_length=options.seq_length,
+        seq_length=-(-options.seq_length // processes.context_size()),
         budget="auto" if budget == "auto" else float(budget),
         optimizer=options.optimizer,
         accumulate=accumulate,

@@ -143,6 +143,7 @@ class Backbone(nn.Module, Generic[Model]):
         given["output_router_logits"] = bool(output_router_logits)  # False: not the config's
         x, model = tokens_or_embeddings(input_ids, inputs_embeds), self.zoo_model
         hidden, context = model.run_decoder(x, attention_mask, position_ids, **given)
+        hidden = context.parts.gather(hidden)
         fields = {**layer_outputs(context), CACHE: past_key_values, "aux_loss": model.aux_loss(context)}
         output = BackboneOutput(last_hidden_state=hidden, segment_start=context.segment_start, **fields)
         return output.to_tuple() if return_dict is False else output

@@ -45,7 +45,7 @@ def main(options: PreferenceRunOptions) -> int:
         def loss_of(micro_batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
             """Returns the loss and metrics of a step; accumulates gradients, if they are enabled."""
             sizes = [len(samples_of([batch])) for batch in micro_batches]
-            pairs, tokens = processes.total(sum(sizes), chosen_tokens(micro_batches))
+            pairs, tokens = processes.total_of_data(sum(sizes), chosen_tokens(micro_batches))
             shared: dict[str, Any] = {"num_items": processes.divisor(pairs, run.device)}
             shared["aux_loss_share"] = 1 / len(micro_batches)
             if not is_kto:

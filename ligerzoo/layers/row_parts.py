@@ -1,0 +1,83 @@
+"""How the tokens of rows are divided over processes: not at all, unless `parallel.context_parallel` divides them.
+
+Layers that do not mix tokens compute those of their process. A layer that mixes tokens exchanges heads for tokens: it
+computes all tokens of the rows for some of its heads, and returns its own tokens with all heads:
+
+    q, k, v = context.parts.to_heads(q, k, v)
+    out = context.parts.to_tokens(attention(q, k, v, context.whole.mask(k.shape[1])))
+
+So masks, documents and kernels are those of one process.
+
+Shapes: B batch, T tokens of a row, n processes, c tokens of each, T / n rounded up; N heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class RowParts:
+    """Whole rows in one process.
+
+    Attributes:
+        count: n.
+    """
+
+    count: int = 1
+
+    def of(self, tokens: int) -> RowParts:
+        """Returns the parts of rows of this number of tokens."""
+        return self
+
+    def own(self, x: Tensor, dim: int = 1, fill: int = 0) -> Tensor:
+        """Returns the tokens of this process, (B, T, ...) -> (B, c, ...).
+
+        Args:
+            x: equal in all processes.
+            dim: dimension of the tokens.
+            fill: value after the last token of the rows, where n * c is more than T.
+        """
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the tokens of all processes, (B, c, ...) -> (B, T, ...).
+
+        All processes must compute the same with the result, and average their gradients.
+        """
+        return x
+
+    def loss(
+        self, head: Callable[..., Tensor], hidden: Tensor, target: Tensor, num_items: int | Tensor | None
+    ) -> Tensor:
+        """Returns `head(hidden, target, num_items)`, the loss of all tokens, from those of this process.
+
+        Args:
+            head: such as `LMHead`.
+            hidden: (B, c, H).
+            target: (B, T), already shifted.
+            num_items: divisor of the summed loss; None for the number of targets that are not -100.
+        """
+        return head(hidden, target, num_items)
+
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Exchanges tokens for heads, such as of queries, keys and values: (B, c, N, D) -> (B, T, N / n, D) each.
+
+        Heads that are too few, such as those of keys, are repeated as for grouped queries.
+
+        Args:
+            parts: of one dtype.
+        """
+        return parts
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Exchanges heads for tokens: (B, T, N / n, ...) -> (B, c, N, ...)."""
+        return x
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        """Returns the heads of this process of a weight, (N, ...) -> (N / n, ...)."""
+        return weight
+
+
+WHOLE_ROWS = RowParts()

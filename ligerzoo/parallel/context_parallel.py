@@ -1,0 +1,211 @@
+"""Context parallelism: the tokens of each row are divided over the processes of a group.
+
+Each process has the same rows, as token ids, and computes a consecutive part of their tokens. Layers that mix tokens
+exchange tokens for heads (DeepSpeed-Ulysses; Jacobs et al. 2023): a process attends with some heads, over whole rows.
+Compared with an exchange of keys and values:
+
+- masks, windows, documents, sinks, soft caps and the states of linear attention are those of one process, and so are
+  the kernels and the order of their sums;
+- causal attention takes each process as long, though their parts are consecutive;
+- no process holds the keys of all tokens and heads: it sends and holds 1 / n of queries, keys and values.
+
+The number of query heads limits n. Fewer key heads than processes are repeated.
+
+Gradients are averaged over the processes, as in data parallelism, with the same rows in each process of a group. So
+what a process counts of its rows is a share of n; ratios of sums over all processes are those of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.layers.row_parts import RowParts
+from ligerzoo.models.language_model import LanguageModel
+
+Model = TypeVar("Model", bound=LanguageModel)
+
+
+def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
+    """Divides the tokens of each row over the processes of a group, in place.
+
+    All processes of the group call the model with the same inputs, whole rows of any length. Each gets the results of
+    one process: the loss, and logits and hidden states of all tokens. Average the gradients over the group, as FSDP2
+    does if its mesh has these processes; or DDP. Calls with a KV cache, such as in `generate`, are not divided.
+
+    A loss without an objective is computed by parts; objectives, such as those of `ligerzoo.losses`, get the gathered
+    hidden states of the rows, and each process computes them as a whole.
+
+    Args:
+        model: any model whose decoder has `Attention`, `LatentAttention` or `GatedDeltaNet` in each block.
+        group: such as `mesh["context"].get_group()`.
+
+    Returns:
+        The model.
+
+    Raises:
+        LigerzooError: A block mixes tokens by another layer, or its heads are not a multiple of the processes.
+    """
+    count = dist.get_world_size(group)
+    if count == 1:
+        return model
+    for name, block in model.model.layers.named_children():
+        mixer = getattr(block, "mixer", block)
+        heads = getattr(mixer, "exchanged_heads", None)
+        where = f"context_parallel, block {name}"
+        if heads is None:
+            expected = "Attention, LatentAttention or GatedDeltaNet"
+            raise LigerzooError(
+                "a layer that cannot exchange heads", where=where, got=type(mixer).__name__, expected=expected
+            )
+        if heads % count:
+            what, expected = "heads that cannot be divided", f"a multiple of the {count} processes"
+            remedy = "Choose a divisor of the heads of all blocks."
+            raise LigerzooError(what, where=where, got=f"{heads} heads", expected=expected, remedy=remedy)
+    model.row_parts = DividedRows(group=group, count=count, rank=dist.get_rank(group))
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedRows(RowParts):
+    """Rows of which each process of a group has some consecutive tokens.
+
+    Attributes:
+        group: n processes.
+        count: n.
+        rank: index of this process in the group.
+        tokens: T.
+    """
+
+    group: dist.ProcessGroup
+    count: int
+    rank: int
+    tokens: int = 0
+
+    def __deepcopy__(self, memo: object) -> DividedRows:
+        return self  # a process group cannot be copied
+
+    def of(self, tokens: int) -> DividedRows:
+        return replace(self, tokens=tokens)
+
+    @property
+    def length(self) -> int:
+        """c."""
+        return -(-self.tokens // self.count)
+
+    def own(self, x: Tensor, dim: int = 1, fill: int = 0) -> Tensor:
+        first, last = (min(index * self.length, self.tokens) for index in (self.rank, self.rank + 1))
+        own = x.narrow(dim, first, last - first)
+        missing = self.length - (last - first)
+        return own if missing == 0 else _pad(own, dim, missing, fill)
+
+    def gather(self, x: Tensor) -> Tensor:
+        gathered: Tensor = _Gather.apply(x, self)
+        return gathered.transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+
+    def loss(
+        self, head: Callable[..., Tensor], hidden: Tensor, target: Tensor, num_items: int | Tensor | None
+    ) -> Tensor:
+        items = (target != -100).sum().clamp(min=1) if num_items is None else num_items
+        own = head(hidden, self.own(target, fill=-100), items / self.count)
+        return cast(Tensor, _Mean.apply(own, self))
+
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        most = max(x.shape[2] for x in parts)
+        parts = tuple([self._repeated(x, most) for x in parts])
+        shapes = [(x.shape[2] // self.count, *x.shape[3:]) for x in parts]
+        # For each process its heads of all parts, one after the other: then one row needs no copy after the exchange.
+        sent = torch.cat([x.unflatten(2, (self.count, -1)).flatten(3) for x in parts], 3)  # type: ignore[no-untyped-call]
+        received = self._exchange(sent.permute(2, 0, 1, 3))
+        rows = received.transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        features = rows.split_with_sizes([math.prod(shape) for shape in shapes], 2)
+        return tuple([x.unflatten(2, shape) for x, shape in zip(features, shapes, strict=True)])  # type: ignore[no-untyped-call]
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        missing = self.length * self.count - self.tokens
+        x = x if missing == 0 else _pad(x, 1, missing, 0)
+        received = self._exchange(x.unflatten(1, (self.count, -1)).transpose(0, 1))  # type: ignore[no-untyped-call]
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        return weight.chunk(self.count)[self.rank]
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """(n, ...), one part for each process -> (n, ...), one part of each process."""
+        return cast(Tensor, _AllToAll.apply(x.contiguous(), self.group))
+
+    def _repeated(self, x: Tensor, most: int) -> Tensor:
+        """Repeats heads so that n divides their number, and groups of the `most` heads share them as before."""
+        heads = x.shape[2]
+        repeats = self.count // math.gcd(heads, self.count)
+        if most % (heads * repeats):
+            repeats = most // heads
+        return x if repeats == 1 else x.repeat_interleave(repeats, 2)
+
+
+def _pad(x: Tensor, dim: int, missing: int, fill: int) -> Tensor:
+    """Adds `missing` entries to the end of a dimension."""
+    after = x.ndim - 1 - dim % x.ndim
+    return F.pad(x, (*(0, 0) * after, 0, missing), value=fill)
+
+
+class _AllToAll(FusedFunction):
+    """(n, ...), one part for each process -> (n, ...), one part of each process. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(gradient.contiguous(), ctx.group), None
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+class _Gather(FusedFunction):
+    """(B, c, ...) -> (n, B, c, ...).
+
+    All processes compute the same with the result, so each knows the gradient of its tokens. It counts n times, since
+    the gradients of the weights are averaged.
+    """
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, parts: DividedRows) -> Tensor:
+        ctx.parts = parts
+        return _all_to_all(x.expand(parts.count, *x.shape).contiguous(), parts.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[ctx.parts.rank] * ctx.parts.count, None
+
+
+class _Mean(FusedFunction):
+    """The mean of a 0-d tensor over the processes, of which each differentiates its own: gradients are averaged."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, parts: DividedRows) -> Tensor:
+        mean = x.clone()
+        dist.all_reduce(mean, group=parts.group)
+        return mean / parts.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None

@@ -1,0 +1,241 @@
+"""What each process of `test_context_parallel.py` does. Does not import transformers, which takes seconds."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ligerzoo import AutoModel
+from ligerzoo.adapters import add_lora
+from ligerzoo.errors import LigerzooError
+from ligerzoo.hub import read_config
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.losses import DPO
+from ligerzoo.models import CausalLM
+from ligerzoo.parallel import context_parallel, items_per_process, shard_model
+
+Inputs = dict[str, Any]
+
+
+def build(directory: Path) -> CausalLM:
+    """A model whose weights are so large that every part of it shows in the gradients."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(read_config(directory), dtype="float32", device="cpu")
+    model.init_weights(0.2)
+    return model.train()
+
+
+def pair(directory: Path) -> tuple[CausalLM, CausalLM]:
+    """A model, and one whose rows are divided."""
+    return build(directory), divide(build(directory))
+
+
+def divide(model: CausalLM) -> CausalLM:
+    return context_parallel(model, dist.group.WORLD)
+
+
+def batch(tokens: int, rows: int = 1) -> Inputs:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(3, 90, (rows, tokens), generator=generator)
+    labels = ids.clone()
+    labels[:, tokens // 3 : tokens // 2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def packed(*lengths: int) -> Inputs:
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return batch(sum(lengths)) | {"position_ids": positions[None]}
+
+
+def padded(tokens: int) -> Inputs:
+    given = batch(tokens, rows=2)
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, :7], mask[1, -9:] = 0, 0
+    return given | {"attention_mask": mask, "labels": given["labels"].masked_fill(mask == 0, -100)}
+
+
+def batches(is_recurrent: bool) -> Iterator[Inputs]:
+    yield batch(32, rows=2) if is_recurrent else padded(30)
+    yield batch(29) | {"num_items_in_batch": 50}  # parts of unequal lengths
+    yield batch(30) | {"cu_seqlens": torch.tensor([0, 11, 25])}  # then padding
+    yield packed(3, 17, 1, 10)
+
+
+def gradients(model: CausalLM, loss: Tensor, count: int = 1) -> dict[str, Tensor]:
+    """The gradients of a loss, averaged over `count` processes."""
+    model.zero_grad()
+    loss.backward()
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            elif count > 1:
+                dist.all_reduce(gradient)
+                gradient /= count
+            found[name] = gradient
+    return found
+
+
+def assert_close(actual: Tensor, expected: Tensor, where: str) -> None:
+    scale = max(float(expected.detach().abs().max()), 1e-3)  # of biases of keys, it is 0 but for rounding
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale, msg=lambda text: f"{where}: {text}")
+
+
+def compare(where: str, whole: CausalLM, divided: CausalLM, inputs: Inputs) -> None:
+    """Loss and gradients of divided rows equal those of whole rows."""
+    where = f"{where}, {', '.join(inputs)} of {tuple(inputs['input_ids'].shape)}"
+    expected, found = whole(**inputs), divided(**inputs)
+    assert_close(found.loss, expected.loss, where)
+    if expected.aux_loss is not None:
+        assert_close(found.aux_loss, expected.aux_loss, where)
+    compare_gradients(where, whole, divided, expected.loss, found.loss)
+
+
+def compare_gradients(where: str, whole: CausalLM, divided: CausalLM, expected: Tensor, found: Tensor) -> None:
+    ours, theirs = gradients(divided, found, dist.get_world_size()), gradients(whole, expected)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert_close(ours[name], gradient, f"{where}, {name}")
+
+
+def families(rank: int, directory: Path) -> None:
+    for path in sorted(directory.iterdir()):
+        whole, divided = pair(path)
+        for inputs in batches(whole.new_cache().is_recurrent):
+            compare(path.name, whole, divided, inputs)
+
+
+def options(rank: int, directory: Path) -> None:
+    """What a run adds to a forward, on some models."""
+    families(rank, directory / "families")
+    for check in (checkpoints, adapters, sharded, objectives, outputs, generation, refusals):
+        check(directory / "families")
+    for path in sorted((directory / "images").iterdir()):
+        images(path)
+
+
+def checkpoints(directory: Path) -> None:
+    """With activation checkpointing, and with an activation plan."""
+    for name in ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_next"):
+        whole, divided = pair(directory / name)
+        divided.gradient_checkpointing_enable()
+        compare(f"{name}, checkpointed", whole, divided, packed(3, 17, 1, 10))
+        divided.gradient_checkpointing_disable()
+        levels = [Recompute.ELEMENTWISE, Recompute.MLP, Recompute.BLOCK, Recompute.NOTHING]
+        count = len(divided.model.layers)
+        divided.model.activation_plan = tuple((levels * count)[:count])
+        compare(f"{name}, planned", whole, divided, batch(29))
+
+
+def adapters(directory: Path) -> None:
+    for name in ("qwen3", "deepseek_v3", "qwen3_next"):
+        whole, divided = pair(directory / name)
+        for model in (whole, divided):
+            torch.manual_seed(1)
+            add_lora(model, 2, 4)
+            for key, weight in model.named_parameters():
+                if key.endswith("lora_B"):
+                    torch.nn.init.normal_(weight)
+        compare(f"{name}, LoRA", whole, divided, batch(29))
+
+
+def sharded(directory: Path) -> None:
+    """With FSDP2 over the same processes, which averages gradients; tied embeddings, and two microbatches."""
+    for name in ("gemma2", "qwen3_moe"):
+        whole, divided = build(directory / name), shard_model(divide(build(directory / name)))
+        micro_batches = [batch(29), packed(3, 17, 1, 10)]
+        labels = sum(int((inputs["labels"][:, 1:] != -100).sum()) for inputs in micro_batches) - 3  # of the segments
+        items = items_per_process(labels)
+        assert items == labels
+        expected, found = (
+            sum(model(**inputs, num_items_in_batch=items).loss for inputs in micro_batches)
+            for model in (whole, divided)
+        )
+        assert_close(found, expected, name)
+        compare_gradients(f"{name}, sharded", whole, divided, expected, found)
+
+
+def objectives(directory: Path) -> None:
+    """Losses over whole sequences, which several share a row."""
+    sequences = torch.tensor([[0, 1, -1], [3, 4, 5], [21, 22, -1], [24, 25, 26]])
+    for name in ("qwen3", "qwen3_moe"):
+        whole, divided = pair(directory / name)
+        inputs = packed(3, 17, 1, 10)
+        given: Inputs = {"sequences": sequences, "ref_logps": torch.tensor([-9.0, -8.0, -9.0, -5.0])}
+        given["model_inputs"] = {"position_ids": inputs.pop("position_ids")}
+        inputs["labels"] = inputs["input_ids"]
+        expected, found = (DPO().of(model, **inputs, **given) for model in (whole, divided))
+        for key, metric in expected.metrics.items():
+            assert_close(found.metrics[key], metric, key)
+        compare_gradients(f"{name}, DPO", whole, divided, expected.loss, found.loss)
+
+
+def outputs(directory: Path) -> None:
+    """Logits, hidden states and router logits are those of all tokens, and differentiable."""
+    whole, divided = pair(directory / "qwen3_moe")
+    ids = batch(29, rows=2)["input_ids"]
+    expected, found = (
+        model(ids, output_hidden_states=True, output_router_logits=True, logits_to_keep=3) for model in (whole, divided)
+    )
+    assert_close(found.logits, expected.logits, "logits")
+    for name in ("hidden_states", "router_logits"):
+        for ours, theirs in zip(getattr(found, name), getattr(expected, name), strict=True):
+            assert_close(ours, theirs, name)
+    losses = (out.logits.square().sum() + out.hidden_states[1].square().sum() for out in (expected, found))
+    compare_gradients("outputs", whole, divided, *losses)
+
+
+def generation(directory: Path) -> None:
+    """Calls with a cache are not divided: processes may generate different texts."""
+    whole, divided = pair(directory / "qwen3_next")
+    ids = batch(7 + 2 * dist.get_rank())["input_ids"]
+    for model in (whole, divided):
+        model.eval()
+        model.generation_config = {}
+    assert torch.equal(
+        divided.generate(ids, max_new_tokens=4 + dist.get_rank()),
+        whole.generate(ids, max_new_tokens=4 + dist.get_rank()),
+    )
+
+
+def refusals(directory: Path) -> None:
+    divided = divide(build(directory / "qwen3_next"))
+    with pytest.raises(LigerzooError, match="output_attentions: each process has those of its heads only"):
+        divided(**batch(8), output_attentions=True)
+    with pytest.raises(ValueError, match="got padding; expected none for GatedDeltaNet with context parallelism"):
+        divided(**padded(30))
+    with pytest.raises(LigerzooError, match=r"block 0: heads that .*; got 3 heads; expected .* the 2 processes"):
+        divide(build(directory.parent / "refused" / "heads"))
+    with pytest.raises(LigerzooError, match="block 1: a layer that cannot exchange heads; got CrossAttention"):
+        divide(build(directory.parent / "refused" / "mllama"))
+
+
+def images(path: Path) -> None:
+    """Images of any part of a row: positions on several axes, bidirectional spans, and features between blocks."""
+    whole, divided = pair(path)
+    compare(path.name, whole, divided, torch.load(path / "inputs.pt"))
+
+
+def zoo(rank: int, directory: Path) -> None:
+    """Every model, or its refusal."""
+    refusals = []
+    for path in sorted(directory.iterdir()):
+        try:
+            whole, divided = pair(path)
+        except LigerzooError as error:
+            refusals.append(str(error))
+        else:
+            whole.eval()
+            divided.eval()  # without noise in routers
+            compare(path.name, whole, divided, batch(29, rows=2))
+            compare(path.name, whole, divided, packed(3, 17, 1, 10))
+    assert len(refusals) < 20
+    assert all(re.search("heads that cannot be divided; got [13] heads|got CrossAttention", one) for one in refusals)

@@ -1,0 +1,87 @@
+"""Rows divided over processes: losses and gradients equal those of one process."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.prompts import image, prompt
+from tests.models.tiny_deepseek_v3 import DEEPSEEK_V3
+from tests.models.tiny_gemma2 import GEMMA2
+from tests.models.tiny_gemma3 import GEMMA3, IMAGE
+from tests.models.tiny_gemma3_text import GEMMA3_TEXT
+from tests.models.tiny_gpt_oss import GPT_OSS
+from tests.models.tiny_llama import LLAMA
+from tests.models.tiny_mllama import MLLAMA
+from tests.models.tiny_qwen2_vl import CHECKPOINTS as QWEN2_VL
+from tests.models.tiny_qwen3 import QWEN3
+from tests.models.tiny_qwen3_moe import QWEN3_MOE
+from tests.models.tiny_qwen3_next import QWEN3_NEXT
+from tests.models.tiny_qwen3_vl import CHECKPOINTS as QWEN3_VL
+from tests.models.zoo import CHECKPOINTS
+from tests.parallel import context_cases as process
+from tests.parallel.spawning import on_all_processes
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
+
+DELTA = QWEN3_NEXT | {"linear_num_key_heads": 4}
+FAMILIES: dict[str, Mapping[str, Any]] = {
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3_TEXT,
+    "gpt_oss": GPT_OSS,
+    "deepseek_v3": DEEPSEEK_V3,
+    "qwen3_moe": QWEN3_MOE | {"output_router_logits": True},
+    "qwen3_next": DELTA,
+}
+"""Grouped queries; norms of queries and keys; windows and soft caps; sinks; latents; router losses; the delta rule."""
+
+
+def write(directory: Path, config: Mapping[str, Any]) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_images(directory: Path) -> None:
+    """Configs, and inputs with images."""
+    ids = torch.randint(3, 80, (1, 27))
+    ids[:, 6:15] = IMAGE
+    write(directory / "gemma3", GEMMA3)
+    torch.save(
+        {"input_ids": ids, "labels": ids.where(ids < 88, -100), "pixel_values": torch.randn(1, 3, 26, 26)},
+        directory / "gemma3" / "inputs.pt",
+    )
+    for name, config in (("qwen2_vl", QWEN2_VL[3].config), ("qwen3_vl", QWEN3_VL[0].config)):
+        write(directory / name, config)
+        given = prompt([[4, image(2, 4), 5, image(2, 4), 9]], config["vision_config"])
+        labels = given.ids.where(given.ids < 88, -100)
+        torch.save({"input_ids": given.ids, "labels": labels, **given.vision}, directory / name / "inputs.pt")
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    for name, config in FAMILIES.items():
+        write(tmp_path / "families" / name, config)
+    write_images(tmp_path / "images")
+    write(
+        tmp_path / "refused" / "heads", LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18}
+    )
+    write(tmp_path / "refused" / "mllama", MLLAMA)
+    on_all_processes(partial(process.options, directory=tmp_path))
+
+
+def test_more_processes_than_key_heads(tmp_path: Path) -> None:
+    for name in ("llama", "gpt_oss", "qwen3_next"):
+        write(tmp_path / name, FAMILIES[name])
+    on_all_processes(partial(process.families, directory=tmp_path), processes=4)
+
+
+@pytest.mark.slow
+def test_every_checkpoint(tmp_path: Path) -> None:
+    for index, row in enumerate(CHECKPOINTS):
+        write(tmp_path / f"{index} {row.name}".replace("/", " "), row.config)
+    on_all_processes(partial(process.zoo, directory=tmp_path))
