@@ -32,11 +32,15 @@ LLAMA, QWEN2_VL = (
 MODELS = {
     "meta-llama/Llama-3.2-1B-Instruct": QWEN2_VL,  # the model with a chat template
     "meta-llama/Llama-3.2-1B": LLAMA,
+    "meta-llama/Llama-3.1-8B": LLAMA,
     "Qwen/Qwen2-VL-2B-Instruct": QWEN2_VL,
 }
 
 RECIPES = ("for batch in batches:", "for prompts in batches:")
 """Lines of the blocks that tests/losses/test_examples.py runs, with the data they need."""
+
+OTHER_METHODS = ("training.md", "preferences.md", "distillation.md")
+"""Pages whose kinds of commands are on other pages too, or in tests/train."""
 
 FILE = re.compile(r"# (\S+\.py)\n")
 """The first line of a block that is a file."""
@@ -133,8 +137,7 @@ def test_every_recipe_is_on_one_page() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        # Each kind of command of the page on training is on another page, too.
-        pytest.param(page, id=page.name, marks=pytest.mark.thorough if page.name == "training.md" else ())
+        pytest.param(page, id=page.name, marks=pytest.mark.thorough if page.name in OTHER_METHODS else ())
         for page in PAGES
         if "ligerzoo " in " ".join(blocks(page, "sh"))
     ],

@@ -146,7 +146,7 @@ class CompletionSampler:
 
 
 def sampling_numbers(completions: Sequence[SampledCompletion]) -> dict[str, float]:
-    """Returns what a log shows of sampled completions; see docs/training.md."""
+    """Returns what a log shows of sampled completions; see docs/reinforcement-learning.md."""
     lengths = [len(one.tokens) for one in completions]
     return {
         "completion_length": statistics.fmean(lengths),

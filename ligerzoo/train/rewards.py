@@ -156,7 +156,7 @@ def with_advantages(completions: Sequence[SampledCompletion], group_size: int, s
 
 
 def summarize(completions: Sequence[SampledCompletion], group_size: int) -> dict[str, float]:
-    """Returns what a log shows of completions with rewards and advantages; see docs/training.md."""
+    """Returns what a log shows of completions with rewards and advantages; see docs/reinforcement-learning.md."""
     rewards = [one.reward for one in completions]
     advantages = [one.advantage for one in completions]
     groups = [advantages[first : first + group_size] for first in range(0, len(advantages), group_size)]
