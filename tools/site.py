@@ -315,7 +315,12 @@ def write_sources(directory: Path) -> None:
     (directory / "index.md").write_text(front_page(index.read_text(encoding="utf-8")), encoding="utf-8")
     index.unlink()
     (directory / "examples.md").write_text(examples_page(), encoding="utf-8")
-    moved = {"docs/index.md": "index.md", "index.md": "../index.md", "examples": "examples.md", "../examples": "../examples.md"}
+    moved = {
+        "docs/index.md": "index.md",
+        "index.md": "../index.md",
+        "examples": "examples.md",
+        "../examples": "../examples.md",
+    }
     for page in [directory / "README.md", *(directory / "docs").glob("*.md")]:
         text = _with_links(page.read_text(encoding="utf-8"), lambda target: moved.get(target, target))
         page.write_text(NOT_IN_THE_SITE.sub(r"\1", text), encoding="utf-8")
