@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import FLAG
-from ligerzoo.generate.engine import BatchEngine
+from ligerzoo.generate.engine import BatchEngine, Stopping, StoppingCriterion
 from ligerzoo.generate.options import (
     CacheOptions,
     SupportsGenerate,
@@ -31,8 +31,7 @@ from ligerzoo.generate.rows import BatchRows, check_rows, choose_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.speculative import DraftOptions, SpeculativeEngine
-from ligerzoo.generate.stopping import Stopping, StoppingCriterion, SupportsDecode
-from ligerzoo.generate.streaming import Streamer, check_streamer
+from ligerzoo.generate.streaming import Streamer, SupportsDecode, check_streamer
 from ligerzoo.layers import KVCache
 from ligerzoo.models.output import ModelOutput
 from ligerzoo.sampling_options import SAMPLING_OPTIONS, SamplingOptions

@@ -118,6 +118,17 @@ def count_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_
     return max_new_tokens
 
 
+def token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] | None) -> list[int]:
+    """Returns the token ids from the argument, else generation_config, else config. Negative ids mean none."""
+    sources = (argument, model.generation_config.get(name), getattr(model.config, name, None))
+    value: Any = next((source for source in sources if source is not None), [])
+    ids = value if isinstance(value, list | tuple) else [value]
+    valid = all(type(i) is int and abs(i) < 2**31 for i in ids)
+    remedy = "tokenizer.token_to_id(text) returns the id of a token." if isinstance(value, str) else None
+    require(valid, name, repr(value), "a token id below 2^31, or a list of them", remedy)
+    return [i for i in ids if i >= 0]
+
+
 def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
     """Raises LigerzooError unless `num_return_sequences` is valid for greedy decoding or sampling."""
     check_option("num_return_sequences", num_return_sequences, POSITIVE_INTEGER)

@@ -1,4 +1,4 @@
-"""What changes the scores of the next tokens: filters, penalties, banned sequences, n-grams and functions of the user.
+"""What changes the scores of the next tokens: penalties, banned sequences, n-grams and functions of the user.
 
 Each class keeps its state per row, as tensors whose first dimension is R, the number of rows. It updates them in place
 and has no host sync, so that a step can run as a captured CUDA graph; only functions of the user cannot.
@@ -33,56 +33,6 @@ def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float | Tenso
             (Keskar et al. 2019).
     """
     return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def filter_logits(
-    logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
-) -> Tensor:
-    """Applies the temperature, then each filter that is not None, to logits (..., V)."""
-    logits = apply_temperature(logits, temperature)
-    if top_k is not None:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    if min_p is not None:
-        logits = keep_min_p(logits, min_p)
-    return logits
-
-
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by a positive temperature: below 1 sharpens the distribution, above 1 flattens it."""
-    return logits / temperature
-
-
-def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Sets all logits to -inf but the `top_k` largest and those equal to the smallest of these (Fan et al. 2018)."""
-    smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-    return logits.masked_fill(logits < smallest, -math.inf)
-
-
-def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keeps the fewest most likely tokens whose total probability reaches `top_p`; sets the other logits to -inf.
-
-    Ties are broken in favour of the lower token id. `top_p` is in (0, 1]; 1 keeps all tokens (Holtzman et al. 2019).
-    """
-    if top_p == 1:
-        return logits  # rounded probabilities may sum to 1 before the last token
-    descending, order = logits.sort(descending=True, stable=True)
-    probabilities = descending.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    dropped_in_order = mass_before >= top_p
-    dropped_in_order[..., 0] = False  # a tiny top_p may round to 0
-    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, dropped_in_order)
-    return logits.masked_fill(dropped, -math.inf)
-
-
-def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
-    """Sets the logits of tokens to -inf whose probability is below `min_p` times the largest (Nguyen et al. 2024).
-
-    `min_p` is in [0, 1].
-    """
-    probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
 _ANY = -2  # matches each token

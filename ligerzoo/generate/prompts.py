@@ -22,10 +22,11 @@ from ligerzoo.generate.options import (
     no_such_option,
     parse_call,
     require,
+    token_ids,
     type_name,
 )
 from ligerzoo.generate.sampling import check_generator
-from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
+from ligerzoo.generate.streaming import StopStrings, SupportsDecode
 from ligerzoo.layers import KVCache
 from ligerzoo.sampling_options import SAMPLING_OPTIONS
 from ligerzoo.tensor_checks import kind_of

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ligerzoo.checks import or_none
 from ligerzoo.device import upload
-from ligerzoo.generate.engine import BatchEngine
+from ligerzoo.generate.engine import BatchEngine, Stopping
 from ligerzoo.generate.graphs import independent_length
 from ligerzoo.generate.options import POSITIVE_INTEGER, SupportsGenerate, check_option, require, type_name
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.rows import BatchRows, choose_rows
 from ligerzoo.generate.sampling import Sampler
-from ligerzoo.generate.stopping import Stopping
 from ligerzoo.kernels.sampling import SampledTokens
 
 

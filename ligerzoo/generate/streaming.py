@@ -1,14 +1,15 @@
-"""Receives tokens, and prints their text, during generation."""
+"""The text of new tokens during generation: printed by a streamer, and searched for stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TextIO
 
 from torch import Tensor
 
-from ligerzoo.checks import FLAG
+from ligerzoo.checks import FLAG, TEXT
+from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import check_option, require, type_name
 
 
@@ -103,3 +104,45 @@ def check_streamer(streamer: object) -> None:
     is_streamer = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
     expected = "an object with the methods put and end"
     require(is_streamer, "streamer", repr(streamer), expected, "Pass ligerzoo.generate.TextStreamer(tokenizer).")
+
+
+class SupportsDecode(Protocol):
+    """A tokenizer that `StopStrings` accepts."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
+class StopStrings:
+    """Finds strings at the end of a sequence of tokens.
+
+    Args:
+        strings: one string or several, none of them empty.
+        tokenizer: decodes the tokens, special tokens included.
+
+    Attributes:
+        window: number of last tokens to search.
+
+    Raises:
+        LigerzooError: a string is empty, or there is no tokenizer.
+    """
+
+    # Tokens cut inside a character may decode to other text. A character has at most four bytes, so one of four
+    # consecutive cuts is between characters. One more token is needed because a cut may remove a leading space.
+    _CUTS = 4
+
+    def __init__(self, strings: str | Sequence[str], tokenizer: SupportsDecode | None) -> None:
+        several = strings if isinstance(strings, Iterable) else ()
+        self.strings = [strings] if isinstance(strings, str) else list(several)
+        is_valid = self.strings != [] and all(map(TEXT.accepts, self.strings))
+        require(is_valid, "stop_strings", repr(strings), "one or more strings that are not empty")
+        if tokenizer is None or not hasattr(tokenizer, "decode"):
+            what, got, expected = "stop_strings need a tokenizer", type_name(tokenizer), "a ligerzoo.Tokenizer"
+            remedy = "Pass tokenizer=... to generate."
+            raise LigerzooError(what, where="tokenizer", got=got, expected=expected, remedy=remedy)
+        self.tokenizer = tokenizer
+        self.window = max(len(string.encode()) for string in self.strings) + self._CUTS
+
+    def found_in(self, tail: list[int]) -> bool:
+        """Returns whether the last `window` tokens of a continuation contain one of the strings."""
+        texts = (self.tokenizer.decode(tail[cut:], skip_special_tokens=False) for cut in range(self._CUTS))
+        return any(string in text for text in texts for string in self.strings)

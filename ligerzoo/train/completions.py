@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ligerzoo.generate.stopping import token_ids
+from ligerzoo.generate.options import token_ids
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample
