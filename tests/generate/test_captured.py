@@ -305,7 +305,8 @@ def test_long_and_many_prompts_are_prefilled_eagerly(
 def test_a_prefill_leaves_other_rows_unchanged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests join a running batch: their prompts go through the same graphs, in groups and with padding."""
     monkeypatch.setattr(slots, "can_capture", lambda model: True)
-    model = build("qwen3_next", device, torch.float64)
+    # Experts in fp64 are products in a loop over the experts, which a GPU cannot capture.
+    model = build("qwen3_next", device, torch.float64 if device == "cpu" else torch.float32)
     texts = [torch.randint(VOCAB, (length,)).tolist() for length in (5, 40, 41, 3, 17, 30, 2)]
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_END}
     alone = [next(model.generate_many([text], batch_size=1, **options)).tokens for text in texts]

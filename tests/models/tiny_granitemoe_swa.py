@@ -5,6 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.models.tiny import HEAD, Tensors, Tiny, without
 from tests.models.tiny_granite_swa import GRANITE_SWA
@@ -53,6 +55,8 @@ def granites() -> Iterator[Tiny]:
     shared = {"shared_intermediate_size": 40, "attention_bias": True, "tie_word_embeddings": False}
     yield variant(GRANITE_MOE, "biases, shared expert, untied", shared)
     yield variant(GRANITE_MOE, "saved by transformers", {"shared_intermediate_size": 40}, by_transformers=True)
+    if Version(transformers.__version__) < Version("5.23"):
+        return  # it fails to compute the load-balancing loss
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 3.0, "num_experts_per_tok": 2}
     yield granite("load-balancing loss", balanced, tensors=without(HEAD))
 
