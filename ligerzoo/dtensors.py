@@ -39,6 +39,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a part with which its layer computes: a DTensor over an axis of layers alone."""
+    return is_dtensor(tensor) and tensor.device_mesh.mesh_dim_names in (("tensor",), ("expert",))
+
+
 def is_sharded(tensors: Iterable[Tensor]) -> bool:
     """Returns whether a tensor is a DTensor."""
     return any(map(is_dtensor, tensors))
@@ -90,6 +95,7 @@ def shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
     """Returns a DTensor like the parameter with this rank's elements of `whole`; `whole` unless it is a DTensor."""
     if not is_dtensor(parameter):
         return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    box = shard_of(parameter)
+    own = whole.detach()[tuple(slice(first, first + size) for first, size in zip(box.offset, box.shape, strict=True))]
+    device_type = parameter.device_mesh.device_type
+    return as_shard_of(parameter, own.to(device_type, memory_format=torch.contiguous_format))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, COUNT, FLAG, Values
-from ligerzoo.dtensors import is_sharded
+from ligerzoo.dtensors import is_divided, is_dtensor
 from ligerzoo.errors import LigerzooError, did_you_mean, warn
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import KVCache
@@ -151,7 +151,7 @@ def check_devices(model: object, name: str | None = None, inputs: Tensor | None 
         what = "the weights are on the meta device, which stores no values"
         raise LigerzooError(what, where=where, remedy="Load them with from_pretrained.")
     weights = model.parameters() if isinstance(model, nn.Module) and hasattr(model, "unshard") else ()
-    if is_sharded(weights):
+    if any(is_dtensor(weight) and not is_divided(weight) for weight in weights):
         what = "the model is sharded: each token would gather all weights from all processes"
         raise LigerzooError(what, where=where, remedy="Generate within `with ligerzoo.parallel.unsharded(model):`.")
     # Weights on a CPU may be offloaded, so that the model computes elsewhere.

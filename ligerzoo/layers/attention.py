@@ -6,6 +6,7 @@ Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.layers.static_cache import StaticLayerCache
+from ligerzoo.layers.tensor_plan import TensorPlan
 
 _AT_LEAST_1_OR_NONE = or_none(AT_LEAST_1)
 
@@ -183,6 +185,13 @@ class Attention(nn.Module):
             what = "has a soft cap" if self.is_causal else "is not causal"
             yield "", "causal attention without a soft cap", what
 
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the heads over the processes of tensor parallelism."""
+        heads = self.k_proj.out_features // self.head_dim
+        spans_heads = any(getattr(norm, "spans_heads", False) for norm in (self.q_norm, self.k_norm))
+        obstacle = "has a norm over all heads" if spans_heads else None
+        return TensorPlan({"key-value heads": heads}, ("q_proj", "k_proj", "v_proj"), ("o_proj",), obstacle=obstacle)
+
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""
         if capacity is None and self.window is not None:
@@ -249,6 +258,10 @@ class SinkAttention(Attention):
         """See `Attention.attention_call`."""
         sinks = parts.own_heads(self.sinks)
         return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal, sinks)
+
+    def tensor_plan(self) -> TensorPlan:
+        """See `Attention.tensor_plan`."""
+        return replace(super().tensor_plan(), own=("sinks",))
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""

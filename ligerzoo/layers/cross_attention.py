@@ -7,7 +7,7 @@ per tile, S = M * t * P states in all, including cached ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.masks import TileMask
 from ligerzoo.layers.norm import add_and_normalize
 from ligerzoo.layers.projection import check_features
+from ligerzoo.layers.tensor_plan import TensorPlan
 from ligerzoo.tensor_checks import describe_value
 
 
@@ -82,6 +83,10 @@ class CrossAttention(Attention):
     ) -> None:
         sizes = hidden_size, num_heads, num_kv_heads, head_dim
         super().__init__(*sizes, q_norm=q_norm, k_norm=k_norm, is_causal=False, device=device, dtype=dtype)
+
+    def tensor_plan(self) -> TensorPlan:
+        """See `Attention.tensor_plan`."""
+        return replace(super().tensor_plan(), obstacle="reads states in addition to its input")
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.tensor_plan import TensorPlan
 
 
 class Embedding(nn.Embedding):
@@ -15,6 +16,11 @@ class Embedding(nn.Embedding):
         """Samples the weight from N(0, std^2), and sets the row of `padding_idx`, if any, to 0."""
         nn.init.normal_(self.weight, std=std)
         self._fill_padding_idx_with_zero()
+
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the vocabulary over the processes of tensor parallelism."""
+        obstacle = None if self.padding_idx is None else "has a padding_idx"
+        return TensorPlan({}, kind="embedding", obstacle=obstacle)
 
     def reset_parameters(self) -> None:
         """Calls `init_weights`; the constructor of `torch.nn.Embedding` calls this method."""

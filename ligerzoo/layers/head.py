@@ -18,6 +18,7 @@ from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD, init_matrix
 from ligerzoo.layers.plain import dequantized
 from ligerzoo.layers.projection import check_features, linear
+from ligerzoo.layers.tensor_plan import TensorPlan
 
 
 def scaled_and_capped(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
@@ -142,6 +143,10 @@ class LMHead(nn.Module):
     def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns hidden states (..., K) and a weight (V, K) whose product, plus the bias, are the loss's logits."""
         return hidden, dequantized(self.weight)
+
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the vocabulary over the processes of tensor parallelism."""
+        return TensorPlan({}, kind="head")
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """Yields why the loss computes other log-probabilities than sampling does from rounded logits."""

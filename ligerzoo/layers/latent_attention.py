@@ -36,6 +36,7 @@ from ligerzoo.layers.plain import is_plain
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import DECODE_TOKENS, StaticLayerCache
+from ligerzoo.layers.tensor_plan import TensorPlan
 
 _MAX_SCORES = 1024 * 1024
 """Largest T * S for which several new tokens attend to latent vectors: fused kernels lack heads of 512 features."""
@@ -151,11 +152,11 @@ class LatentAttention(nn.Module):
     def expand(self, latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Latent vectors (B, S, 1, R) and rotated keys (B, S, 1, P) -> keys (B, S, N, D + P), values (B, S, N, V)."""
         k_nope, v = self._split_heads(self.kv_b_proj(latents[:, :, 0]), self.nope_dim, self.value_dim)
-        return torch.cat([k_nope, k_rope.expand(-1, -1, self.num_heads, -1)], -1), v
+        return torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], -1), v
 
     def _split_heads(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, N * sum(sizes)) -> (B, T, N, size) each."""
-        return x.view(*x.shape[:2], self.num_heads, sum(sizes)).split_with_sizes(sizes, -1)
+        return x.view(*x.shape[:2], -1, sum(sizes)).split_with_sizes(sizes, -1)
 
     def _absorbs(self, q: Tensor, latents: Tensor, context: Context) -> bool:
         """Whether to attend to latent vectors: decode steps, whose cached tokens are many more than the new ones."""
@@ -173,7 +174,7 @@ class LatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, mask: AttentionMask | Tensor | None
     ) -> Tensor:
         """Returns (B, T, N, V), with both halves of `kv_b_proj` absorbed."""
-        weight = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_rank)
+        weight = self.kv_b_proj.weight.view(-1, self.nope_dim + self.value_dim, self.kv_rank)
         to_keys, to_values = weight[:, : self.nope_dim], weight[:, self.nope_dim :]
         q = torch.einsum("btnd,ndr->btnr", q_nope, to_keys)
         if q.shape[1] == 1 and (mask is None or isinstance(mask, Mask)):
@@ -194,6 +195,11 @@ class LatentAttention(nn.Module):
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
         yield never_exact(self)
+
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the heads over the processes of tensor parallelism; each computes all latent vectors."""
+        queries = "q_proj" if self.q_rank is None else "q_b_proj"
+        return TensorPlan({"heads": self.num_heads}, (queries, "kv_b_proj"), ("o_proj",))
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache, of fixed size if `capacity` is given.

@@ -8,6 +8,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.projection import activate_and_project, check_features, gated_mlp
+from ligerzoo.layers.tensor_plan import TensorPlan
 from ligerzoo.tensor_checks import explains_options
 
 
@@ -47,6 +48,10 @@ class GatedMLP(nn.Module):
         check_features(self, x, self.hidden_size)
         return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.activation, self.backend)
 
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the intermediate features over the processes of tensor parallelism."""
+        return intermediate_plan(self.down_proj, ("gate_proj", "up_proj"), "down_proj")
+
 
 class MLP(nn.Module):
     """MLP without a gate, `fc2(activation(fc1(x)))` (Vaswani et al. 2017, section 3.3).
@@ -83,6 +88,10 @@ class MLP(nn.Module):
         """x: (..., H) -> (..., O)."""
         check_features(self, x, self.hidden_size)
         return activate_and_project(self.fc1(x), self.activation, self.fc2, self.backend)
+
+    def tensor_plan(self) -> TensorPlan:
+        """See `GatedMLP.tensor_plan`."""
+        return intermediate_plan(self.fc2, ("fc1",), "fc2")
 
 
 class UngatedMLP(nn.Module):
@@ -121,3 +130,12 @@ class UngatedMLP(nn.Module):
         if isinstance(self.act_fn, nn.Module):
             return self.down_proj(self.act_fn(x))  # type: ignore[no-any-return]
         return activate_and_project(x, self.act_fn, self.down_proj, self.backend)
+
+    def tensor_plan(self) -> TensorPlan:
+        """See `GatedMLP.tensor_plan`."""
+        return intermediate_plan(self.down_proj, ("up_proj",), "down_proj")
+
+
+def intermediate_plan(last: Linear, columns: tuple[str, ...], row: str) -> TensorPlan:
+    """Returns the plan that divides the input features of an MLP's last layer."""
+    return TensorPlan({"intermediate features": last.in_features}, columns, (row,))

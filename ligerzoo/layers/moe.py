@@ -24,6 +24,7 @@ from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized, is_plain
 from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
+from ligerzoo.layers.tensor_plan import TensorPlan
 
 _MAX_DECODED_TOKENS = 64
 """Most tokens of a call for which the kernels for decoding are used."""
@@ -101,6 +102,10 @@ class Experts(nn.Module):
         biases = self.gate_up_proj_bias, self.down_proj_bias
         tensors = x, expert_ids, expert_weights, *weights, *biases
         return experts_mlp(*tensors, activation=self.activation, backend=self.backend)
+
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the experts over the processes of tensor parallelism."""
+        return TensorPlan({"experts": len(self.down_proj)}, kind="experts")
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""

@@ -78,6 +78,8 @@ class AllHeadsRMSNorm(RMSNorm):
     Its `hidden_size` is that of all heads together, N * D.
     """
 
+    spans_heads = True
+
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., N, D) -> (..., N, D)."""
         return super().forward(x.flatten(-2)).view_as(x)

@@ -8,6 +8,7 @@ mesh           a mesh of all processes, and a model over it
 loading        loads and initializes sharded models: each process reads its part
 directories    replaces a directory atomically, written by all processes
 states         saves and loads optimizer states, and other tensors, of sharded models
+tensor         each process computes a part of every layer; divided_layer and expert have the parts
 vocab_parallel a loss head whose vocabulary is sharded
 """
 

@@ -61,12 +61,13 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
     for name, block in model.model.layers.named_children():
         mixer = getattr(block, "mixer", block)
         heads = getattr(mixer, "exchanged_heads", None)
-        where = f"context_parallel, block {name}"
+        where, part = f"context_parallel, block {name}", getattr(mixer, "tensor_shard", None)
         if heads is None:
             expected = "Attention, LatentAttention or GatedDeltaNet"
             raise LigerzooError(
                 "a layer that cannot exchange heads", where=where, got=type(mixer).__name__, expected=expected
             )
+        heads //= 1 if part is None else part.group.size()  # those of this process, of a divided layer
         if heads % count:
             what, expected = "heads that cannot be divided", f"a multiple of the {count} processes"
             remedy = "Choose a divisor of the heads of all blocks."

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ligerzoo.dtensors import is_dtensor
+from ligerzoo.dtensors import is_divided, is_dtensor
 from ligerzoo.errors import LigerzooError, first_names
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.copy_engines import CopyEngineReduceScatter, use_copy_engines
@@ -98,7 +98,7 @@ def shard_model(
     """
     if prefetch is not None and prefetch < 0:
         raise LigerzooError("not a number of groups", where="prefetch", got=prefetch, expected="0 or more, or None")
-    if sharded := [name for name, weight in model.named_parameters() if is_dtensor(weight)]:
+    if sharded := [name for name, one in model.named_parameters() if is_dtensor(one) and not is_divided(one)]:
         got = f"DTensors in {first_names(sharded, 3)}"
         raise LigerzooError("the model is sharded already", where="shard_model", got=got)
     mesh = default_mesh() if mesh is None else mesh
@@ -156,7 +156,7 @@ def _shard_ends(model: LanguageModel, blocks: Sequence[FSDPModule], shard: Any) 
     if model.shares_head:
         return list(blocks)
     groups = [shard(embedding, True), *blocks]
-    groups[0].set_unshard_in_backward(False)
+    groups[0].set_unshard_in_backward(len(list(embedding.parameters())) > 1)  # backward reads an adapter only
     return groups if head is None else [*groups, shard(head, False)]
 
 
@@ -176,7 +176,7 @@ def _trained_dtype(model: nn.Module, module: nn.Module) -> torch.dtype | None:
     names = {weight: name for name, weight in model.named_parameters()}
     by_dtype: dict[torch.dtype, str] = {}
     for weight in module.parameters():
-        if weight.requires_grad and not is_dtensor(weight):
+        if weight.requires_grad and (is_divided(weight) or not is_dtensor(weight)):
             by_dtype.setdefault(weight.dtype, names[weight])
     if len(by_dtype) > 1:
         what = "trainable parameters of several dtypes in one group"

@@ -15,15 +15,15 @@ from ligerzoo.dtensors import as_shard_of, is_dtensor, shard_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.parallel.mesh import parallelize
-from ligerzoo.parallel.processes import default_mesh
+from ligerzoo.parallel.mesh import MeshSizes, as_mesh, parallelize
+from ligerzoo.parallel.processes import device_of
 
 Model = TypeVar("Model", bound=LanguageModel)
 
 
 def load_sharded(
     name_or_path: str | Path,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | MeshSizes | str | None = None,
     *,
     model_class: type[Model] = CausalLM,  # type: ignore[assignment]
     param_dtype: torch.dtype | None = None,
@@ -49,7 +49,7 @@ def load_sharded(
         LigerzooError: As `parallelize` and `ligerzoo.hub.load`; or the files lack a parameter, or the class computes
             tensors in its constructor.
     """
-    mesh = default_mesh() if mesh is None else mesh
+    mesh = as_mesh(mesh)
     shard = partial(
         parallelize,
         mesh=mesh,
@@ -99,9 +99,3 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             setattr(module, name, initialized[weight])
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Returns the device of this process in a mesh."""
-    kind = mesh.device_type
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

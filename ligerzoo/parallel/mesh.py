@@ -25,6 +25,7 @@ from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.context_parallel import context_parallel
 from ligerzoo.parallel.fsdp import shard_model
 from ligerzoo.parallel.processes import default_device_type
+from ligerzoo.parallel.tensor import divide
 
 Model = TypeVar("Model", bound=LanguageModel)
 
@@ -44,10 +45,14 @@ def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> De
     """
     device_type = device_type or default_device_type()
     sizes = MeshSizes.parse(str(sizes)).over(dist.get_world_size())
-    for axis in ("tensor", "expert"):
-        if (size := getattr(sizes, axis)) > 1:
-            raise ConfigError("not supported yet", where=f"mesh {axis}", got=size, expected=1)
+    if sizes.expert > 1:
+        raise ConfigError("not supported yet", where="mesh expert", got=sizes.expert, expected=1)
     return init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+def as_mesh(mesh: DeviceMesh | MeshSizes | str | None) -> DeviceMesh:
+    """Returns the mesh of these sizes, or the given one."""
+    return mesh if isinstance(mesh, DeviceMesh) else make_mesh(mesh or "")
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -85,7 +90,9 @@ def parallelize(
         LigerzooError: As `shard_model` and `context_parallel`.
         ConfigError: As `make_mesh`.
     """
-    mesh = mesh if isinstance(mesh, DeviceMesh) else make_mesh(mesh or "")
-    if mesh.mesh_dim_names == AXES and mesh["context"].size() > 1:
+    mesh = as_mesh(mesh)
+    if mesh.mesh_dim_names == AXES:
+        if mesh["tensor"].size() > 1:
+            divide(model, mesh["tensor"])
         context_parallel(model, mesh["context"].get_group())
     return shard_model(model, fsdp_mesh(mesh), param_dtype=param_dtype, **options)

@@ -142,6 +142,12 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Returns the device of this process in a mesh."""
+    kind = mesh.device_type
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
 _control: tuple[Any, Any] | None = None
 
 

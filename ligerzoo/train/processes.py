@@ -46,6 +46,11 @@ def context_size() -> int:
     return 1 if _mesh is None else _mesh["context"].size()
 
 
+def per_copy() -> int:
+    """Returns the number of processes that divide a copy of the model."""
+    return world_size() if _mesh is None else world_size() // _mesh["replicate"].size()
+
+
 def data_rank() -> int:
     """Returns the number of the part of the data that this process reads, from 0."""
     if _mesh is None:

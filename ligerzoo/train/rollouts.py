@@ -143,8 +143,8 @@ class Rollouts:
             return "--exact off"
         if self._options.mixed_precision:
             return "--mixed-precision computes in bfloat16 under autocast; expected --dtype bfloat16"
-        if processes.context_size() > 1:
-            return "--mesh context divides the rows of an update; expected whole rows"
+        if processes.data_ranks() < processes.world_size():
+            return "--mesh divides the rows or layers of an update; expected whole ones, as with shard"
         with self._model.current():
             return exact_obstacle(self._model.model, self._options.seq_length)
 

@@ -234,7 +234,7 @@ def plan_memory(
     """
     if options.activation_budget == "none" or options.mixed_precision or options.activation_checkpointing:
         return None
-    budget, count = options.activation_budget, processes.world_size()
+    budget, count = options.activation_budget, processes.per_copy()
     if images:
         refuse_budget_of_images(options)
     averages = 4 * sum(weight.numel() for weight in meta_model.parameters() if weight.requires_grad)

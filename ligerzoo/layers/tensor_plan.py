@@ -1,0 +1,82 @@
+"""`TensorPlan`: which parameters of a layer tensor parallelism divides. Each layer states its own.
+
+Each process computes a layer with its part of the heads, of the intermediate features, of the experts or of the
+vocabulary, and the outputs of all processes are added up (Shoeybi et al. 2019). What no plan names, such as norms and
+routers, is whole in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+Kind = Literal["sum", "experts", "embedding", "head"]
+"""How parts of a layer become its output: by a sum; see `ligerzoo.parallel.tensor` for the others."""
+
+_COLUMN = {"weight": 0, "bias": 0, "lora_B": 0, "lora_magnitude_vector": 0}
+_ROW = {"weight": 1, "lora_A": 1}
+_EMBEDDING = {"weight": 0, "lora_embedding_A": 1}
+
+
+class DividedParameter(NamedTuple):
+    """A parameter of a layer, and how its processes use it.
+
+    Attributes:
+        module: the module that owns it.
+        name: its name there.
+        dim: the dimension that is divided; None if it is whole.
+        is_added_once: whether it is a term of the sum of all processes, as the bias of a row-parallel layer.
+    """
+
+    module: nn.Module
+    name: str
+    dim: int | None
+    is_added_once: bool = False
+
+    @property
+    def value(self) -> Tensor:
+        """The parameter."""
+        return self.module._parameters[self.name]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How tensor parallelism divides a layer.
+
+    Attributes:
+        units: sizes that the number of processes has to divide, by name, such as key-value heads.
+        columns: linear layers whose output features are divided, by attribute name.
+        rows: linear layers whose input features are divided; their products are parts of a sum.
+        kind: how the parts become the output. All but "sum" divide the layer's own parameters.
+        own: own parameters that are divided by their first dimension.
+        obstacle: why the layer cannot be divided; None if it can.
+    """
+
+    units: Mapping[str, int]
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    kind: Kind = "sum"
+    own: tuple[str, ...] = ()
+    obstacle: str | None = None
+
+    def parameters(self, layer: nn.Module) -> Iterator[DividedParameter]:
+        """Yields all parameters of the layer and its children."""
+        tables = {layer: dict.fromkeys(self.own, 0)}
+        if self.kind != "sum":
+            tables = {layer: self._of_own(layer)}
+        tables |= {layer.get_submodule(name): _COLUMN for name in self.columns}
+        row_layers = [layer.get_submodule(name) for name in self.rows]
+        tables |= dict.fromkeys(row_layers, _ROW)
+        for module in layer.modules():
+            for name, value in module._parameters.items():
+                if value is not None:
+                    dim, is_once = tables.get(module, {}).get(name), module in row_layers and name == "bias"
+                    yield DividedParameter(module, name, dim, is_once)
+
+    def _of_own(self, layer: nn.Module) -> dict[str, int]:
+        if self.kind == "experts":
+            return dict.fromkeys(layer._parameters, 0)  # also the updates of LoRA, a pair for each expert
+        return _EMBEDDING if self.kind == "embedding" else _COLUMN

@@ -1,0 +1,116 @@
+"""Experts of MoE layers, divided over processes (Lepikhin et al. 2020).
+
+Routing gives each token k slots. Sorted by expert, the slots of one process's experts are adjacent rows:
+
+    tensor   all processes of the group have the same tokens. Each computes the rows of its experts, and the outputs of
+             all are added up
+
+The number of rows depends on the routing, so a layer waits for its routing on the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.kernels.dispatch import uses_triton
+from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
+from ligerzoo.layers.moe import Experts
+from ligerzoo.parallel.divided_layer import DividedLayer
+
+
+class _ToRows(FusedFunction):
+    """Copies tokens (T, H) to the rows (T * k, H) of their slots."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, slots: SortedSlots) -> Tensor:
+        ctx.slots = slots
+        return permute(x, slots.rows, slots.triton)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None]:
+        return unpermute(dy.contiguous(), ctx.slots.rows, ctx.slots.bounds, ctx.slots.triton), None
+
+
+class _FromRows(FusedFunction):
+    """Adds up the rows of the slots of each token: (T * k, H) -> (T, H)."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, values: Tensor, slots: SortedSlots) -> Tensor:
+        ctx.slots = slots
+        return unpermute(values.contiguous(), slots.rows, slots.bounds, slots.triton)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None]:
+        return permute(dy, ctx.slots.rows, ctx.slots.triton), None
+
+
+class SortedSlots(NamedTuple):
+    """The slots of tokens, sorted by expert.
+
+    Attributes:
+        rows: (T, k), the row of each slot.
+        bounds: (E + 1,): expert e has the rows from bounds[e] to bounds[e + 1].
+        triton: whether Triton moves the rows.
+    """
+
+    rows: Tensor
+    bounds: Tensor
+    triton: bool
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """(T, H) -> (T * k, H), the token of each row."""
+        copies: Tensor = _ToRows.apply(x, self)
+        return copies
+
+    def values(self, of_slots: Tensor) -> Tensor:
+        """(T, k) -> (T * k, 1), the value of each row."""
+        order = torch.empty_like(self.rows.flatten())
+        order[self.rows.flatten()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+        return of_slots.flatten()[order][:, None]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """(T * k, H) -> (T, H), the sum of each token's rows."""
+        sums: Tensor = _FromRows.apply(values, self)
+        return sums
+
+
+class _Experts(DividedLayer, Experts):
+    """Experts of which this process has the ones from `rank * n` on."""
+
+    def sorted_slots(self, x: Tensor, expert_ids: Tensor) -> SortedSlots:
+        """Returns the slots of tokens, sorted by expert, of all processes."""
+        group = self.tensor_shard.group
+        rows, bounds = sort_by_expert(expert_ids, len(self.down_proj) * group.size())
+        return SortedSlots(rows, bounds, uses_triton(x, backend=self.backend))
+
+    def of_rows(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Computes the experts of rows, (n, H), (n, 1), (n, 1) -> (n, H).
+
+        Without rows, it computes one that is 0, since all processes need gradients of the same parameters.
+        """
+        missing = (0, 0, 0, int(not len(x)))
+        y: Tensor = super().forward(*(F.pad(rows, missing) for rows in (x, expert_ids, weights)))
+        return y[: len(x)]
+
+
+class TensorParallelExperts(_Experts):
+    """Adds up the outputs of the experts of all processes, which have the same tokens."""
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        part = self.tensor_shard
+        with part.replaced(part.local):
+            slots, count = self.sorted_slots(x, expert_ids), len(self.down_proj)
+            first = count * dist.get_rank(part.group)
+            begin, end = slots.bounds[[first, first + count]].tolist()
+            tokens, ids = slots.tokens(part.share(x)), slots.values(expert_ids - first)
+            weights = slots.values(part.share(expert_weights))
+            y = self.of_rows(tokens[begin:end], ids[begin:end], weights[begin:end])
+            return part.add_parts(slots.sums(F.pad(y, (0, 0, begin, len(tokens) - end))))

@@ -1,0 +1,200 @@
+"""Tensor parallelism (Shoeybi et al. 2019): each process of a group computes its part of every layer.
+
+Layers say how they are divided (`TensorPlan`). Their parameters become DTensors over the group, so that loading,
+saving, optimizers and FSDP2 see whole parameters of which a process holds a part. A forward computes with the local
+parts, by the kernels of one process, and the outputs of all processes are put together:
+
+    attention, MLPs  own heads or features   x is shared; the outputs are added up
+    experts          own experts             of the slots of all tokens; the outputs are added up
+    embedding        own tokens              the other rows are 0; the outputs are added up
+    head             own tokens              the loss exchanges a few numbers per token; logits are gathered
+    the rest         all of it               as every other process
+
+The gradient of a shared input is the sum of those of all processes, and so is that of a parameter which is whole in
+every process but used for its own part, such as a norm of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ligerzoo.dtensors import is_dtensor
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.kernels.dispatch import cdiv
+from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.head import LMHead
+from ligerzoo.layers.plain import is_plain_tensor
+from ligerzoo.layers.tensor_plan import Kind, TensorPlan
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
+from ligerzoo.parallel.expert import TensorParallelExperts
+from ligerzoo.parallel.processes import device_of
+from ligerzoo.parallel.vocab_parallel import vocab_parallel_linear_cross_entropy
+
+
+class _Gather(FusedFunction):
+    """The parts of the last dimension of all processes, of `sizes` features; each gets the gradient of its part."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+        ctx.rank, ctx.sizes = dist.get_rank(group), sizes
+        padded = x.new_zeros(*x.shape[:-1], max(sizes))
+        padded[..., : x.shape[-1]] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None, None]:
+        return torch.split(dy, ctx.sizes, -1)[ctx.rank], None, None
+
+
+class _Sum(DividedLayer):
+    """Adds up the outputs of all processes."""
+
+    def forward(self, x: Tensor, *args: object, **options: object) -> Tensor:
+        part = self.tensor_shard
+        for context in args:
+            if getattr(context, "attentions", None) is not None:
+                what, remedy = "attention probabilities of own heads only", "Use a mesh without tensor."
+                raise LigerzooError(what, where="output_attentions", got=True, expected=False, remedy=remedy)
+        with part.replaced(part.local):
+            return part.add_parts(super().forward(part.share(x), *args, **options))
+
+
+class _Embedding(DividedLayer, Embedding):
+    """Adds up the rows of own tokens of all processes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        part = self.tensor_shard
+        first = dist.get_rank(part.group) * cdiv(self.num_embeddings, part.group.size())
+        with part.replaced(part.local):
+            ids, rows = input - first, len(self.weight)
+            is_own = (ids >= 0) & (ids < rows)
+            return part.add_parts(super().forward(ids.where(is_own, 0)) * is_own[..., None])
+
+
+class _Head(DividedLayer, LMHead):
+    """Computes the loss or the logits of own tokens.
+
+    Other objectives than the cross entropy, biases and adapters gather the weight.
+    """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        part = self.tensor_shard
+        vocabulary, size = len(self.weight), part.group.size()
+        step = cdiv(vocabulary, size)
+        sizes = [max(0, min(step, vocabulary - step * rank)) for rank in range(size)]
+        with part.replaced(part.local):
+            logits: Tensor = _Gather.apply(super().logits(part.share(hidden)), part.group, sizes)
+            return logits
+
+    def loss(self, hidden: Tensor, target: Tensor, num_items: Any = None, objective: Any = None) -> Any:
+        part = self.tensor_shard
+        if objective is None and len(part.parameters) == 1:
+            return vocab_parallel_linear_cross_entropy(
+                hidden,
+                self.weight,
+                target,
+                num_items=num_items,
+                softcap=self.softcap,
+                logit_scale=self.logit_scale,
+                logits_budget=self.logits_budget,
+                backend=self.backend,
+            )
+        with part.replaced(part.whole):
+            return super().loss(hidden, target, num_items, objective)
+
+
+_CLASSES: dict[Kind, type[DividedLayer]] = {
+    "sum": _Sum,
+    "experts": TensorParallelExperts,
+    "embedding": _Embedding,
+    "head": _Head,
+}
+
+
+def divide(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Divides the decoder's layers, the embedding and the head over a mesh, in place, as their plans say.
+
+    Args:
+        model: a model on any device, also meta.
+        mesh: the dimension "tensor" of a mesh.
+
+    Raises:
+        ConfigError: A layer cannot be divided by the number of processes.
+    """
+    layers = dict(_planned(model))
+    if not layers:
+        raise ConfigError("no layer has a tensor plan", where=f"mesh tensor, {type(model).__name__}", got=mesh.size())
+    for name, layer in layers.items():
+        _refuse_indivisible(name, layer, mesh.size())
+    divided: dict[Tensor, nn.Parameter] = {}
+    for layer in layers.values():
+        plan: TensorPlan = layer.tensor_plan()  # type: ignore[operator]
+        parameters = tuple(plan.parameters(layer))
+        for one in parameters:
+            if one.dim is not None:
+                if one.value not in divided:
+                    divided[one.value] = _divided(one.value, one.dim, mesh)
+                one.module._parameters[one.name] = divided[one.value]
+        layer.tensor_shard = TensorShard(parameters, mesh.get_group())  # type: ignore[assignment]
+        layer.__class__ = _class_of(plan.kind, type(layer))
+
+
+_DERIVED: dict[tuple[Kind, type[nn.Module]], type[nn.Module]] = {}
+
+
+def _class_of(kind: Kind, layer: type[nn.Module]) -> type[nn.Module]:
+    """Returns a class of layers that are divided: the same one each time."""
+    if (kind, layer) not in _DERIVED:
+        _DERIVED[kind, layer] = type(f"TensorParallel{layer.__name__}", (_CLASSES[kind], layer), {})
+    return _DERIVED[kind, layer]
+
+
+def _planned(model: LanguageModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers that have a plan, by name: those of the decoder's blocks, the embedding and the head."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    blocks = {module for block in model.model.layers for module in block.modules()}
+    for name, module in model.named_modules():
+        if hasattr(module, "tensor_plan") and (module in blocks or module in ends):
+            yield name, module
+
+
+def _refuse_indivisible(name: str, layer: nn.Module, size: int) -> None:
+    plan: TensorPlan = layer.tensor_plan()  # type: ignore[operator]
+    obstacles = [plan.obstacle] if plan.obstacle else []
+    for unit, count in plan.units.items():
+        if count % size:
+            obstacles.append(f"has {count} {unit}, which {size} processes cannot share equally")
+    for one in plan.parameters(layer):
+        options = getattr(one.module, "lora", {}).values()
+        if any(option.dropout for option in options):
+            obstacles.append("drops inputs of an adapter, which would differ between processes")
+        if one.name == "lora_magnitude_vector" and one.dim is None:
+            obstacles.append("has DoRA's norms of rows that are divided")
+        if not (is_plain_tensor(one.value) or is_dtensor(one.value)):
+            obstacles.append(f"has a {type(one.value).__name__}, {one.name}")
+    if obstacles:
+        where, remedy = f"mesh tensor, {name}", "Use a mesh with a smaller tensor, or without."
+        raise ConfigError(obstacles[0], where=where, got=f"tensor={size}", remedy=remedy)
+
+
+def _divided(weight: Tensor, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    """Returns a parameter of which this process holds its part."""
+    shards, rank = weight.detach().chunk(mesh.size(), dim), mesh.get_local_rank()
+    own = shards[rank] if rank < len(shards) else weight.detach().narrow(dim, 0, 0)
+    if not own.is_meta:
+        own = own.to(device_of(mesh), copy=True, memory_format=torch.contiguous_format)
+    whole = weight.shape, weight.stride()
+    placed = DTensor.from_local(own.contiguous(), mesh, [Shard(dim)], run_check=False, shape=whole[0], stride=whole[1])
+    return nn.Parameter(placed, weight.requires_grad)

@@ -1,0 +1,169 @@
+"""What each process of `test_tensor.py` does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ligerzoo import AutoModel
+from ligerzoo.adapters import add_lora
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.models import CausalLM, Llama
+from ligerzoo.parallel import (
+    accumulating,
+    load_optimizer,
+    load_sharded,
+    make_mesh,
+    parallelize,
+    save_optimizer,
+    unsharded,
+)
+from ligerzoo.train.optimizers import clip_grad_norm
+from tests.parallel.fsdp_cases import compare, files, full, gradients, labels_of, tiny
+
+
+def part_of_data(mesh: DeviceMesh) -> slice:
+    """Returns which batches this process trains."""
+    shards = mesh["shard"].size()
+    first = mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard")
+    return slice(first, None, shards * mesh["replicate"].size())
+
+
+def batches(vocabulary: int, count: int = 4) -> list[dict[str, Tensor]]:
+    generator, found = torch.Generator().manual_seed(0), []
+    for number in range(count):
+        ids = torch.randint(3, vocabulary, (1, 20 + number), generator=generator)
+        found.append({"input_ids": ids, "labels": ids})
+    return found
+
+
+def equal_one_process(name: str, model: CausalLM, whole: CausalLM, mesh: DeviceMesh) -> None:
+    """Losses and gradients, summed over the processes, with and without checkpointing; and logits."""
+    every = batches(min(60, whole.config.vocab_size))
+    own = every[part_of_data(mesh)]
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable()
+        expected_loss, expected = trained_gradients(whole, every, labels_of(every))
+        loss, actual = trained_gradients(model, own, labels_of(every) * len(own) / len(every))
+        mean = torch.tensor(loss)
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / dist.get_world_size(), torch.tensor(expected_loss), rtol=1e-5, atol=0)
+        compare(actual, expected, name)
+        norms = [clip_grad_norm(one, 0.1) for one in (model, whole)]
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
+    ids = every[0]["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=2e-5)
+
+
+def trained_gradients(model: CausalLM, every: list[dict[str, Tensor]], items: float) -> tuple[float, dict[str, Tensor]]:
+    """`gradients` of the parameters that train and got one."""
+    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    model.zero_grad()
+    for weight in model.parameters():
+        weight.grad = None
+    total = 0.0
+    for batch in every:
+        loss = model(**batch, num_items_in_batch=items).loss
+        loss.backward()
+        total += loss.item()
+    assert all(weight.grad is None for weight in frozen)
+    return total, {name: full(one.grad) for name, one in model.named_parameters() if one.grad is not None}
+
+
+def architectures(rank: int, directory: Path, mesh: str, saves: bool = False) -> None:
+    """Each process reads its part, computes as one process, and the same files are saved."""
+    parts = make_mesh(mesh)
+    for name in sorted(path.name for path in (directory / "loaded").iterdir()):
+        whole = AutoModel.from_pretrained(directory / "loaded" / name, dtype="float32").train()
+        model = load_sharded(directory / "loaded" / name, parts, dtype="float32").train()
+        equal_one_process(name, model, whole, parts)
+        if saves:
+            saved = directory / "saved" / name
+            model.save_pretrained(saved)
+            assert files(saved) == files(directory / "expected" / name), name
+            dist.barrier()
+
+
+def refusals(rank: int) -> None:
+    """What cannot be divided is refused by name, in all processes, before anything changes."""
+    parts = make_mesh("tensor=2")
+    for changes, message in (
+        ({"num_key_value_heads": 1}, r"model\.layers\.0\.self_attn: has 1 key-value heads, which 2 processes"),
+        ({"intermediate_size": 37}, r"model\.layers\.0\.mlp: has 37 intermediate features"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parallelize(Llama(tiny(**{"num_key_value_heads": 2, "intermediate_size": 36, **changes})), parts)
+    for options, message in (({"dropout": 0.1}, "drops inputs of an adapter"), ({"dora": True}, "DoRA's norms")):
+        model = new_model()
+        add_lora(model, 2, 4, **options)
+        with pytest.raises(ConfigError, match=message):
+            parallelize(model, parts)
+    model = parallelize(new_model(), parts)
+    with pytest.raises(LigerzooError, match="output_attentions: attention probabilities of own heads only"):
+        model(torch.arange(5)[None], output_attentions=True)
+
+
+def new_model(**changes: Any) -> Llama:
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 36, "initializer_range": 0.3}
+    return Llama(tiny(**{**sizes, **changes})).train()
+
+
+def adapters(rank: int) -> None:
+    """LoRA of all linear layers, of the embedding and of the head."""
+    parts = make_mesh("tensor=2")
+    models = []
+    for tied in (False, True):
+        for _ in range(2):
+            model = new_model(tie_word_embeddings=tied)
+            targets = None if tied else ("layers", "embed_tokens", "lm_head")
+            add_lora(model, 2, 4, targets)
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    torch.nn.init.normal_(weight, std=0.1)
+            models.append(model)
+        model, whole = models[-2:]
+        equal_one_process(f"lora, tied={tied}", parallelize(model, parts), whole, parts)
+
+
+def accumulation_and_optimizer(rank: int, directory: Path) -> None:
+    """Gradients accumulate; an optimizer's states are saved by one mesh and loaded by another, and by one process."""
+    every = batches(33)
+    model, whole = parallelize(new_model(), "tensor=2"), new_model()
+    with accumulating(model):
+        model(**every[0], num_items_in_batch=9).loss.backward()
+    model(**every[1], num_items_in_batch=9).loss.backward()
+    _, expected = gradients(whole, every[:2], 9)
+    compare({name: full(weight.grad) for name, weight in model.named_parameters()}, expected, "accumulating")
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, whole)]
+    for optimizer in optimizers:
+        optimizer.step()
+    save_optimizer(model, optimizers[0], directory / "optimizer")
+    for other in (parallelize(new_model(), "shard=2"), parallelize(new_model(), "tensor=2"), new_model()):
+        again = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        load_optimizer(other, again, directory / "optimizer")
+        for (name, mine), weight in zip(other.named_parameters(), whole.parameters(), strict=True):
+            for key, value in again.state[mine].items():
+                saved = optimizers[1].state[weight][key]
+                torch.testing.assert_close(full(value), saved, rtol=1e-4, atol=1e-6, msg=f"{name} {key}")
+    state = whole.hf_state_dict()
+    model.load_hf_state_dict(state)
+    for name, weight in model.hf_state_dict().items():
+        assert torch.equal(weight, state[name]), name
+    with unsharded(model):
+        got = model.generate(torch.arange(3, 9)[None], max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, whole.eval().generate(torch.arange(3, 9)[None], max_new_tokens=6, do_sample=False))
+
+
+def one_and_all(rank: int, directory: Path) -> None:
+    """All cases of two processes, since starting them takes seconds."""
+    refusals(rank)
+    adapters(rank)
+    accumulation_and_optimizer(rank, directory)
+    architectures(rank, directory, "tensor=2", saves=True)

@@ -1,0 +1,40 @@
+"""Tensor parallelism on a CPU: two and four processes compute what one does."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ligerzoo import AutoModel
+from tests.models.tiny import Tiny
+from tests.models.zoo import CHECKPOINTS
+from tests.parallel import tensor_cases as process
+from tests.parallel.spawning import on_all_processes
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
+
+FIRST = {str(tiny.config["model_type"]): tiny for tiny in reversed(CHECKPOINTS)}
+INDIVISIBLE = {"gemma", "gemma3_text", "minimax_m2", "mllama", "olmo2", "olmo3", "olmoe"}
+QUICK = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Windows and soft caps; sinks and experts with biases; MLA; gated attention, the delta rule and shared experts."""
+
+
+def write(directory: Path, tinies: dict[str, Tiny]) -> None:
+    for name, tiny in tinies.items():
+        tiny.write(directory / "loaded" / name)
+        AutoModel.from_pretrained(directory / "loaded" / name, dtype="float32").save_pretrained(
+            directory / "expected" / name
+        )
+
+
+def test_two_processes_compute_as_one(tmp_path: Path) -> None:
+    write(tmp_path, {name: FIRST[name] for name in QUICK})
+    on_all_processes(partial(process.one_and_all, directory=tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2 tensor=2", "replicate=2 tensor=2"])
+def test_every_architecture_computes_as_one(tmp_path: Path, mesh: str) -> None:
+    write(tmp_path, {name: tiny for name, tiny in FIRST.items() if name not in INDIVISIBLE})
+    work = partial(process.architectures, directory=tmp_path, mesh=mesh, saves=True)
+    on_all_processes(work, processes=4 if " " in mesh else 2)
