@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opcode
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,17 +27,22 @@ def renamed(module: str, names: Mapping[str, str] | None = None) -> Callable[[st
     return __getattr__
 
 
-def lazy(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(
+    package: str, modules: Mapping[str, str], submodules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a package that imports what it exports at first use.
 
     Args:
         package: the package's `__name__`.
         modules: the module of each name.
+        submodules: modules of the package that are attributes, too.
     """
 
     def __getattr__(name: str) -> Any:
         if name in modules:
             return getattr(import_module(modules[name]), name)
+        if name in submodules:
+            return import_module(f"{package}.{name}")
         _raise_missing(package, name, our_public_name(name), sys._getframe(1))
 
     def __dir__() -> list[str]:

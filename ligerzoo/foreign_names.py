@@ -61,8 +61,8 @@ OURS = {
     "return_z_loss": "return_statistics (the z-loss follows from its logsumexp)",
     "return_token_accuracy": "return_statistics (its accuracy)",
     "return_predicted_tokens": "return_statistics (its argmax)",
-    "size_average": "reduction",
-    "reduce": "reduction",
+    **dict.fromkeys(("size_average", "reduce"), "reduction"),
+    "batchmean": "reduction='mean', over tokens,",
     "shift_labels": "target",
     "jsd_beta": "beta",
     "student_input": "student_hidden",
@@ -124,10 +124,16 @@ _NAMES = {
         "LigerFusedAddRMSNorm liger_fused_add_rms_norm fused_add_rms_norm LigerFusedAddRMSNormFunction"
     ),
     "ligerzoo.layers.LayerNorm": "LigerLayerNorm",
+    "ligerzoo.layers.Attention": "MultiHeadAttention CausalSelfAttention",
+    "ligerzoo.layers.RotaryEmbedding": "RotaryPositionalEmbeddings",
+    "ligerzoo.layers.PreNormBlock": "TransformerSelfAttentionLayer",
+    "ligerzoo.layers.CrossAttentionBlock": "TransformerCrossAttentionLayer",
+    "ligerzoo.layers.Decoder": "TransformerDecoder",
+    "ligerzoo.layers.LMHead": "CEWithChunkedOutputLoss",
     "ligerzoo.kernels.layer_norm": "liger_layer_norm LigerLayerNormFunction",
     "ligerzoo.layers.GatedMLP": (
         "LigerSwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerHunyuanV1SwiGLUMLP "
-        "LigerSwiGLUMLPForMuseGlimmer LigerMegatronSwiGLU LigerFalconH1MLP LigerFalconH1SwiGLUMLP"
+        "LigerSwiGLUMLPForMuseGlimmer LigerMegatronSwiGLU LigerFalconH1MLP LigerFalconH1SwiGLUMLP FeedForward LLaMAMLP"
     ),
     "ligerzoo.layers.GatedMLP(..., activation='gelu_tanh')": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
     "ligerzoo.layers.UngatedMLP(..., activation='relu2')": "LigerReLUSquared",
@@ -248,6 +254,8 @@ def our_public_name(theirs: str) -> str | None:
     """Returns a remedy with our name for a class or a function of another library; None if it is not known."""
     if theirs.startswith("apply_liger_kernel_to_") and theirs not in MISSING:
         return f"Use ligerzoo.integrations.apply(model) instead of {theirs!r}"
+    if theirs.endswith(("ForCausalLM", "ForConditionalGeneration")) and theirs not in NAMES:
+        return f"Use ligerzoo.AutoModel instead of {theirs!r}"
     if theirs in NAMES:
         return f"Use {NAMES[theirs]} instead of {theirs!r}"
     return f"{theirs!r} is not supported: {MISSING[theirs]}" if theirs in MISSING else None

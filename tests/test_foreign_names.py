@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import ligerzoo
-from ligerzoo import foreign_names, kernels, layers, losses
-from ligerzoo.errors import WrongTypeError
+from ligerzoo import foreign_names, kernels, layers, losses, models
+from ligerzoo.errors import LigerzooError, WrongTypeError
 from tests.liger_kernel import NAMES, public_names
 
 PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
@@ -82,6 +82,8 @@ HEAD = losses.HeadOptions
     ("ligerzoo.layers", "LigerRMSNorm", "ligerzoo.layers.RMSNorm"),
     ("ligerzoo.losses", "LigerFusedLinearCrossEntropyLoss", "ligerzoo.losses.LinearCrossEntropyLoss"),
     ("ligerzoo.kernels", "liger_rms_norm", "ligerzoo.kernels.rms_norm"),
+    ("ligerzoo.layers", "TransformerDecoder", "ligerzoo.layers.Decoder"),
+    ("ligerzoo.models", "LlamaForCausalLM", "ligerzoo.AutoModel"),
     ("ligerzoo.hub", "Origin", "LoadedFrom"),
 ])  # fmt: skip
 def test_packages_answer_as_attributes_and_in_imports(package: str, name: str, answer: str) -> None:
@@ -109,6 +111,7 @@ def test_a_name_without_a_counterpart_says_why() -> None:
     (lambda: kernels.rope(X, X, X, X, unsqueeze_dim=1), "is not supported: cosines and sines have shape"),
     (lambda: kernels.jsd(X, X, shift_labels=TARGET), "Use target instead"),
     (lambda: kernels.linear_jsd(X, X, X, X, jsd_beta=0.5), "^linear_jsd: .* Use beta instead"),
+    (lambda: losses.KLDivLoss(reduction="batchmean")(X, X), "Use reduction='mean', over tokens, instead"),
     (lambda: kernels.softmax(X, impl="nvidia-triton"), "Use backend instead"),
     (lambda: kernels.layer_norm(X, X[0], epss=1e-6), "^layer_norm: unknown option epss=1e-06; .* Did you mean 'eps'?"),
     (lambda: layers.RMSNorm(8, casting_mode="gemma"), "^RMSNorm: .* Use round_before_scale .*False for 'gemma'"),
@@ -118,7 +121,7 @@ def test_a_name_without_a_counterpart_says_why() -> None:
     (lambda: losses.CrossEntropyLoss(logits=X), "^CrossEntropyLoss: unknown option logits=a tensor"),
 ])  # fmt: skip
 def test_options_of_liger_kernel_are_refused_with_ours(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(WrongTypeError, match=message):
+    with pytest.raises(LigerzooError, match=message):
         call()
 
 
@@ -136,7 +139,7 @@ def test_functions_keep_their_signatures_and_compile() -> None:
     assert torch.equal(compiled(X), kernels.cross_entropy(X, TARGET, z_loss=0.1))
 
 
-@pytest.mark.parametrize("package", [ligerzoo, importlib.import_module("ligerzoo.integrations")])
+@pytest.mark.parametrize("package", [ligerzoo, models, importlib.import_module("ligerzoo.integrations")])
 def test_dir_of_lazy_packages_has_their_names(package: ModuleType) -> None:
     assert set(package.__all__) <= set(dir(package))
     assert all(getattr(package, name) is not None for name in package.__all__)

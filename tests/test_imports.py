@@ -37,7 +37,7 @@ ARROWS = {
     "files": ("checks dtensors entries errors", ""),
     "text": ("checks entries errors files", ""),
     "vision": ("checks entries errors files text", ""),
-    "kernels": ("checks errors exports tensor_checks", ""),
+    "kernels": ("checks errors exports foreign_names tensor_checks", ""),
     "layers": ("checks exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks", ""),
     "train": (
@@ -46,7 +46,7 @@ ARROWS = {
         "",
     ),
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models", ""),
-    "models": ("checks dtensors errors kernels layers tensor_checks", "convert generate"),
+    "models": ("checks dtensors errors exports kernels layers tensor_checks", "convert generate"),
     "convert": ("checks dtensors entries errors models", ""),
     "hub": ("checks convert device dtensors entries errors exports files kernels models", "vision"),
     "adapters": ("checks convert dtensors entries errors files hub layers models", ""),

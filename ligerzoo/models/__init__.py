@@ -1,8 +1,6 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
-from importlib import import_module
-from typing import Any
-
+from ligerzoo.exports import lazy
 from ligerzoo.models.registry import ARCHITECTURES, VISION_CONFIGS
 
 # Imported at first use, so that a model imports only its own modules. Type checkers read __init__.pyi, which
@@ -19,14 +17,8 @@ _MODULES = {
 
 __all__ = sorted(_MODULES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    if name in _MODULES.values() or name == "config":
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(
+    __name__,
+    {name: f"{__name__}.{module}" for name, module in _MODULES.items()},
+    submodules={*_MODULES.values(), "config"},
+)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ligerzoo.checks import FINITE, FRACTION, POSITIVE, POSITIVE_OR_NONE, check
 from ligerzoo.errors import LigerzooError
+from ligerzoo.foreign_names import our_name
 from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.kernels.loss.token_loss import Terms, TokenStatistics, token_statistics_from
@@ -183,7 +184,7 @@ def denominator(
         f"reduction={reduction!r} with num_items={num_items!r}",
         '"mean", "sum" or "none", and num_items only',
     )
-    raise LigerzooError(what, where=name, expected=f'{expected} with "mean"')
+    raise LigerzooError(what, where=name, expected=f'{expected} with "mean"', remedy=our_name(reduction))
 
 
 def reduce_losses(losses: Tensor, divisor: int | Tensor | None) -> Tensor:
