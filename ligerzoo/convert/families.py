@@ -70,7 +70,7 @@ def _read_qwen_moe(raw: Entries) -> Entries:
 
 
 def _read_olmoe(raw: Entries) -> Entries:
-    """Returns the entries of config.json. There is no sliding window."""
+    """Returns the entries of config.json without a sliding window."""
     return {**raw, "num_experts": first_given(raw, "num_local_experts", "num_experts"), "sliding_window": None}
 
 
@@ -92,7 +92,7 @@ def _read_qwen3_moe(raw: Entries) -> Entries:
 
 
 def _read_ernie_moe(raw: Entries) -> Entries:
-    """Returns the entries of config.json under the names of our fields. There is no sliding window."""
+    """Returns the entries of config.json under the names of our fields, without a sliding window."""
     experts = first_given(raw, "moe_num_experts", "num_experts")
     chosen = first_given(raw, "moe_k", "num_experts_per_tok")
     return {**raw, "num_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}

@@ -17,7 +17,7 @@ _ONES = list_of(_ONE, "ones only", "linear attention is not supported")
 
 
 def _read_entries(raw: Entries) -> dict[str, object]:
-    """Returns the entries of config.json under the names of our fields. There is no sliding window.
+    """Returns the entries of config.json under the names of our fields, without a sliding window.
 
     Raises:
         ConfigError: A layer uses linear attention, or `rotary_dim` is invalid.

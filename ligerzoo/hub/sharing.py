@@ -27,7 +27,7 @@ _WHERE = "hf_model"
 def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     """Builds a model of ours from an instance of transformers' model, in the same mode (training or evaluation).
 
-    By default both share the weights, so training one trains the other, and there is no copy. A parameter that both
+    By default both share the weights, so training one trains the other, and nothing is copied. A parameter that both
     have is the same `nn.Parameter`: `requires_grad`, gradients and optimizers are shared too. A parameter that
     transformers fuses, such as Phi3's `qkv_proj`, is a view of its rows: its memory is shared, its gradient is not. So
     use one of the two models in a training step, and its own parameters in the optimizer. Parameters that transformers

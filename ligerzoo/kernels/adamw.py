@@ -7,7 +7,7 @@ All arithmetic is in fp32, and p uses m and v before they are rounded. bf16 tens
 stochastically (see `stochastic_rounding`). Rounding to the nearest loses updates: those of p below half an ulp, 2^-9 of
 p, and the decay of v in bf16 if 1 - b2 is less than 2^-9, so that v never decreases.
 
-t, lr and the flag to skip the update are tensors, which the kernel reads: there is no host sync, and a captured CUDA
+t, lr and the flag to skip the update are tensors, which the kernel reads, without a host sync: a captured CUDA
 graph sees their new values in each replay. 1 - b^t is -expm1(t log(b)), which does not cancel.
 """
 

@@ -3,7 +3,7 @@
 Forward:   loss = 1 - cos,   cos = (z . y) / (|z| |y|)   of the student's logits z and the teacher's y.
 Backward:  dz = (cos z / |z| - y / |y|) / |z|.
 
-For zero logits cos and the gradient are 0. There is no temperature: it would only divide the gradient. Computed in fp32
+For zero logits cos and the gradient are 0. A temperature would only divide the gradient. Computed in fp32
 (fp64 for fp64 logits), a few rows at a time, in plain torch on every device. The transforms of `softcap` come first.
 """
 

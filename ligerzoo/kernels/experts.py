@@ -153,7 +153,7 @@ def _product(x: Tensor, projection: Projection, ends: Tensor, triton: bool) -> t
 
 
 def _inner_gradient(dy: Tensor, projection: Projection, ends: Tensor, triton: bool) -> Tensor | None:
-    """Returns dh; None if there is no update."""
+    """Returns dh; None without an update."""
     if projection.b is None:
         return None
     return grouped_product(dy, projection.b, ends, triton).mul_(projection.scale)

@@ -55,7 +55,7 @@ def gating(activation: GatedActivation) -> Gating:
     """Returns the arguments of kernels for an activation.
 
     Raises:
-        ValueError: there is no such activation, or its numbers are not positive.
+        ValueError: the activation is unknown, or its numbers are not positive.
     """
     if not isinstance(activation, ClampedSwiGLU):
         return Gating(check_activation(activation), 0.0, 0.0)

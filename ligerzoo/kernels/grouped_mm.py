@@ -6,7 +6,7 @@ Group e has the rows from ends[e - 1] to ends[e]:
     grouped_outer_product:  z[e] = sum over the rows r of group e of a_r^T b_r
     grouped_sum:            z[e] = sum over the rows r of group e of w_r x_r
 
-There is no host sync, except on a CPU and in fp64, where a Python loop runs over the groups. In bf16 on Hopper,
+No host sync, except on a CPU and in fp64, where a Python loop runs over the groups. In bf16 on Hopper,
 torch's grouped_mm does not sync either. We use it for outer products (up to 650 TFLOP/s on an H200, against 450 with
 our kernel) and for products of large groups. Our kernel is faster for small ones: the experts of Qwen3-30B-A3B take
 1.77 ms forward and backward at 128 rows per group, against 2.00 ms with torch's. At 512 rows both take the same time.

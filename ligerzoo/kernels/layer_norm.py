@@ -42,7 +42,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
     return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias, eps).to(dtype)  # autocast returns fp32
 
 
-# The kernels. A null pointer means that there is no bias, or that a result is not needed.
+# The kernels. A null pointer means no bias, or a result that is not needed.
 
 
 @kernel

@@ -67,7 +67,7 @@ def register(
         fake: allocates the results, contiguous, from shapes and dtypes alone. Its parameters are a subset of the
             function's, matched by name.
         flops: counts the operations of the matrix products, for `torch.utils.flop_counter.FlopCounterMode`. Its
-            parameters are a subset of the function's too. None if there are no products.
+            parameters are a subset of the function's too. None for a function without products.
         peak: counts the bytes that the function allocates and holds at its peak on a GPU, results included, likewise.
             None if these are its results.
     """
@@ -83,7 +83,7 @@ class Op(Generic[*Ts, R]):
 
     Attributes:
         overload: the op as the dispatcher knows it, for tests and sharding rules.
-        flops: counts the operations of a call with these flat arguments; None if there are no products.
+        flops: counts the operations of a call with these flat arguments; None for a function without products.
         peak: counts the bytes of a call with these flat arguments, see `register`; None if these are its results.
     """
 

@@ -14,8 +14,8 @@ but only experts with tokens are listed, so that a kernel's programs are as many
 reach. The rows of one token are in the order of its choice. They are not differentiable.
 
 One program holds the logits of all tokens. A chosen expert is a 1 in a matrix of tokens and experts: sums over tokens
-count the rows of an expert, and prefix sums over tokens, experts and both number the rows. There are no atomics, no
-host sync, and the shapes depend on the shapes of the logits only.
+count the rows of an expert, and prefix sums over tokens, experts and both number the rows. No atomics, no host sync,
+and the shapes depend on the shapes of the logits only.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _sort_keys(logits, expert, EXPERTS: tl.constexpr):
 def _ranks(keys, mask, COUNT: tl.constexpr):
     """The ranks of the COUNT largest distinct keys of a row, from 0 for the largest; COUNT for the other keys.
 
-    `mask` is False for keys that do not count. None of the keys is the smallest integer.
+    `mask` is False for keys that are ignored. None of the keys is the smallest integer.
     """
     LOWEST: tl.constexpr = -(2 ** (keys.dtype.primitive_bitwidth - 1))
     keys = tl.where(mask, keys, LOWEST)

@@ -4,7 +4,7 @@
     unpermute:   y_t = sum_j values[rows[t, j]]        (in fp32 and in the order of the slots; optionally plus
                                                         w[t, j] bias[expert_ids[t, j]])
 
-Each is the transpose, and so the backward pass, of the other. There are no atomics and no host syncs: the number of
+Each is the transpose, and so the backward pass, of the other. They use no atomics and no host syncs: the number of
 rows of each expert stays on the GPU.
 """
 

@@ -240,7 +240,7 @@ class RollingLayerCache(TokenCache):
 class CrossAttentionLayerCache(TokenCache):
     """Cache of a cross-attention layer: projected keys and values of states that are not tokens, such as images.
 
-    These states do not count towards the length of the sequence.
+    The length of the sequence does not include these states.
     """
 
     counts_tokens = False

@@ -173,7 +173,7 @@ class CrossAttentionBlock(nn.Module):
         return new_layer_cache(self.cross_attn, capacity)
 
     def is_skipped(self, context: Context) -> bool:
-        """Returns whether the block returns its input: there are no images."""
+        """Returns whether the block returns its input, as it does without images."""
         return context.cross_attention_inputs is None
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:

@@ -25,7 +25,7 @@ class Decoder(nn.Module):
         norm: applied to the output of the last block.
         input_scale: factor of the embeddings, including those given instead of token ids.
         input_norm: applied to the embeddings, including those given instead of token ids; None for no norm.
-        positions_skip_padding: the default positions do not count padding. For attention whose scores depend on
+        positions_skip_padding: the default positions skip padding. For attention whose scores depend on
             absolute positions: the results of a padded text are then those of the text alone.
         max_valid_cache_length: `max_valid_length` of new caches, see `KVCache`.
 

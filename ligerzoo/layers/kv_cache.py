@@ -75,7 +75,7 @@ class CacheSize(NamedTuple):
 def cache_size(model: nn.Module, dtype: torch.dtype | None = None) -> CacheSize:
     """Returns the memory that the layers of a decoder need for their caches: `cached_features` and `state_bytes`.
 
-    Layers without these, which are not those of ligerzoo, do not count.
+    Skips layers without these, which are not those of ligerzoo.
 
     Args:
         model: the decoder.

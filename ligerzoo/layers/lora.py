@@ -347,7 +347,7 @@ class LoRAExperts(LoRALayer, Experts):
     """`Experts` with low-rank updates of `gate_up_proj`, `down_proj` or both: one pair of matrices for each expert.
 
     Parameters are named `gate_up_proj_lora_A` (E, r, H) and `gate_up_proj_lora_B` (E, 2I, r), and in the same way for
-    `down_proj`. No matrix of the size of the weights is computed. There is no dropout and no DoRA.
+    `down_proj`. No matrix of the size of the weights is computed. Dropout and DoRA are not supported.
     """
 
     plain_class = Experts

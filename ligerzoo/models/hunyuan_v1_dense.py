@@ -6,7 +6,7 @@
 Distinctive: Llama with QK-norm after rotation, which makes scores depend on absolute positions.
 
 The weights of the norms scale features that were rotated already, so shifting all positions changes the scores. Default
-positions therefore do not count padding. `alpha` in a "dynamic" `rope_scaling` means a larger, fixed theta.
+positions therefore skip padding. `alpha` in a "dynamic" `rope_scaling` means a larger, fixed theta.
 """
 
 from __future__ import annotations

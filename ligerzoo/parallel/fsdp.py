@@ -94,7 +94,7 @@ def shard_model(
     Raises:
         LigerzooError: The model is sharded already, has no blocks, or has trainable parameters of several dtypes in a
             group; or the mesh has other dimensions, or `prefetch` is negative.
-        ConfigError: There is no process group.
+        ConfigError: The process group is missing.
     """
     if prefetch is not None and prefetch < 0:
         raise LigerzooError("not a number of groups", where="prefetch", got=prefetch, expected="0 or more, or None")

@@ -40,7 +40,7 @@ def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> De
         device_type: "cuda" or "cpu". Default: "cuda" if the process group uses NCCL.
 
     Raises:
-        ConfigError: There is no process group, or the sizes do not fit the number of processes; or an axis is not
+        ConfigError: The process group is missing, or the sizes do not fit the number of processes; or an axis is not
             supported yet.
     """
     device_type = device_type or default_device_type()

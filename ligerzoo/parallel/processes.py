@@ -125,7 +125,7 @@ def default_device_type() -> str:
     """Returns the device type of meshes: "cuda" with NCCL, else "cpu".
 
     Raises:
-        ConfigError: There is no process group.
+        ConfigError: The process group is missing.
     """
     if not dist.is_initialized():
         remedy = "Start the script with torchrun and call ligerzoo.parallel.start_processes() first."
@@ -137,7 +137,7 @@ def default_mesh() -> DeviceMesh:
     """Returns a one-dimensional mesh of all processes, on their GPUs with NCCL, else on CPUs.
 
     Raises:
-        ConfigError: There is no process group.
+        ConfigError: The process group is missing.
     """
     return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 

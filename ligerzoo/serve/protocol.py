@@ -372,7 +372,7 @@ def tokenize_request(fields: Fields, encoder: PromptEncoder) -> Json:
         encoder: encodes the prompt.
 
     Raises:
-        LigerzooError: a field is unknown or invalid, or there is no prompt or more than one.
+        LigerzooError: a field is unknown or invalid, or the prompt is missing or one of several.
     """
     is_chat = "messages" in fields
     if is_chat == ("prompt" in fields):

@@ -76,7 +76,7 @@ def evaluate_loss(
         prompts: prompts to continue, see `prompt_of`; the same in all processes.
 
     Raises:
-        LigerzooError: There are no trained tokens.
+        LigerzooError: No token is trained.
     """
     total, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
     with evaluating(model):

@@ -115,7 +115,7 @@ class RunSamples:
         """Returns the number of steps; reads all items if it depends on that.
 
         Raises:
-            DataError: There are no items.
+            DataError: no items were read.
         """
         if self._max_steps:
             return self._max_steps

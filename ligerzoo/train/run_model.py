@@ -227,7 +227,7 @@ def plan_memory(
         device: where it is trained.
         frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
         accumulate: whether gradients accumulate over several micro-batches.
-        images: whether the data has images. The plan does not count the vision tower.
+        images: whether the data has images. The plan leaves out the vision tower.
 
     Raises:
         ConfigError: a number of GiB with images.

@@ -19,6 +19,8 @@ from ligerzoo import AutoModel, cli
 from ligerzoo.cli.parity import DEFAULT_TEXT
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations import parity
+from ligerzoo.integrations.parity import models as parity_models
+from ligerzoo.integrations.parity.models import _errors
 from ligerzoo.layers import RMSNorm
 from ligerzoo.models import CausalLM
 from tests.integrations.clients import write
@@ -159,10 +161,10 @@ def test_tokens_in_other_experts_count_up_to_a_tenth() -> None:
     actual = expected.clone()
     actual[:6] = 0
     rerouted = torch.arange(40) < 5
-    assert parity._errors(actual, expected, None) == pytest.approx(((6 / 40) ** 0.5, 1))
-    assert parity._errors(actual, expected, rerouted) == pytest.approx(((2 / 36) ** 0.5, 1))
-    assert parity._errors(actual[:4], expected[:4], rerouted[:4])[1] == 1
-    assert parity._errors(actual.float(), expected.float(), rerouted) == pytest.approx(((6 / 40) ** 0.5, 1))
+    assert _errors(actual, expected, None) == pytest.approx(((6 / 40) ** 0.5, 1))
+    assert _errors(actual, expected, rerouted) == pytest.approx(((2 / 36) ** 0.5, 1))
+    assert _errors(actual[:4], expected[:4], rerouted[:4])[1] == 1
+    assert _errors(actual.float(), expected.float(), rerouted) == pytest.approx(((6 / 40) ** 0.5, 1))
 
 
 def test_swapped_tokens_are_found_in_their_experts(tmp_path: Path, device: str) -> None:
@@ -234,7 +236,7 @@ def test_transformers_lacks_the_architecture(tmp_path: Path, monkeypatch: pytest
     def fails(*_: object, **__: object) -> None:
         raise ValueError("does not recognize this architecture\nlong advice")
 
-    monkeypatch.setattr(parity.AutoConfig, "from_pretrained", fails)
+    monkeypatch.setattr(parity_models.AutoConfig, "from_pretrained", fails)
     with pytest.raises(LigerzooError, match="does not have the architecture; got does not recognize"):
         parity.compare(write("llama", tmp_path), {"input_ids": torch.ones(1, 3, dtype=torch.int64)})
 
@@ -261,7 +263,7 @@ def test_command_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_command_finds_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = parity.AutoModel.from_pretrained
+    load = parity_models.AutoModel.from_pretrained
 
     def load_wrong(*args: Any, **options: Any) -> nn.Module:
         model = load(*args, **options)
@@ -269,13 +271,14 @@ def test_command_finds_a_difference(
             model.get_parameter("model.layers.2.self_attn.o_proj.weight")[:] *= 1.01
         return model
 
-    monkeypatch.setattr(parity.AutoModel, "from_pretrained", load_wrong)
+    monkeypatch.setattr(parity_models.AutoModel, "from_pretrained", load_wrong)
     assert cli.main(["parity", str(LLAMA), "--device", "cpu"]) == 1
     assert "model.layers.2.self_attn.o_proj: its output has a relative error of 1.0e-02" in capsys.readouterr().out
 
 
 def test_command_without_transformers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "ligerzoo.integrations.parity", raising=False)
+    for name in [name for name in sys.modules if name.startswith("ligerzoo.integrations.parity")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["parity", str(LLAMA)]) == 1
     message = "--reference: the comparison needs the package transformers, which is not installed. Run `pip install"

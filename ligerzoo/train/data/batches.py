@@ -8,18 +8,17 @@ and encodes all samples, which takes little of its time.
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Required, Self, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, NamedTuple, Required, Self, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from ligerzoo.checks import is_integer
 from ligerzoo.errors import DataError, first_names
+from ligerzoo.train.data.background import Background
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, TrainedSample, as_state, from_state, row_length
 from ligerzoo.train.data.stream import Permutation, SampleStream
@@ -456,66 +455,3 @@ def _cut_after(sample: Sample, token_id: int | None) -> list[Sample]:
     ends = [index + 1 for index, one in enumerate(sample.input_ids) if one == token_id]
     bounds = sorted({0, *ends, len(sample.input_ids)})
     return [Sample(sample.input_ids[a:b], sample.labels[a:b], sample.source) for a, b in itertools.pairwise(bounds)]
-
-
-Item = TypeVar("Item")
-
-_POLL = 0.1  # seconds between looks whether the consumer has ended
-
-
-class Background(Generic[Item]):
-    """Iterates over the items of an iterator that another thread advances. Exceptions are raised at their position.
-
-    The thread ends with `close`, with the program, or when this object is garbage-collected. So the iterator must not
-    refer to it. It is not a daemon: the interpreter would kill it within C++ code, which aborts the program.
-
-    Args:
-        items: the iterator.
-        prefetch: the most items that are computed and not yet yielded.
-    """
-
-    def __init__(self, items: Iterator[Item], prefetch: int) -> None:
-        self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(prefetch)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=_advance, args=(items, self._ready, self._stop), name="ligerzoo-batches")
-        self._thread.start()
-
-    def __iter__(self) -> Background[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        item, error = self._ready.get()
-        if error is not None:
-            self._ready.put((None, error))  # for the next call
-            raise error
-        return item  # type: ignore[return-value]
-
-    def close(self) -> None:
-        """Ends the thread and waits for it."""
-        self._stop.set()
-        self._thread.join()
-
-    def __del__(self) -> None:
-        self._stop.set()
-
-
-def _advance(
-    items: Iterator[Item], ready: queue.Queue[tuple[Item | None, BaseException | None]], stop: threading.Event
-) -> None:
-    def is_needed() -> bool:
-        return not stop.is_set() and threading.main_thread().is_alive()
-
-    while is_needed():
-        result: tuple[Item | None, BaseException | None]
-        try:
-            result = next(items), None
-        except BaseException as error:
-            result = None, error
-        while is_needed():
-            try:
-                ready.put(result, timeout=_POLL)
-                break
-            except queue.Full:
-                pass
-        if result[1] is not None:
-            return

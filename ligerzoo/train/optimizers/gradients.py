@@ -108,7 +108,7 @@ class SkipNonFinite:
         skip.count      # a tensor: reading its value is a host sync, so log it now and then
 
     One NaN in a gradient would else make all weights NaN. A skipped step changes neither weights nor moments nor the
-    number of updates. There is no host sync, except with the low-bit optimizers of torchao.
+    number of updates. No host sync, except with the low-bit optimizers of torchao.
 
     Args:
         optimizer: one of `make_optimizer`, or one of torch with `fused=True`.
