@@ -78,6 +78,14 @@ OURS = {
     "cross_entropy": "loss",
     "fused_linear_cross_entropy": "loss",
     "model": "hf_model",
+    "hidden_act": "activation",
+    "r": "rank",
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "modules_to_save": "trained",
+    "use_dora": "dora",
 }
 """Their variants, then their options -> ours."""
 
@@ -106,7 +114,8 @@ _NAMES = {
     "ligerzoo.Tokenizer": "AutoTokenizer PreTrainedTokenizerFast",
     "ligerzoo.Processor": "AutoProcessor",
     "ligerzoo.hub.read_config": "AutoConfig",
-    "ligerzoo.adapters.add_lora": "LoraConfig get_peft_model FastLanguageModel FastVisionModel",
+    "ligerzoo.adapters.add_lora": "LoraConfig get_peft_model FastLanguageModel FastVisionModel LoRALinear",
+    "ligerzoo.adapters.load_adapter": "PeftModel PeftModelForCausalLM",
     "`ligerzoo train`, or the trainer itself with " + _FOR_WRAPPED + ",": (
         "Trainer SFTTrainer DPOTrainer KTOTrainer ORPOTrainer CPOTrainer GRPOTrainer GKDTrainer LigerORPOTrainer"
     ),
@@ -240,13 +249,13 @@ MISSING = _by_name(_REASONS)
 
 
 def our_name(theirs: object) -> str | None:
-    """Returns a remedy with our name for a variant or an option; None if TRL and liger-kernel lack it too."""
+    """Returns a remedy with our name for a variant or an option; None if the other libraries lack it too."""
     if not is_text(theirs):
         return None
     if theirs in OURS:
-        return f"Use {OURS[theirs]} instead of {theirs!r} from TRL or liger-kernel"
+        return f"Use {OURS[theirs]} instead of {theirs!r} of other libraries"
     if theirs in UNSUPPORTED:
-        return f"{theirs!r} from TRL or liger-kernel is not supported: {UNSUPPORTED[theirs]}"
+        return f"{theirs!r} of other libraries is not supported: {UNSUPPORTED[theirs]}"
     return None
 
 

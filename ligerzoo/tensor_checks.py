@@ -1,4 +1,4 @@
-"""Tensors that arguments accept: kinds of dtypes, shapes and devices; and the error about an unknown option.
+"""Tensors that arguments accept: kinds of dtypes, shapes and devices; and the error about unknown options.
 
 No check reads a tensor's values, so none is a host sync. In all checks, `name` is the function or module that messages
 name. A value of another type is a `TypeError`, any other invalid value a `ValueError`.
@@ -132,16 +132,30 @@ def check_num_items(name: str, **counts: Any) -> None:
 _ITEMS = POSITIVE._replace(expected="a positive number or a 0-d tensor")
 
 
-def unknown_option(name: str, option: str, value: object, names: Collection[str], remedy: str = "") -> WrongTypeError:
-    """Returns the error about an unknown option, with our name for it or the nearest known one."""
-    ours = filter(None, (our_name(option), our_name(value)))
-    hint = ". ".join(ours) or did_you_mean(option, names) or remedy
-    what = f"unknown option {option}={describe_value(value)}"
-    return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=hint or None)
+def unknown_options(
+    name: str, given: Mapping[str, object], accepted: Collection[str], remedy: str = "", similar: Collection[str] = ()
+) -> WrongTypeError | None:
+    """Returns the error about options that are not accepted, with our names for them; None if all are accepted.
+
+    Args:
+        name: the function or module that the message names.
+        given: the options.
+        accepted: names of the accepted ones.
+        remedy: what to do, if no option has a name that is ours or similar to one.
+        similar: other names that one may have meant.
+    """
+    unknown = {option: value for option, value in given.items() if option not in accepted}
+    if not unknown:
+        return None
+    ours = [hint for one in unknown.items() for hint in map(our_name, one) if hint]
+    hints = ours or [hint for option in unknown if (hint := did_you_mean(option, [*accepted, *similar]))]
+    values = ", ".join(f"{option}={describe_value(value)}" for option, value in unknown.items())
+    what = f"unknown option{'s' if len(unknown) > 1 else ''} {values}"
+    return WrongTypeError(what, where=name, expected=f"an option of {name}", remedy=". ".join(hints) or remedy or None)
 
 
 def explains_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function, or the `__init__` of a layer, raise `unknown_option` for an option that it does not have."""
+    """Makes a function, or the `__init__` of a layer, raise `unknown_options` for options that it does not have."""
     name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
@@ -149,10 +163,8 @@ def explains_options(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **options)
         except TypeError:
-            names = inspect.signature(function).parameters
-            for option, value in options.items():
-                if option not in names:
-                    raise unknown_option(name, option, value, names) from None
+            if error := unknown_options(name, options, inspect.signature(function).parameters):
+                raise error from None
             raise
 
     return call

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ligerzoo
-from ligerzoo import foreign_names, kernels, layers, losses, models
+from ligerzoo import adapters, foreign_names, kernels, layers, losses, models
 from ligerzoo.errors import LigerzooError, WrongTypeError
 from tests.liger_kernel import NAMES, public_names
 
@@ -66,7 +66,8 @@ def test_answers_name_what_ligerzoo_has() -> None:
         if callable(function := getattr(package, one)) for name in inspect.signature(function).parameters
     }  # fmt: skip
     options |= {name for one in losses.__all__ for name in getattr(getattr(losses, one), "options_type", HEAD).accepted}
-    options |= set(inspect.signature(named("ligerzoo.integrations.apply")).parameters)
+    for function in (named("ligerzoo.integrations.apply"), adapters.add_lora):
+        options |= set(inspect.signature(function).parameters)
     for theirs, answer in foreign_names.OURS.items():
         assert re.split(r"\W", answer)[0] in options | {*losses.__all__}, theirs
 
@@ -84,6 +85,7 @@ HEAD = losses.HeadOptions
     ("ligerzoo.kernels", "liger_rms_norm", "ligerzoo.kernels.rms_norm"),
     ("ligerzoo.layers", "TransformerDecoder", "ligerzoo.layers.Decoder"),
     ("ligerzoo.models", "LlamaForCausalLM", "ligerzoo.AutoModel"),
+    ("ligerzoo.adapters", "LoraConfig", "ligerzoo.adapters.add_lora"),
     ("ligerzoo.hub", "Origin", "LoadedFrom"),
 ])  # fmt: skip
 def test_packages_answer_as_attributes_and_in_imports(package: str, name: str, answer: str) -> None:
@@ -116,7 +118,12 @@ def test_a_name_without_a_counterpart_says_why() -> None:
     (lambda: kernels.layer_norm(X, X[0], epss=1e-6), "^layer_norm: unknown option epss=1e-06; .* Did you mean 'eps'?"),
     (lambda: layers.RMSNorm(8, casting_mode="gemma"), "^RMSNorm: .* Use round_before_scale .*False for 'gemma'"),
     (lambda: layers.RMSNorm(8, init_fn="zeros"), "'init_fn' .* is not supported: the scale is 1 at first"),
-    (lambda: layers.GatedMLP(8, 16, hidden_act="silu"), "^GatedMLP: unknown option hidden_act='silu'"),
+    (lambda: layers.RMSNorm(8, offset=1.0, casting_mode="gemma"),
+     "unknown options offset=1.0, casting_mode='gemma'; .* Use weight_offset .* Use round_before_scale"),
+    (lambda: layers.GatedMLP(8, 16, hidden_act="silu"), "^GatedMLP: .* Use activation instead of 'hidden_act'"),
+    (lambda: adapters.add_lora(nn.Linear(2, 2), r=8, target_modules=["q_proj"]),
+     "^add_lora: .* Use rank instead of 'r' .* Use targets instead of 'target_modules'"),
+    (lambda: losses.DPO(compute_nll_loss=True, loss_type="ipo"), "Use nll_weight instead .* Use variant instead"),
     (lambda: losses.JSDLoss(jsd_beta=0.5), "^JSDLoss: .* Use beta instead of 'jsd_beta'"),
     (lambda: losses.CrossEntropyLoss(logits=X), "^CrossEntropyLoss: unknown option logits=a tensor"),
 ])  # fmt: skip

@@ -49,7 +49,7 @@ ARROWS = {
     "models": ("checks dtensors errors exports kernels layers tensor_checks", "convert generate"),
     "convert": ("checks dtensors entries errors models", ""),
     "hub": ("checks convert device dtensors entries errors exports files kernels models", "vision"),
-    "adapters": ("checks convert dtensors entries errors files hub layers models", ""),
+    "adapters": ("checks convert dtensors entries errors exports files hub layers models tensor_checks", ""),
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),
     "memory": ("adapters checks dtensors errors exports kernels models optimizer_table training_setting", ""),

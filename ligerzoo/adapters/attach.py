@@ -16,8 +16,10 @@ from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.layers.plain import find_modules
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.tensor_checks import explains_options
 
 
+@explains_options
 def add_lora(
     model: LanguageModel,
     rank: int = 16,

@@ -46,7 +46,7 @@ from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.registration import register
-from ligerzoo.tensor_checks import check_floats, unknown_option
+from ligerzoo.tensor_checks import check_floats, unknown_options
 
 P = ParamSpec("P")
 
@@ -328,9 +328,8 @@ def _divergence_of_heads(
     target: Tensor | None,
     given: LinearDivergenceOptions,
 ) -> Tensor:
-    for option, value in given.items():
-        if option not in _DEFAULTS:
-            raise unknown_option(name, option, value, _DEFAULTS)
+    if error := unknown_options(name, given, _DEFAULTS):
+        raise error
     o: LinearDivergenceOptions = {**_DEFAULTS, **given}
     student = Side("student_", hidden[0], weights[0], o["student_bias"], o["student_logit_scale"], o["student_softcap"])
     teacher = Side("teacher_", hidden[1], weights[1], o["teacher_bias"], o["teacher_logit_scale"], o["teacher_softcap"])

@@ -24,7 +24,7 @@ from ligerzoo.losses.logps import sequence_logps, unpacked
 from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.options import HeadOptions, Loss, LossInputs
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
-from ligerzoo.tensor_checks import describe_value, unknown_option
+from ligerzoo.tensor_checks import describe_value, unknown_options
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""
@@ -224,11 +224,9 @@ class HeadLoss(nn.Module):
             expected = ", ".join(("model", "input_ids", "labels", *options.positional))
             remedy = "Pass the others by name, such as attention_mask=..."
             raise WrongTypeError(what, where=f"{name}.of", expected=expected, remedy=remedy)
-        for option, value in given.items():
-            if option not in options.accepted:
-                names = [*options.accepted, *inspect.signature(method).parameters]
-                remedy = "Other inputs of the model go into model_inputs={...}"
-                raise unknown_option(name, option, value, names, remedy)
+        remedy = "Other inputs of the model go into model_inputs={...}"
+        if error := unknown_options(name, given, options.accepted, remedy, inspect.signature(method).parameters):
+            raise error
         for option in options.required:
             if option not in given:
                 expected = "a tensor, after labels or by name"

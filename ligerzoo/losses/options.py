@@ -49,7 +49,7 @@ from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.foreign_names import our_name
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.loss.token_loss import Terms
-from ligerzoo.tensor_checks import unknown_option
+from ligerzoo.tensor_checks import unknown_options
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -131,9 +131,9 @@ class HeadOptions:
             args: positional arguments of the loss after `target`.
             given: its keyword arguments.
         """
+        if error := unknown_options(name, given, cls.accepted):
+            raise error
         for option, value in given.items():
-            if option not in cls.accepted:
-                raise unknown_option(name, option, value, cls.accepted)
             values = cls.accepted[option]
             if not (values is None or values.accepts(value)):
                 raise refused(name, values, option, value, our_name(value))

@@ -25,7 +25,7 @@ from ligerzoo.kernels import (
     linear_tvd,
     tvd,
 )
-from ligerzoo.tensor_checks import unknown_option
+from ligerzoo.tensor_checks import unknown_options
 
 
 class TokenLoss(nn.Module):
@@ -49,10 +49,10 @@ class TokenLoss(nn.Module):
         super().__init__()
         parameters = inspect.signature(self.function).parameters.values()
         accepted = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        if error := unknown_options(type(self).__name__, options, accepted):
+            raise error
         self.options = {}
         for name, value in options.items():
-            if name not in accepted:
-                raise unknown_option(type(self).__name__, name, value, accepted)
             if torch.is_tensor(value):
                 self.register_buffer(name, value, persistent=False)
             else:
