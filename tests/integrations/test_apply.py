@@ -39,12 +39,12 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ligerzoo.integrations import AutoKernelModelForCausalLM, MissingKernelWarning, apply
-from ligerzoo.integrations.kernels import apply_kernels, loss
+from ligerzoo.integrations.kernels import apply_kernels, head
 from ligerzoo.integrations.kernels.attention import AttentionFunctions
-from ligerzoo.integrations.kernels.compare import ModelResults
-from ligerzoo.integrations.kernels.loss import DeferredLogits, KernelHead
+from ligerzoo.integrations.kernels.head import DeferredLogits, KernelHead
 from ligerzoo.integrations.kernels.promised import PROMISED, parts_of, used_kinds
 from ligerzoo.integrations.kernels.replace import KernelModule
+from ligerzoo.integrations.kernels.results import ModelResults
 from ligerzoo.integrations.transformers import wrap
 from ligerzoo.models import Llama, LlamaConfig
 from tests.integrations.families import BROKEN, FAMILIES, VOCABULARY, inputs, tiny
@@ -376,8 +376,8 @@ def test_sharded_models_compute_the_same(one_process: None, monkeypatch: pytest.
         fully_shard(layer, mesh=mesh)
     fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    fused = mock.Mock(wraps=loss.linear_cross_entropy)
-    monkeypatch.setattr(loss, "linear_cross_entropy", fused)
+    fused = mock.Mock(wraps=head.linear_cross_entropy)
+    monkeypatch.setattr(head, "linear_cross_entropy", fused)
     after = results(model, given)
     fused.assert_called_once()
     assert_same({name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in after.items()}, before)

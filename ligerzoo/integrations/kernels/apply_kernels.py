@@ -15,15 +15,17 @@ from ligerzoo import checks
 from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.foreign_names import OURS
 from ligerzoo.integrations.kernels.attention import recognize_attention
-from ligerzoo.integrations.kernels.compare import ModelResults, difference, hf_models, run_model, signature
+from ligerzoo.integrations.kernels.compare import difference, signature
 from ligerzoo.integrations.kernels.experts import recognize_experts
+from ligerzoo.integrations.kernels.head import HEAD
 from ligerzoo.integrations.kernels.layers import recognize_layer
-from ligerzoo.integrations.kernels.loss import HEAD, recognize_causal_lm
+from ligerzoo.integrations.kernels.loss import recognize_causal_lm
 from ligerzoo.integrations.kernels.mlps import recognize_mlp
 from ligerzoo.integrations.kernels.norms import recognize_norm
 from ligerzoo.integrations.kernels.promised import MissingKernelWarning, missing_kernels
 from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement, reason_to_keep
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
+from ligerzoo.integrations.kernels.results import ModelResults, hf_models, run_model
 from ligerzoo.tensor_checks import explains_options
 
 Recognizer: TypeAlias = Callable[[nn.Module], Recognized]
