@@ -22,6 +22,7 @@ from ligerzoo.memory import ActivationPlan
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import failing_together
+from ligerzoo.parallel.liveness import ending_together
 from ligerzoo.train import processes, run_model
 from ligerzoo.train.log import CountedBatch, RunLog
 from ligerzoo.train.metrics import num_items
@@ -86,6 +87,7 @@ class Run:
             self.device = parallel.start_processes(options.device).device
             if not was_joined:
                 stack.callback(parallel.stop_processes)
+            stack.enter_context(ending_together())
             options.check_device(self.device.type)
             stack.enter_context(processes.over_mesh(MeshSizes.parse(options.mesh or ""), self.device))
             with failing_together(f"opening {self.output}"):
@@ -100,7 +102,7 @@ class Run:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
+        self._stack.__exit__(*exception)  # raises the error of a process that has died
 
     def prepare(self, data: RunData | RunPrompts, *, frozen: CausalLM | None = None) -> None:
         """Plans the steps and their memory, and prints the plan and the first samples. A dry run reads all data.

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,8 +147,12 @@ class RunState:
         with failing_together(f"opening {output}"):
             if not options.resume:
                 _refuse_earlier_run(self.output)
-            self.checkpoint = newest_checkpoint(self.output)
+        self.checkpoint = processes.gather(newest_checkpoint(self.output))[0]
+        with failing_together(f"opening {output}"):
             if self.checkpoint is not None:
+                if not self.checkpoint.is_dir():
+                    what, remedy = "is not on this host", "Choose an output directory on storage that all hosts share."
+                    raise CheckpointError(what, where=self.checkpoint, got=socket.gethostname(), remedy=remedy)
                 state = self._read_state(self.checkpoint)
                 may_change = {one.name for one in options_of(type(options)) if one.may_change}
                 if "rows" not in state:

@@ -89,9 +89,9 @@ def interrupted(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**given, "output": str(output), "resume": True}
 
 
-def compare(output: str, expected: str, *, to_the_bit: bool) -> None:
-    """Compares a run that was continued with one that was not interrupted."""
-    assert samples(output, SAVED) == samples(expected, SAVED)
+def compare(output: str, expected: str, *, to_the_bit: bool, after: int = SAVED) -> None:
+    """Compares a run that was continued after a step with one that was not interrupted."""
+    assert samples(output, after) == samples(expected, after)
     logs = [read_log(Path(run) / "log.jsonl") for run in (output, expected)]
     assert [entry["step"] for entry in logs[0]] == [entry["step"] for entry in logs[1]]
     for entry, other in zip(*logs, strict=True):
