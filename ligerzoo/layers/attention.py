@@ -199,8 +199,8 @@ class Attention(nn.Module):
         return TokenCache() if capacity is None else StaticLayerCache(capacity)
 
     @property
-    def exchanged_heads(self) -> int | None:
-        """Heads that processes may divide, see `RowParts`; None for none."""
+    def exchanged_heads(self) -> int:
+        """Heads that processes may divide, see `RowParts`; 0 if they need not."""
         return self.q_proj.out_features // (self.query_parts * self.head_dim)
 
     @property

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -59,14 +59,18 @@ LAYER_OUTPUTS = ("router_logits", "attentions", "hidden_states")
 """The attributes of `LayerOutputs`."""
 
 
-class AddedFeatures(Protocol):
+class TokenInputs(Protocol):
+    """Further inputs of the tokens of rows, such as `CrossAttentionInputs`."""
+
+    def own(self, parts: RowParts, rows: int, tokens: int) -> Self:
+        """Returns those of the tokens of this process, of `rows` x `tokens` in all."""
+
+
+class AddedFeatures(TokenInputs, Protocol):
     """Features that are added to hidden states between blocks, as `DeepStack`."""
 
     def add(self, x: Tensor, block: int) -> Tensor:
         """Returns the output of the block with this index plus its features; x: (B, T, H) -> (B, T, H)."""
-
-    def own(self, parts: RowParts, rows: int, tokens: int) -> AddedFeatures:
-        """Returns the features of the tokens of this process, of `rows` x `tokens` in all."""
 
 
 class InputProperties(NamedTuple):
@@ -153,7 +157,7 @@ class Context:
     last_visible: Tensor | None
     has_default_positions: bool
     position_ids: Tensor
-    cross_attention_inputs: object | None
+    cross_attention_inputs: TokenInputs | None
     deepstack: AddedFeatures | None
     outputs: LayerOutputs
     parts: RowParts
@@ -297,11 +301,10 @@ class Context:
         """Returns the tokens of this process, of (B, T, ...), and their context, which lacks masks: see `whole`."""
         if self.parts.count == 1:
             return x, self
-        own, deepstack = self.parts.own(x), self.deepstack
-        if deepstack is not None:
-            deepstack = deepstack.own(self.parts, self.rows, self.tokens)
-        positions = self.parts.own(self.position_ids, dim=-1)
-        return own, self.replace(_whole=self, tokens=own.shape[1], position_ids=positions, deepstack=deepstack)
+        own, parts, given = self.parts.own(x), self.parts, (self.deepstack, self.cross_attention_inputs)
+        deepstack, inputs = (one if one is None else one.own(parts, self.rows, self.tokens) for one in given)
+        changes = {"position_ids": parts.own(self.position_ids, dim=-1), "deepstack": deepstack}
+        return own, self.replace(_whole=self, tokens=own.shape[1], cross_attention_inputs=inputs, **changes)
 
     def gather_outputs(self) -> None:
         """Gathers what layers stored of the tokens of this process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.masks import TileMask
 from ligerzoo.layers.norm import add_and_normalize
 from ligerzoo.layers.projection import check_features
+from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.tensor_plan import TensorPlan
 from ligerzoo.tensor_checks import describe_value
 
@@ -41,6 +43,16 @@ class CrossAttentionInputs:
     mask: TileMask | None = None
     no_states: Tensor | None = None
     bypass: Tensor | None = None
+
+    def own(self, parts: RowParts, rows: int, tokens: int) -> Self:
+        """Returns the inputs of the tokens of this process."""
+        mask, no_states, bypass = self.mask, self.no_states, self.bypass
+        return replace(
+            self,
+            mask=None if mask is None else TileMask(parts.own(mask.visible_tiles, fill=1), mask.tile_length),
+            no_states=None if no_states is None else parts.own(no_states),
+            bypass=None if bypass is None else parts.own(bypass),
+        )
 
 
 def inputs_of(context: Context) -> CrossAttentionInputs | None:
@@ -116,8 +128,9 @@ class CrossAttention(Attention):
         return CrossAttentionLayerCache()
 
     @property
-    def exchanged_heads(self) -> None:
-        """None: masks of images are not divided."""
+    def exchanged_heads(self) -> int:
+        """0: all processes have all images, so tokens and heads are not exchanged."""
+        return 0
 
     @property
     def cached_features(self) -> int:
@@ -167,6 +180,11 @@ class CrossAttentionBlock(nn.Module):
         """Sets the gates to 0, whatever `std` is."""
         nn.init.zeros_(self.attn_gate)
         nn.init.zeros_(self.mlp_gate)
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The attention."""
+        return self.cross_attn
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache of the attention."""

@@ -10,7 +10,7 @@ L sets of DeepStack features, M image and video tokens; B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,14 @@ class DeepStack(NamedTuple):
             return x
         return x.flatten(0, 1).index_add(0, self.tokens, self.features[block].to(x.dtype)).view_as(x)
 
-    def own(self, parts: RowParts, rows: int, tokens: int) -> DeepStack:
+    def own(self, parts: RowParts, rows: int, tokens: int) -> Self:
         """Returns the features of the tokens of this process; those of others are 0, without a host sync."""
         index = self.tokens.new_full((rows * tokens + 1,), -1)  # of each token among those of this process, or -1
         own = parts.own(torch.arange(rows * tokens, device=index.device).view(rows, tokens), fill=rows * tokens)
         index[own.flatten()] = torch.arange(own.numel(), device=index.device)
         chosen = index[self.tokens]
         features = [one.where((chosen >= 0)[:, None], 0.0) for one in self.features]
-        return DeepStack(chosen.clamp(min=0), features)
+        return type(self)(chosen.clamp(min=0), features)
 
 
 class ResampledPositionEmbedding(Embedding):

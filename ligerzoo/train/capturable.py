@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.capture import training_obstacle
 from ligerzoo.layers.plain import is_plain_tensor
+from ligerzoo.layers.row_parts import WHOLE_ROWS
 from ligerzoo.train.optimizers.clipped_step import steps_in_backward
 from ligerzoo.train.optimizers.device_optimizer import DeviceOptimizer
 
@@ -23,6 +24,8 @@ def model_obstacle(model: nn.Module, *, trusts_layers: bool) -> str | None:
     """Why forward and backward of the model cannot be captured; see `training_obstacle`."""
     if (obstacle := training_obstacle(model, trusts_layers=trusts_layers)) is not None:
         return obstacle
+    if getattr(model, "row_parts", WHOLE_ROWS).count > 1:
+        return "several processes divide the rows"
     has_hooks = any(parameter._backward_hooks or steps_in_backward(parameter) for parameter in model.parameters())
     return "parameters have hooks, such as those of an optimizer in backward" if has_hooks else None
 

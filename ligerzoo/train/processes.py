@@ -41,6 +41,11 @@ def mesh() -> DeviceMesh | None:
     return _mesh
 
 
+def context_rank() -> int:
+    """Returns the number of the part of each row that this process computes, from 0."""
+    return 0 if _mesh is None else _mesh.get_local_rank("context")
+
+
 def context_size() -> int:
     """Returns the number of processes that divide each row."""
     return 1 if _mesh is None else _mesh["context"].size()

@@ -148,6 +148,7 @@ class Run:
         on how many processes divide them.
         """
         index = micro_batch * processes.data_ranks() + processes.data_rank()
+        index = index * processes.context_size() + processes.context_rank()
         digest = hashlib.blake2b(f"{self.options.seed}, {self._step}, {index}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest, "little"))
 

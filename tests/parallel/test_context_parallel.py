@@ -17,6 +17,7 @@ from tests.models.tiny_gemma3_text import GEMMA3_TEXT
 from tests.models.tiny_gpt_oss import GPT_OSS
 from tests.models.tiny_llama import LLAMA
 from tests.models.tiny_mllama import MLLAMA
+from tests.models.tiny_mllama import prompt as tiled_prompt
 from tests.models.tiny_qwen2_vl import CHECKPOINTS as QWEN2_VL
 from tests.models.tiny_qwen3 import QWEN3
 from tests.models.tiny_qwen3_moe import QWEN3_MOE
@@ -56,6 +57,11 @@ def write_images(directory: Path) -> None:
         {"input_ids": ids, "labels": ids.where(ids < 88, -100), "pixel_values": torch.randn(1, 3, 26, 26)},
         directory / "gemma3" / "inputs.pt",
     )
+    write(directory / "mllama", MLLAMA)
+    tiled = tiled_prompt([[5, (1, 2), 9, (2, 1), 12], [2, (1, 1), 25]], MLLAMA["vision_config"])
+    labels = tiled.ids.where(tiled.mask.bool() & (tiled.ids < 100), -100)
+    given = {"input_ids": tiled.ids, "labels": labels, "attention_mask": tiled.mask, **tiled.vision}
+    torch.save(given, directory / "mllama" / "inputs.pt")
     for name, config in (("qwen2_vl", QWEN2_VL[3].config), ("qwen3_vl", QWEN3_VL[0].config)):
         write(directory / name, config)
         given = prompt([[4, image(2, 4), 5, image(2, 4), 9]], config["vision_config"])
@@ -67,17 +73,15 @@ def test_two_processes(tmp_path: Path) -> None:
     for name, config in FAMILIES.items():
         write(tmp_path / "families" / name, config)
     write_images(tmp_path / "images")
-    write(
-        tmp_path / "refused" / "heads", LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18}
-    )
-    write(tmp_path / "refused" / "mllama", MLLAMA)
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18}
+    write(tmp_path / "odd", LLAMA | odd)
     on_all_processes(partial(process.options, directory=tmp_path))
 
 
-def test_more_processes_than_key_heads(tmp_path: Path) -> None:
+def test_four_processes(tmp_path: Path) -> None:
     for name in ("llama", "gpt_oss", "qwen3_next"):
         write(tmp_path / name, FAMILIES[name])
-    on_all_processes(partial(process.families, directory=tmp_path), processes=4)
+    on_all_processes(partial(process.four, directory=tmp_path), processes=4)
 
 
 @pytest.mark.slow
