@@ -70,7 +70,7 @@ from ligerzoo.models.mixtral import Mixtral as _Mixtral
 from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
 from ligerzoo.models.mllama import Mllama as _Mllama
 from ligerzoo.models.mllama import MllamaConfig as MllamaConfig
-from ligerzoo.models.mllama import MllamaVisionConfig as MllamaVisionConfig
+from ligerzoo.models.mllama_vision import MllamaVisionConfig as MllamaVisionConfig
 from ligerzoo.models.nanochat import NanoChat as _NanoChat
 from ligerzoo.models.nanochat import NanoChatConfig as NanoChatConfig
 from ligerzoo.models.olmo2 import Olmo2 as _Olmo2

@@ -63,7 +63,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 
 VISION_CONFIGS = {
     "Gemma3VisionConfig": "gemma3",
-    "MllamaVisionConfig": "mllama",
+    "MllamaVisionConfig": "mllama_vision",
     "Qwen2VLVisionConfig": "qwen2_vl",
     "Qwen2_5VLVisionConfig": "qwen2_5_vl",
     "Qwen3VLVisionConfig": "qwen3_vision",

@@ -20,6 +20,7 @@ from ligerzoo.models import (
     Gemma3Config,
     Mllama,
     MllamaConfig,
+    MllamaVisionConfig,
     Qwen2_5VL,
     Qwen2_5VLConfig,
     Qwen2VL,
@@ -36,7 +37,6 @@ from ligerzoo.models import (
     Qwen3VLVisionConfig,
 )
 from ligerzoo.models.gemma3 import Gemma3VisionConfig
-from ligerzoo.models.mllama import MllamaVisionConfig
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
