@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ligerzoo.models import Llama
+from tools import notebooks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -65,3 +66,16 @@ def test_serve() -> None:
     assert first.startswith("example at http://127.0.0.1:")
     assert any(line.startswith("def add(a, b):") for line in answers)
     assert any(line.startswith("import") and len(line) > len("import") for line in answers)
+
+
+@pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks(path: Path) -> None:
+    """Every cell runs in a new kernel. The figures that are stored in the notebook may be those of another machine."""
+    pytest.importorskip("nbclient")
+    import nbformat
+
+    stored = nbformat.read(path, as_version=4)
+    for cell, executed in zip(stored.cells, notebooks.execute(path).cells, strict=True):
+        printed = [output.name for output in executed.get("outputs", [])]
+        assert printed == [output.name for output in cell.get("outputs", [])], "run python -m tools.notebooks"
+        assert set(printed) <= {"stdout"}

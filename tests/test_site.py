@@ -1,5 +1,6 @@
 """The sources of the documentation site. `make docs` builds it, and checks the links and the names of the result."""
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +38,14 @@ def test_the_front_page_has_a_menu_of_each_shelf() -> None:
     assert "[readme](README.md)" in page
     assert "| [Serve it](docs/serving.md) | text |" in page
     assert "```{toctree}\n:hidden:\n:caption: Use\n\nServe it <docs/serving>\n```" in page
+
+
+def test_notebooks_have_pages(tmp_path: Path) -> None:
+    code = {"cell_type": "code", "source": ["x = 1\n", "print(x)"], "outputs": [{"name": "stdout", "text": ["1\n"]}]}
+    notebook = tmp_path / "one.ipynb"
+    notebook.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# One"]}, code]}))
+    page = site.notebook_page(notebook)
+    assert page.startswith("# One\n\n```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n")
 
 
 def test_docstrings_become_restructured_text() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+from tools.notebooks import NOTEBOOKS
 
 if TYPE_CHECKING:
     from docutils import nodes
@@ -269,7 +272,7 @@ def train_page() -> str:
 
 def examples_page() -> str:
     """Returns the page of the scripts in examples/."""
-    lines = ["# Examples", ""]
+    lines = ["# Scripts", "", "The files in examples/, which the tests run.", ""]
     for script in sorted((ROOT / "examples").glob("*.py")):
         lines += [f"## {script.name}", "", "```python", script.read_text(encoding="utf-8").rstrip(), "```", ""]
     return "\n".join(lines)
@@ -291,7 +294,8 @@ def _in_root(target: str) -> str:
 def front_page(index: str) -> str:
     """Returns docs/index.md as the first page of the site, with a menu of each shelf, made from its table."""
     intro, *shelves = _with_links(index, _in_root).split("\n## ")
-    more = {"Overview": "README", "Examples": "examples"}
+    more = {"Overview": "README", "Scripts": "examples"}
+    more |= {f"Notebook: {path.stem.replace('_', '-')}": f"examples/{path.stem}" for path in NOTEBOOKS}
     parts = [intro, _menu(more.items())]
     for shelf in shelves:
         parts += [f"\n## {shelf}", _menu(SHELVED.findall(shelf), caption=shelf.partition("\n")[0])]
@@ -302,6 +306,18 @@ def front_page(index: str) -> str:
 def _menu(pages: Iterable[tuple[str, str]], caption: str | None = None) -> str:
     titles = [f":caption: {caption}"] if caption else []
     return "\n".join(["```{toctree}", ":hidden:", *titles, "", *(f"{title} <{page}>" for title, page in pages), "```"])
+
+
+def notebook_page(notebook: Path) -> str:
+    """Returns the cells of a notebook, with the outputs that are stored in it."""
+    parts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        printed = "".join("".join(output.get("text", [])) for output in cell.get("outputs", []))
+        if printed.strip():
+            parts.append(f"```text\n{printed.strip()}\n```")
+    return "\n\n".join([*parts, f"This page is the notebook `examples/{notebook.name}`.", ""])
 
 
 def write_sources(directory: Path) -> None:
@@ -321,8 +337,14 @@ def write_sources(directory: Path) -> None:
         "examples": "examples.md",
         "../examples": "../examples.md",
     }
+    (directory / "examples").mkdir()
+    for notebook in NOTEBOOKS:
+        page = directory / "examples" / f"{notebook.stem}.md"
+        page.write_text(notebook_page(notebook), encoding="utf-8")
     for page in [directory / "README.md", *(directory / "docs").glob("*.md")]:
-        text = _with_links(page.read_text(encoding="utf-8"), lambda target: moved.get(target, target))
+        text = _with_links(
+            page.read_text(encoding="utf-8"), lambda target: moved.get(target, target.replace(".ipynb", ".md"))
+        )
         page.write_text(NOT_IN_THE_SITE.sub(r"\1", text), encoding="utf-8")
     reference = directory / "reference"
     reference.mkdir()
