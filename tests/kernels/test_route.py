@@ -137,8 +137,8 @@ def test_infinite_logits_and_nan(dtype: torch.dtype, device: str) -> None:
     logits = torch.tensor(rows, device=device).to(dtype)
     logits[2, 4] = -logits[2, 1].abs()  # the sign bit of NaN does not matter
     for renormalize in (False, True):
-        routing = route(logits, 4, renormalize=renormalize, backend="triton")
-        assert_same(routing, logits, 4, renormalize)
+        routing = Routing(*(t.cpu() for t in route(logits, 4, renormalize=renormalize, backend="triton")))
+        assert_same(routing, logits.cpu(), 4, renormalize)  # on a GPU, torch sorts NaN by its sign
         assert sorted({int(t) for t in routing.tokens[routing.weights.isnan()]}) == [2, 3]
 
 

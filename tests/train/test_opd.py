@@ -232,9 +232,12 @@ def test_a_run_equals_a_plain_loop(
         assert entry["completion_length"] == count / 8
         assert entry["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
         assert entry["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
-    trained = AutoModel.from_pretrained(tmp_path / "run")
-    for (name, weight), expected in zip(trained.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, atol=2e-5, rtol=1e-3, msg=name)
+    trained, first = (AutoModel.from_pretrained(each) for each in (tmp_path / "run", checkpoint))
+    # AdamW moves a weight by lr however small its gradient is: rounding decides the sign of the smallest.
+    for (name, weight), expected, old in zip(
+        trained.named_parameters(), model.parameters(), first.parameters(), strict=True
+    ):
+        assert (weight - expected).norm() <= 1e-3 * (expected - old).norm(), name
 
 
 # Stopping, and several processes

@@ -9,8 +9,9 @@ ALLOWED = 8.0
 """How many times what an ulp of the inputs changes an error may be: rounding happens within modules, too. For tiny
 models of all architectures it is up to 1.3 times."""
 
-ALLOWED_IN_A_TOKEN = 32.0
-"""The same for the worst token: up to 3 times for tiny models; up to 15 where values of a gated delta net cancel."""
+ALLOWED_IN_A_TOKEN = 64.0
+"""The same for the worst token: up to 3 times for tiny models; where values of a gated delta net cancel, up to 15 on a
+CPU and 34 on a GPU."""
 
 
 @dataclass(frozen=True)
