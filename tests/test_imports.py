@@ -80,7 +80,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
 EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["optional-dependencies"].items()}
-OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"] | EXTRAS["low-bit"] | EXTRAS["tracking"] | EXTRAS["data"]
+OPTIONAL = EXTRAS["vision"] | EXTRAS["low-bit"] | EXTRAS["tracking"] | EXTRAS["data"]
 
 
 @cache

@@ -3,7 +3,7 @@
     python tools/train_embedded_model.py --out ligerzoo/demo/assets/tiny-python-llama
 
 trains a byte-level BPE tokenizer and the model, and writes a checkpoint of at most 8 MB in Hugging Face format. The
-loss curve goes to training.json (and to loss.png, if matplotlib is installed). Takes minutes on an H200. On a CPU:
+loss curve goes to training.json and loss.svg. Takes minutes on an H200. On a CPU:
 
     python tools/train_embedded_model.py --device cpu --steps 20 --batch 2 --out /tmp/tiny-python-llama
 
@@ -19,7 +19,7 @@ import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from tqdm import tqdm
 import ligerzoo
 from ligerzoo.demo.text import HELD_OUT
 from ligerzoo.models import Llama, LlamaConfig
+from ligerzoo.train.plot import plot_svg
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = 3072
@@ -211,18 +212,11 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def plot(curve: list[Evaluation], path: Path) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    steps = [point.step for point in curve]
-    axes.plot(steps, [point.train_loss for point in curve], label="training (with dropout)")
-    axes.plot(steps, [point.held_out_loss for point in curve], label="held-out modules (averaged weights)")
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.legend()
-    figure.savefig(path, dpi=80)
+def loss_plot(curve: Mapping[str, Sequence[float]]) -> str:
+    """The loss curve as SVG."""
+    names = {"train_loss": "training (with dropout)", "held_out_loss": "held-out modules (averaged weights)"}
+    curves = {label: list(zip(curve["step"], curve[name], strict=True)) for name, label in names.items()}
+    return plot_svg(curves, x="step", y="loss, nats per token")
 
 
 def parse_options() -> argparse.Namespace:
@@ -306,7 +300,7 @@ def main() -> None:
         },
     }
     (options.out / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    plot(curve, options.out / "loss.png")
+    (options.out / "loss.svg").write_text(loss_plot(record["curve"]), encoding="utf-8")
     size = sum(path.stat().st_size for path in options.out.iterdir())
     print(f"{options.out}: {size:,} bytes; held out {record['held_out_loss_as_stored']:.4f}; {seconds:.0f} s")
     for prompt in PROMPTS:

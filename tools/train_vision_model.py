@@ -3,8 +3,8 @@
     python -m tools.train_vision_model --out ligerzoo/demo/assets/tiny-shapes-qwen2-vl
 
 generates a new drawing for every example and trains the model to describe it. It writes a checkpoint of at most 3 MB in
-Hugging Face format, with tokenizer and processor. The loss curve goes to training.json (and to loss.png, if matplotlib
-is installed). Takes a few minutes on an H200. On a CPU:
+Hugging Face format, with tokenizer and processor. The loss curve goes to training.json and loss.svg. Takes a few
+minutes on an H200. On a CPU:
 
     python -m tools.train_vision_model --device cpu --steps 20 --batch 8 --out /tmp/tiny-shapes
 
@@ -20,7 +20,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -43,6 +43,7 @@ import ligerzoo
 from ligerzoo.demo.drawings import COLORS, DIGITS, SHAPES, draw, random_size
 from ligerzoo.demo.vision import QUESTION
 from ligerzoo.models import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
+from ligerzoo.train.plot import plot_svg
 from ligerzoo.vision import read_image
 from ligerzoo.vision.processor import Processor
 from tools.train_embedded_model import learning_rate_at
@@ -289,19 +290,15 @@ def train(
     return best, curve
 
 
-def plot(curve: list[Evaluation], path: Path) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    steps = [point.step for point in curve]
-    axes.plot(steps, [point.train_loss for point in curve], label="loss in training")
-    axes.plot(steps, [point.held_out_loss for point in curve], label="loss on held-out drawings (averaged weights)")
-    axes.plot(steps, [point.held_out_right for point in curve], label="share of held-out drawings described right")
-    axes.set(xlabel="step", ylabel="nats per token, or share", ylim=(0, 1))
-    axes.legend()
-    figure.savefig(path, dpi=80)
+def loss_plot(curve: Mapping[str, Sequence[float]]) -> str:
+    """The curves as SVG."""
+    names = {
+        "train_loss": "training",
+        "held_out_loss": "held-out drawings (averaged weights)",
+        "held_out_right": "share described right",
+    }
+    curves = {label: list(zip(curve["step"], curve[name], strict=True)) for name, label in names.items()}
+    return plot_svg(curves, x="step", y="loss, nats per token, or share")
 
 
 def parse_options() -> argparse.Namespace:
@@ -362,7 +359,7 @@ def main() -> None:
         },
     }
     (options.out / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    plot(curve, options.out / "loss.png")
+    (options.out / "loss.svg").write_text(loss_plot(record["curve"]), encoding="utf-8")
     size = sum(path.stat().st_size for path in options.out.iterdir())
     print(f"{options.out}: {size:,} bytes; {record['held_out_right_as_stored']:.1%} right; {seconds:.0f} s")
 

@@ -86,7 +86,8 @@ def plot_svg(curves: Mapping[str, Points], *, x: str, y: str) -> str:
             arrow, down = ("\N{UPWARDS ARROW}", 14) if value > point[1] else ("\N{DOWNWARDS ARROW}", -6)
             shift, anchor = (6, "start") if across < WIDTH / 2 else (-6, "end")
             parts.append(text(across + shift, up + down, f"{arrow} {value:.6g}", anchor, color))
-        parts.append(text(WIDTH - RIGHT - 90 * (len(curves) - 1 - index), TOP - 20, label, "end", color))
+        later = sum(7 * len(other) + 20 for other in [*curves][index + 1 :])
+        parts.append(text(WIDTH - RIGHT - later, TOP - 20, label, "end", color))
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, x, "middle"))
     parts.append(text(10, TOP - 20, y, "start"))
     return (

@@ -1,5 +1,6 @@
 """The log, the plot, the FLOPs of a step, and requests to stop."""
 
+import itertools
 import json
 import resource
 import signal
@@ -172,6 +173,15 @@ def test_the_plot_of_one_step_has_whole_steps() -> None:
     assert 0 < height < HEIGHT
     assert {"0", "1", "2"} <= texts
     assert "0.5" not in texts
+
+
+def test_long_labels_do_not_overlap() -> None:
+    labels = ("training (with dropout)", "held-out modules (averaged weights)", "a third one")
+    curves = {label: [(1.0, 2.0)] for label in labels}
+    root = ElementTree.fromstring(plot_svg(curves, x="step", y="loss, nats per token"))
+    ends = {text.text: float(text.attrib["x"]) for text in root.iter() if text.tag.endswith("text")}
+    assert all(ends[first] <= ends[second] - 7 * len(second) for first, second in itertools.pairwise(labels))
+    assert ends["loss, nats per token"] < ends[labels[0]] - 7 * len(labels[0])
 
 
 def test_no_plot_without_steps(tmp_path: Path) -> None:
