@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -21,13 +22,12 @@ from ligerzoo.layers import (
     Embedding,
     GatedMLP,
     LMHead,
-    RMSNorm,
     RotaryEmbedding,
     ScaledPreNormBlock,
 )
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, check_positive, heads, rotary_arguments
-from ligerzoo.models.llama import LlamaConfig
+from ligerzoo.models.llama import LlamaConfig, llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +87,7 @@ def granite_parts(
         attention: builds the attention of the block with this index, which scales its scores.
         mlp: builds the MLP or MoE layer of the block with this index.
     """
-    c = config
-
-    def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-    def block(layer: int) -> ScaledPreNormBlock:
-        return ScaledPreNormBlock(c.residual_multiplier, norm(), attention(layer), norm(), mlp(layer))
-
-    embedding, layers = Embedding(c.vocab_size, c.hidden_size), [block(layer) for layer in range(c.num_hidden_layers)]
-    decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
+    c, embedding = config, Embedding(config.vocab_size, config.hidden_size)
+    block = partial(ScaledPreNormBlock, c.residual_multiplier)
+    decoder = llama_decoder(c, attention, mlp, embedding, block=block, input_scale=c.embedding_multiplier)
     return decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling)

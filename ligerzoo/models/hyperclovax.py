@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ligerzoo.layers import (
     Attention,
-    Decoder,
     Embedding,
     GatedMLP,
     LMHead,
@@ -26,7 +25,7 @@ from ligerzoo.layers import (
 )
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import heads, rotary_arguments
-from ligerzoo.models.llama import LlamaConfig
+from ligerzoo.models.llama import LlamaConfig, llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +74,18 @@ class HyperCLOVAX(CausalLM):
     def __init__(self, config: HyperCLOVAXConfig) -> None:
         c, rotary, bias = config, RotaryEmbedding(*rotary_arguments(config)), config.attention_bias
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
+        def attention(layer: int) -> Attention:
+            return Attention(*heads(c), rotary, scale=c.attention_multiplier, qkv_bias=bias, output_bias=bias)
 
-        def block() -> ScaledPreNormBlock:
-            attention = Attention(*heads(c), rotary, scale=c.attention_multiplier, qkv_bias=bias, output_bias=bias)
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-            parts = c.residual_multiplier, norm(), attention, norm(), mlp
-            return PeriNormBlock((norm(), norm()), *parts) if c.use_post_norm else ScaledPreNormBlock(*parts)
+        def mlp(layer: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
-        embedding, layers = Embedding(c.vocab_size, c.hidden_size), [block() for _ in range(c.num_hidden_layers)]
-        decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
+        def block(*parts: nn.Module) -> ScaledPreNormBlock:
+            if not c.use_post_norm:
+                return ScaledPreNormBlock(c.residual_multiplier, *parts)
+            norms = RMSNorm(c.hidden_size, c.rms_norm_eps), RMSNorm(c.hidden_size, c.rms_norm_eps)
+            return PeriNormBlock(norms, c.residual_multiplier, *parts)
+
+        embedding = Embedding(c.vocab_size, c.hidden_size)
+        decoder = llama_decoder(c, attention, mlp, embedding, block=block, input_scale=c.embedding_multiplier)
         super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=c.logits_scaling))

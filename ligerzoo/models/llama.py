@@ -63,6 +63,8 @@ def llama_decoder(
     embedding: nn.Module | None = None,
     *,
     norm: Callable[[], nn.Module] | None = None,
+    block: Callable[..., nn.Module] = PreNormBlock,
+    input_scale: float = 1.0,
     positions_skip_padding: bool = False,
     max_valid_cache_length: int | None = None,
 ) -> Decoder:
@@ -74,16 +76,18 @@ def llama_decoder(
         mlp: builds the MLP of the block with this index; None for gated ones.
         embedding: the embedding; None for one that is initialized after the blocks.
         norm: builds a norm; None for RMSNorm.
-        positions_skip_padding: see `Decoder`, as for `max_valid_cache_length`.
+        block: builds a block of the parts of `PreNormBlock`.
+        input_scale: see `Decoder`, as for `positions_skip_padding` and `max_valid_cache_length`.
     """
     c = config
     mlp = mlp or (lambda layer: GatedMLP(c.hidden_size, c.intermediate_size))
     norm = norm or (lambda: RMSNorm(c.hidden_size, c.rms_norm_eps))
-    layers = [PreNormBlock(norm(), attention(i), norm(), mlp(i)) for i in range(c.num_hidden_layers)]
+    layers = [block(norm(), attention(i), norm(), mlp(i)) for i in range(c.num_hidden_layers)]
     return Decoder(
         embedding or Embedding(c.vocab_size, c.hidden_size),
         layers,
         norm(),
+        input_scale=input_scale,
         positions_skip_padding=positions_skip_padding,
         max_valid_cache_length=max_valid_cache_length,
     )
