@@ -4,6 +4,8 @@ Routing gives each token k slots. Sorted by expert, the slots of one process's e
 
     tensor   all processes of the group have the same tokens. Each computes the rows of its experts, and the outputs of
              all are added up
+    expert   each process has other tokens. It sends the rows to the processes of their experts, which send back the
+             outputs (all-to-all); the slots of a token are added up where the token is
 
 The number of rows depends on the routing, so a layer waits for its routing on the host.
 """
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import uses_triton
@@ -50,6 +53,40 @@ class _FromRows(FusedFunction):
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None]:
         return permute(dy, ctx.slots.rows, ctx.slots.triton), None
+
+
+class _Average(FusedFunction):
+    """x, of which each process uses a share: the gradient is divided by their number."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, processes: int) -> Tensor:
+        ctx.processes = processes
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None]:
+        return dy / ctx.processes, None
+
+
+class _Exchange(FusedFunction):
+    """Sends rows to the processes of a group, in their order, and returns what they send (all-to-all)."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _exchanged(x, received, sent, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(dy, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
 
 
 class SortedSlots(NamedTuple):
@@ -114,3 +151,30 @@ class TensorParallelExperts(_Experts):
             weights = slots.values(part.share(expert_weights))
             y = self.of_rows(tokens[begin:end], ids[begin:end], weights[begin:end])
             return part.add_parts(slots.sums(F.pad(y, (0, 0, begin, len(tokens) - end))))
+
+
+class ExpertParallelExperts(_Experts):
+    """Sends tokens to the processes of their experts, and their outputs back.
+
+    Gradients are averaged over all processes. FSDP2 averages those of experts over the processes that have them, so
+    they are divided by the number of others here.
+
+    Attributes:
+        shards: the mesh over which FSDP2 shards the experts of this process.
+    """
+
+    shards: DeviceMesh
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        part, group = self.tensor_shard, self.tensor_shard.group
+        with part.replaced(lambda one: _Average.apply(part.local(one), group.size())):
+            slots = self.sorted_slots(x, expert_ids)
+            counts = slots.bounds.diff().view(group.size(), -1)  # of each expert, by process
+            counts_here = torch.empty_like(counts)
+            dist.all_to_all_single(counts_here, counts, group=group)
+            sent, received = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()
+            experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
+            ids = experts.repeat_interleave(counts_here.flatten())[:, None]
+            rows, weights = slots.tokens(x), slots.values(expert_weights)
+            rows, weights = (_Exchange.apply(one, received, sent, group) for one in (rows, weights))
+            return slots.sums(_Exchange.apply(self.of_rows(rows, ids, weights), sent, received, group))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,8 +32,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ligerzoo.dtensors import is_divided, is_dtensor
 from ligerzoo.errors import LigerzooError, first_names
+from ligerzoo.layers.plain import find_modules
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.copy_engines import CopyEngineReduceScatter, use_copy_engines
+from ligerzoo.parallel.expert import ExpertParallelExperts
 from ligerzoo.parallel.processes import control_group, default_mesh
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -109,23 +111,26 @@ def shard_model(
     sharding = _Sharding()
     trained_dtypes: dict[FSDPModule, torch.dtype | None] = {}
 
-    def shard(module: nn.Module, reshard: bool) -> FSDPModule:
-        trained_dtype = _trained_dtype(model, module)
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        )
+    def apply(module: nn.Module, mesh: DeviceMesh, reshard: bool, policy: MixedPrecisionPolicy) -> FSDPModule:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         sharding.resharded[module] = reshard
-        trained_dtypes[module] = trained_dtype
         return module
+
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def shard(module: nn.Module, reshard: bool) -> FSDPModule:
+        trained_dtype = _trained_dtype(model, module)
+        group = apply(module, mesh, reshard, policy)
+        trained_dtypes[group] = trained_dtype
+        return group
 
     stacks = list(_stacks(model))
     if not stacks:
         expected = "an nn.ModuleList of blocks in a module with the attribute gradient_checkpointing"
         raise LigerzooError("no blocks", where=type(model).__name__, expected=expected)
+    for experts in find_modules(model, ExpertParallelExperts):  # groups within those of their blocks
+        apply(experts, experts.shards, reshard_after_forward, replace(policy, cast_forward_inputs=False))
     for stack in stacks:
         is_decoder = stack is getattr(model.model, "layers", None)
         groups = [shard(block, reshard_after_forward and not (is_decoder and block is stack[-1])) for block in stack]

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.mesh_sizes import MeshSizes as MeshSizes
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.context_parallel import context_parallel
 from ligerzoo.parallel.fsdp import shard_model
 from ligerzoo.parallel.processes import default_device_type
-from ligerzoo.parallel.tensor import divide
+from ligerzoo.parallel.tensor import divide, divide_experts
 
 Model = TypeVar("Model", bound=LanguageModel)
 
 AXES = ("replicate", "shard", "context", "tensor")
+EXPERT_AXES = ("replicate", "expert_shard", "expert", "tensor")
 
 
 def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> DeviceMesh:
@@ -40,14 +40,24 @@ def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> De
         device_type: "cuda" or "cpu". Default: "cuda" if the process group uses NCCL.
 
     Raises:
-        ConfigError: The process group is missing, or the sizes do not fit the number of processes; or an axis is not
-            supported yet.
+        ConfigError: The process group is missing, or the sizes do not fit the number of processes.
     """
     device_type = device_type or default_device_type()
     sizes = MeshSizes.parse(str(sizes)).over(dist.get_world_size())
+    mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
     if sizes.expert > 1:
-        raise ConfigError("not supported yet", where="mesh expert", got=sizes.expert, expected=1)
-    return init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
+        shards = mesh.size() // (sizes.replicate * sizes.expert * sizes.tensor)
+        shape = sizes.replicate, shards, sizes.expert, sizes.tensor
+        mesh.of_experts = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)  # type: ignore[attr-defined]
+    return mesh
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Returns the mesh of experts: "replicate", "expert_shard", "expert" and "tensor"; None if they are not divided.
+
+    "expert_shard" and "expert" have the processes of "shard" and "context".
+    """
+    return getattr(mesh, "of_experts", None)
 
 
 def as_mesh(mesh: DeviceMesh | MeshSizes | str | None) -> DeviceMesh:
@@ -92,7 +102,12 @@ def parallelize(
     """
     mesh = as_mesh(mesh)
     if mesh.mesh_dim_names == AXES:
+        experts = expert_mesh(mesh)
         if mesh["tensor"].size() > 1:
-            divide(model, mesh["tensor"])
+            divide(model, mesh["tensor"], but_experts=experts is not None)
+        if experts is not None:
+            has_replicas = mesh["replicate"].size() > 1
+            shards = experts["replicate", "expert_shard"] if has_replicas else experts["expert_shard"]
+            divide_experts(model, experts["expert"], shards)
         context_parallel(model, mesh["context"].get_group())
     return shard_model(model, fsdp_mesh(mesh), param_dtype=param_dtype, **options)

@@ -16,7 +16,7 @@ every process but used for its own part, such as a norm of heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.layers.tensor_plan import Kind, TensorPlan
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
-from ligerzoo.parallel.expert import TensorParallelExperts
+from ligerzoo.parallel.expert import ExpertParallelExperts, TensorParallelExperts
 from ligerzoo.parallel.processes import device_of
 from ligerzoo.parallel.vocab_parallel import vocab_parallel_linear_cross_entropy
 
@@ -123,24 +123,47 @@ _CLASSES: dict[Kind, type[DividedLayer]] = {
 }
 
 
-def divide(model: LanguageModel, mesh: DeviceMesh) -> None:
+def divide(model: LanguageModel, mesh: DeviceMesh, *, but_experts: bool = False) -> None:
     """Divides the decoder's layers, the embedding and the head over a mesh, in place, as their plans say.
 
     Args:
         model: a model on any device, also meta.
         mesh: the dimension "tensor" of a mesh.
+        but_experts: leave experts whole, which `divide_experts` divides.
 
     Raises:
         ConfigError: A layer cannot be divided by the number of processes.
     """
-    layers = dict(_planned(model))
+    left = {"experts"} if but_experts else set()
+    _divide({name: layer for name, layer in _planned(model).items() if _plan(layer).kind not in left}, mesh)
+
+
+def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh) -> None:
+    """Divides the experts of MoE layers over a mesh, in place. Their processes have different tokens.
+
+    Args:
+        model: a model on any device, also meta.
+        mesh: the dimension "expert" of a mesh.
+        shards: the mesh over which FSDP2 shards the experts of a process.
+
+    Raises:
+        ConfigError: The model has no experts, or they cannot be divided by the number of processes.
+    """
+    layers = {name: layer for name, layer in _planned(model).items() if _plan(layer).kind == "experts"}
+    _divide(layers, mesh)
+    for layer in layers.values():
+        layer.shards = shards  # type: ignore[assignment]
+
+
+def _divide(layers: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+    [axis] = mesh.mesh_dim_names or ()
     if not layers:
-        raise ConfigError("no layer has a tensor plan", where=f"mesh tensor, {type(model).__name__}", got=mesh.size())
+        raise ConfigError("the model has no layers to divide", where=f"mesh {axis}", got=mesh.size(), expected=1)
     for name, layer in layers.items():
-        _refuse_indivisible(name, layer, mesh.size())
+        _refuse_indivisible(name, layer, mesh)
     divided: dict[Tensor, nn.Parameter] = {}
     for layer in layers.values():
-        plan: TensorPlan = layer.tensor_plan()  # type: ignore[operator]
+        plan = _plan(layer)
         parameters = tuple(plan.parameters(layer))
         for one in parameters:
             if one.dim is not None:
@@ -148,30 +171,33 @@ def divide(model: LanguageModel, mesh: DeviceMesh) -> None:
                     divided[one.value] = _divided(one.value, one.dim, mesh)
                 one.module._parameters[one.name] = divided[one.value]
         layer.tensor_shard = TensorShard(parameters, mesh.get_group())  # type: ignore[assignment]
-        layer.__class__ = _class_of(plan.kind, type(layer))
+        base = ExpertParallelExperts if axis == "expert" else _CLASSES[plan.kind]
+        layer.__class__ = _class_of(base, type(layer))
 
 
-_DERIVED: dict[tuple[Kind, type[nn.Module]], type[nn.Module]] = {}
+_DERIVED: dict[tuple[type[DividedLayer], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _class_of(kind: Kind, layer: type[nn.Module]) -> type[nn.Module]:
+def _class_of(base: type[DividedLayer], layer: type[nn.Module]) -> type[nn.Module]:
     """Returns a class of layers that are divided: the same one each time."""
-    if (kind, layer) not in _DERIVED:
-        _DERIVED[kind, layer] = type(f"TensorParallel{layer.__name__}", (_CLASSES[kind], layer), {})
-    return _DERIVED[kind, layer]
+    if (base, layer) not in _DERIVED:
+        _DERIVED[base, layer] = type(f"Divided{layer.__name__}", (base, layer), {})
+    return _DERIVED[base, layer]
 
 
-def _planned(model: LanguageModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers that have a plan, by name: those of the decoder's blocks, the embedding and the head."""
+def _plan(layer: nn.Module) -> TensorPlan:
+    return layer.tensor_plan()  # type: ignore[operator, no-any-return]
+
+
+def _planned(model: LanguageModel) -> dict[str, nn.Module]:
+    """Returns the layers that have a plan, by name: those of the decoder's blocks, the embedding and the head."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    blocks = {module for block in model.model.layers for module in block.modules()}
-    for name, module in model.named_modules():
-        if hasattr(module, "tensor_plan") and (module in blocks or module in ends):
-            yield name, module
+    layers = {*ends, *(module for block in model.model.layers for module in block.modules())}
+    return {name: one for name, one in model.named_modules() if one in layers and hasattr(one, "tensor_plan")}
 
 
-def _refuse_indivisible(name: str, layer: nn.Module, size: int) -> None:
-    plan: TensorPlan = layer.tensor_plan()  # type: ignore[operator]
+def _refuse_indivisible(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
+    [axis], size, plan = mesh.mesh_dim_names or (), mesh.size(), _plan(layer)
     obstacles = [plan.obstacle] if plan.obstacle else []
     for unit, count in plan.units.items():
         if count % size:
@@ -185,8 +211,8 @@ def _refuse_indivisible(name: str, layer: nn.Module, size: int) -> None:
         if not (is_plain_tensor(one.value) or is_dtensor(one.value)):
             obstacles.append(f"has a {type(one.value).__name__}, {one.name}")
     if obstacles:
-        where, remedy = f"mesh tensor, {name}", "Use a mesh with a smaller tensor, or without."
-        raise ConfigError(obstacles[0], where=where, got=f"tensor={size}", remedy=remedy)
+        where, remedy = f"mesh {axis}, {name}", f"Use a mesh with a smaller {axis}, or without."
+        raise ConfigError(obstacles[0], where=where, got=f"{axis}={size}", remedy=remedy)
 
 
 def _divided(weight: Tensor, dim: int, mesh: DeviceMesh) -> nn.Parameter:

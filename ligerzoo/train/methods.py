@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.train.data_options import EncodingOptions, Packing, TrainAnswers
 from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, changeable, option
 from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
@@ -187,6 +188,9 @@ class RolloutRunOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        sizes = MeshSizes.parse(self.mesh or "")
+        what = "processes that share experts cannot sample different prompts; needs expert=1"
+        refuse_options((sizes.expert > 1, "option mesh", what, sizes))
         if self.max_new_tokens + 2 > self.seq_length:
             expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
             raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)

@@ -1,5 +1,7 @@
 """What each process of `test_tensor.py` does."""
 
+import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ligerzoo import AutoModel
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import ConfigError, LigerzooError
-from ligerzoo.models import CausalLM, Llama
+from ligerzoo.models import CausalLM, Llama, Mixtral, MixtralConfig
 from ligerzoo.parallel import (
     accumulating,
     load_optimizer,
@@ -76,10 +78,10 @@ def trained_gradients(model: CausalLM, every: list[dict[str, Tensor]], items: fl
     return total, {name: full(one.grad) for name, one in model.named_parameters() if one.grad is not None}
 
 
-def architectures(rank: int, directory: Path, mesh: str, saves: bool = False) -> None:
+def architectures(rank: int, directory: Path, mesh: str, saves: bool = False, only: Collection[str] = ()) -> None:
     """Each process reads its part, computes as one process, and the same files are saved."""
     parts = make_mesh(mesh)
-    for name in sorted(path.name for path in (directory / "loaded").iterdir()):
+    for name in only or sorted(path.name for path in (directory / "loaded").iterdir()):
         whole = AutoModel.from_pretrained(directory / "loaded" / name, dtype="float32").train()
         model = load_sharded(directory / "loaded" / name, parts, dtype="float32").train()
         equal_one_process(name, model, whole, parts)
@@ -161,9 +163,47 @@ def accumulation_and_optimizer(rank: int, directory: Path) -> None:
     assert torch.equal(got, whole.eval().generate(torch.arange(3, 9)[None], max_new_tokens=6, do_sample=False))
 
 
+def experts(rank: int) -> None:
+    """Experts with LoRA, one of which no token selects; and what cannot be divided."""
+    config = MixtralConfig(
+        vocab_size=33,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=6,
+        initializer_range=0.3,
+    )
+    for mesh in ("expert=2", "tensor=2"):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            # A loss of routers is that of each micro-batch: of other ones in processes with other tokens.
+            model = Mixtral(dataclasses.replace(config, output_router_logits=mesh == "tensor=2")).train()
+            with torch.no_grad():
+                for layer in model.model.layers:
+                    layer.mlp.gate.weight[5:] = -10 * layer.mlp.gate.weight[:5].abs().sum(0)
+            add_lora(model, 2, 4, ("experts", "q_proj"))
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    torch.nn.init.normal_(weight, std=0.1)
+            models.append(model)
+        parts = make_mesh(mesh)
+        equal_one_process(mesh, parallelize(models[0], parts), models[1], parts)
+    config = dataclasses.replace(config, num_experts=5)
+    for mesh in ("expert=2", "tensor=2"):
+        with pytest.raises(ConfigError, match=r"mlp\.experts: has 5 experts, which 2 processes cannot share equally"):
+            parallelize(Mixtral(config), mesh)
+    with pytest.raises(ConfigError, match="mesh expert: the model has no layers to divide"):
+        parallelize(new_model(), "expert=2")
+
+
 def one_and_all(rank: int, directory: Path) -> None:
     """All cases of two processes, since starting them takes seconds."""
     refusals(rank)
+    experts(rank)
     adapters(rank)
     accumulation_and_optimizer(rank, directory)
     architectures(rank, directory, "tensor=2", saves=True)
+    architectures(rank, directory, "expert=2", saves=True, only=("deepseek_v3",))

@@ -15,6 +15,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns dif
 
 FIRST = {str(tiny.config["model_type"]): tiny for tiny in reversed(CHECKPOINTS)}
 INDIVISIBLE = {"gemma", "gemma3_text", "minimax_m2", "mllama", "olmo2", "olmo3", "olmoe"}
+MIXTURES = (
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe_swa",
+    "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "qwen3_vl_moe",
+)  # fmt: skip
+MESHES_OF_EXPERTS = ("expert=2", "expert=4", "replicate=2 expert=2", "context=2 expert=2", "tensor=2 expert=2")
 QUICK = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Windows and soft caps; sinks and experts with biases; MLA; gated attention, the delta rule and shared experts."""
 
@@ -33,8 +39,15 @@ def test_two_processes_compute_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2 tensor=2", "replicate=2 tensor=2"])
+@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2 tensor=2", "replicate=2 tensor=2", "context=2 tensor=2"])
 def test_every_architecture_computes_as_one(tmp_path: Path, mesh: str) -> None:
     write(tmp_path, {name: tiny for name, tiny in FIRST.items() if name not in INDIVISIBLE})
     work = partial(process.architectures, directory=tmp_path, mesh=mesh, saves=True)
     on_all_processes(work, processes=4 if " " in mesh else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES_OF_EXPERTS)
+def test_every_mixture_computes_as_one(tmp_path: Path, mesh: str) -> None:
+    write(tmp_path, {name: FIRST[name] for name in MIXTURES})
+    on_all_processes(partial(process.architectures, directory=tmp_path, mesh=mesh, saves=True), processes=4)

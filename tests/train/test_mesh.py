@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.models import Mixtral, MixtralConfig
+from ligerzoo.train.methods import GRPORunOptions
 from tests.parallel import mesh_cases as process
 from tests.parallel.spawning import on_all_processes
 from tests.train.test_resume import train
 from tests.train.test_training_processes import numbers
-from tests.train.tiny_run import options
+from tests.train.tiny_run import SIZES, options, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
 
@@ -55,6 +57,29 @@ def test_runs_over_tensor_continue_and_train_adapters_and_preferences(
     compare(tmp_path / "again", tmp_path / "one", 1)
     for run, one in (("lora", "one-lora"),):
         assert numbers(tmp_path / run, "loss") == pytest.approx(numbers(tmp_path / one, "loss"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_experts_over_processes_train_as_one(data: Path, tmp_path: Path) -> None:
+    """All weights, and adapters of experts; evaluation samples continuations in step."""
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    model = Mixtral(MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=24, num_experts=4))
+    write_tokenizer(tmp_path / "tiny")
+    model.save_pretrained(tmp_path / "tiny")
+    evaluated = {**VARIANT, "eval_data": (str(data),)}
+    adapted = {**VARIANT, "lora_rank": 4, "lr": 1e-2, "lora_targets": ("experts",), "ema": None}
+
+    def of_run(name: str, size: int, **changes: Any) -> dict[str, Any]:
+        return options(tmp_path / "tiny", data, tmp_path / name, batch_size=size, **changes)
+
+    assert train(of_run("one", 4, **evaluated)) == train(of_run("one-lora", 4, **adapted)) == 0
+    mesh = {"mesh": "shard=4 expert=2"}
+    runs = [of_run("four", 1, **evaluated, **mesh), of_run("lora", 1, **adapted, **mesh)]
+    on_all_processes(partial(process.train_all, runs=runs), processes=4)
+    compare(tmp_path / "four", tmp_path / "one")
+    assert numbers(tmp_path / "lora", "loss") == pytest.approx(numbers(tmp_path / "one-lora", "loss"), rel=1e-4)
+    with pytest.raises(ConfigError, match="processes that share experts cannot sample different prompts"):
+        GRPORunOptions(model="m", data=("d",), output="o", reward="r.py", mesh="expert=2")
 
 
 def test_a_mesh_of_several_processes_needs_torchrun(checkpoint: Path, data: Path, tmp_path: Path) -> None:
