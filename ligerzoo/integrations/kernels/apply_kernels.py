@@ -1,19 +1,16 @@
-"""ligerzoo's kernels in one instance of a transformers model: `apply`, and a class that loads a model and calls it."""
+"""`apply`: ligerzoo's kernels in one instance of a transformers model."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ligerzoo import checks
 from ligerzoo.errors import LigerzooError, WrongTypeError
-from ligerzoo.foreign_names import OURS
 from ligerzoo.integrations.kernels.attention import recognize_attention
 from ligerzoo.integrations.kernels.compare import difference, signature
 from ligerzoo.integrations.kernels.experts import recognize_experts
@@ -195,46 +192,3 @@ class _Application:
             reason = self.reasons.get(module, NO_KERNEL) if kernel is None else None
             entries.append(ModuleReport(name, type(module).__name__, kernel, reason))
         return Report(entries, check, missing_kernels(self.model, expected), self.instances)
-
-
-class AutoKernelModelForCausalLM:
-    """`transformers.AutoModelForCausalLM` whose models compute with ligerzoo's kernels."""
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: object,
-        *args: object,
-        kernels: Mapping[str, bool] | None = None,
-        **options: object,
-    ) -> Any:
-        """Loads a model with transformers, and calls `apply`.
-
-        Args:
-            pretrained_model_name_or_path: the name on the hub, or a directory.
-            args: other positional arguments of `transformers.AutoModelForCausalLM.from_pretrained`.
-            kernels: keyword arguments of `ligerzoo.integrations.apply`, such as `{"attention": True}`.
-            options: keyword arguments of `transformers.AutoModelForCausalLM.from_pretrained`.
-
-        Returns:
-            The transformers model. Its `kernel_report` is the report of `apply`. With `output_loading_info=True`, a
-            tuple of the model and a dict, as transformers returns.
-
-        Raises:
-            TypeError: `kernels` is not a mapping of arguments of `apply`, or an option is an argument of `apply`, or of
-                liger-kernel's `apply_liger_kernel_to_...`.
-        """
-        kernels = {} if kernels is None else kernels
-        switches = [*inspect.signature(apply).parameters][1:]
-        if not isinstance(kernels, Mapping) or not set(switches).issuperset(kernels):
-            expected = f"a mapping from names of arguments of apply ({', '.join(switches)}) to True or False"
-            raise WrongTypeError(f"kernels is {kernels!r}", where="from_pretrained", expected=expected)
-        for name, value in options.items():
-            if (switch := OURS.get(name, name)) not in switches:
-                continue
-            what, remedy = f"{name}={value!r} is an argument of apply", f"Pass kernels={{{switch!r}: {value!r}}}."
-            raise WrongTypeError(what, where="from_pretrained", expected="options of transformers", remedy=remedy)
-        loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.kernel_report = apply(model, **kernels)
-        return loaded
