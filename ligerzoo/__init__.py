@@ -31,5 +31,6 @@ __all__ = [
     "from_transformers",
 ]
 
+_PACKAGES = "adapters convert generate hub integrations kernels layers losses memory models parallel text train vision"
 
-__getattr__, __dir__ = lazy(__name__, _MODULES)
+__getattr__, __dir__ = lazy(__name__, _MODULES, submodules=_PACKAGES.split())

@@ -46,7 +46,7 @@ def lazy(
         _raise_missing(package, name, our_public_name(name), sys._getframe(1))
 
     def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *modules})
+        return sorted({*vars(sys.modules[package]), *modules, *submodules})
 
     return __getattr__, __dir__
 

@@ -119,6 +119,9 @@ _NAMES = {
     "`ligerzoo train`, or the trainer itself with " + _FOR_WRAPPED + ",": (
         "Trainer SFTTrainer DPOTrainer KTOTrainer ORPOTrainer CPOTrainer GRPOTrainer GKDTrainer LigerORPOTrainer"
     ),
+    "ligerzoo.integrations": "transformers",
+    "ligerzoo.kernels": "functional ops",
+    "ligerzoo.losses": "chunked_loss",
     "ligerzoo.integrations.apply(model)": "_apply_liger_kernel _apply_liger_kernel_to_instance",
     "ligerzoo.integrations.AutoKernelModelForCausalLM": "AutoLigerKernelForCausalLM",
     "ligerzoo.layers.set_backend": "set_impl get_impl available_impls set_backend get_backend available_backends",

@@ -39,7 +39,7 @@ MODELS = {
 RECIPES = ("for batch in batches:", "for prompts in batches:")
 """Lines of the blocks that tests/losses/test_examples.py runs, with the data they need."""
 
-OTHER_METHODS = ("training.md", "preferences.md", "distillation.md")
+OTHER_METHODS = ("training.md", "preferences.md", "distillation.md", "coming-from.md")
 """Pages whose kinds of commands are on other pages too, or in tests/train."""
 
 FILE = re.compile(r"# (\S+\.py)\n")

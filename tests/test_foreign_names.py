@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +82,7 @@ HEAD = losses.HeadOptions
     ("ligerzoo.integrations", "AutoLigerKernelForCausalLM", "ligerzoo.integrations.AutoKernelModelForCausalLM"),
     ("ligerzoo", "AutoModelForCausalLM", "ligerzoo.AutoModel"),
     ("ligerzoo", "GRPOTrainer", "`ligerzoo train`"),
+    ("ligerzoo", "chunked_loss", "ligerzoo.losses"),
     ("ligerzoo.layers", "LigerRMSNorm", "ligerzoo.layers.RMSNorm"),
     ("ligerzoo.losses", "LigerFusedLinearCrossEntropyLoss", "ligerzoo.losses.LinearCrossEntropyLoss"),
     ("ligerzoo.kernels", "liger_rms_norm", "ligerzoo.kernels.rms_norm"),
@@ -150,6 +153,14 @@ def test_functions_keep_their_signatures_and_compile() -> None:
 def test_dir_of_lazy_packages_has_their_names(package: ModuleType) -> None:
     assert set(package.__all__) <= set(dir(package))
     assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_packages_are_attributes_after_import_ligerzoo() -> None:
+    code = (
+        "import ligerzoo, sys; assert 'torch' not in sys.modules; ligerzoo.layers.RMSNorm(8); "
+        "assert ligerzoo.integrations.transformers.wrap; assert {'layers', 'losses'} <= set(dir(ligerzoo))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 LOSSES = {

@@ -14,4 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["AutoKernelModelForCausalLM", "MissingKernelWarning", "ModuleReport", "Report", "apply"]
 
 # Imported at first use, since they import transformers.
-__getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "ligerzoo.integrations.kernels"))
+__getattr__, __dir__ = lazy(
+    __name__,
+    dict.fromkeys(__all__, "ligerzoo.integrations.kernels"),
+    submodules=("kernels", "parity", "tasks", "torchao", "transformers"),
+)
