@@ -1,5 +1,6 @@
 """The sources of the documentation site. `make docs` builds it, and checks the links and the names of the result."""
 
+import ast
 import json
 import re
 from importlib import import_module
@@ -9,16 +10,32 @@ import pytest
 
 from ligerzoo.train.methods import METHODS
 from ligerzoo.train.options import options_of
+from tests.test_docs import PAGES, blocks
 from tools import site
 
 INDEX = (site.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("package", ["layers", "kernels", "losses", "models", "generate"])
+@pytest.mark.parametrize("package", ["layers", "kernels", "losses", "models", "generate", "train.data"])
 def test_the_reference_has_every_public_name(package: str) -> None:
     page = site.package_page(f"ligerzoo.{package}")
     entries = re.findall(rf"^\.\. auto\w+:: ligerzoo\.{package}\.(\w+)$", page, re.MULTILINE)
     assert sorted(entries) == sorted(import_module(f"ligerzoo.{package}").__all__)
+
+
+def test_the_reference_has_what_the_pages_use() -> None:
+    pytest.importorskip("transformers")
+    missing = set()
+    for page in PAGES:
+        for node in ast.walk(ast.parse("\n".join(blocks(page, "python")))):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("ligerzoo"):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                missing |= {name for name in names if name not in site.public_names() and not is_module(name)}
+    assert not missing, "add them to MORE in tools/site.py"
+
+
+def is_module(name: str) -> bool:
+    return name in site.PACKAGES or name == "ligerzoo.losses"
 
 
 def test_the_options_of_every_method_are_on_their_page() -> None:
@@ -79,6 +96,7 @@ def test_signatures_are_readable() -> None:
 
 def test_problems_of_a_built_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "PACKAGES", {"ligerzoo": "Loading"})
+    site.entries.cache_clear()
     (tmp_path / "reference").mkdir()
     entries = "".join(f'<dt id="ligerzoo.{name}">' for name in ("AutoModel", "Tokenizer", "from_transformers"))
     (tmp_path / "reference" / "ligerzoo.html").write_text(f'{entries}<a href="../index.html#no">')
@@ -89,3 +107,4 @@ def test_problems_of_a_built_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "ligerzoo.Processor is not in the reference" in found
     assert "the search has no index" in found
     assert len(found) == 5
+    site.entries.cache_clear()

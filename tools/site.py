@@ -3,7 +3,7 @@
 python -m tools.site [DIRECTORY]    # default: build/site; open html/index.html in it. `make docs` runs this.
 
 The pages keep their paths relative to each other, so the same links work in the repository and in the site. The
-reference has a page for each package of PACKAGES, written from the names that the package exports.
+reference has a page for each package of PACKAGES, written from the names that the package exports, and from MORE.
 """
 
 from __future__ import annotations
@@ -36,18 +36,57 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*.sv
 
 PACKAGES = {
     "ligerzoo": "Loading",
+    "ligerzoo.hub": "Checkpoints",
+    "ligerzoo.text": "Text",
+    "ligerzoo.vision": "Vision",
     "ligerzoo.generate": "Generation",
     "ligerzoo.layers": "Layers",
     "ligerzoo.kernels": "Kernels",
     "ligerzoo.losses": "Losses",
     "ligerzoo.models": "Models",
     "ligerzoo.adapters": "Adapters",
+    "ligerzoo.train": "Parts of training",
+    "ligerzoo.train.data": "Training data",
     "ligerzoo.train.optimizers": "Optimizers",
     "ligerzoo.memory": "Memory",
     "ligerzoo.parallel": "Parallelism",
-    "ligerzoo.vision": "Vision",
+    "ligerzoo.integrations": "Integrations: kernels",
+    "ligerzoo.integrations.transformers": "Integrations: models",
+    "ligerzoo.integrations.parity": "Integrations: parity",
+    "ligerzoo.doctor": "Checks of a machine",
 }
 """The packages of the reference, in reading order, with the titles of their pages."""
+
+MORE = {
+    "ligerzoo.text": {
+        "ligerzoo.text.padding": ["BatchEncoding"],
+        "ligerzoo.text.chat_template": ["ChatTemplate"],
+        "ligerzoo.text.incremental_decoding": ["IncrementalDecoder"],
+    },
+    "ligerzoo.layers": {
+        "ligerzoo.layers.rope_scaling": ["ROPE_TYPES"],
+        "ligerzoo.layers.exactness": ["exact_obstacle"],
+    },
+    "ligerzoo.kernels": {
+        "ligerzoo.kernels.activation": ["ACTIVATIONS"],
+        "ligerzoo.kernels.registration": ["register"],
+        "ligerzoo.kernels.dispatch": ["empty_gradient"],
+    },
+    "ligerzoo.models": {
+        "ligerzoo.models.config": ["DecoderConfig", "heads", "rotary_arguments", "refuse_unless"],
+        "ligerzoo.models.llama": ["llama_decoder"],
+    },
+    "ligerzoo.train": {
+        "ligerzoo.train.captured_step": ["CapturedStep"],
+        "ligerzoo.train.run": ["Run"],
+        "ligerzoo.train.methods": ["SFTRunOptions"],
+        "ligerzoo.train.options": ["option", "Positive"],
+        "ligerzoo.train.preferences": ["sequences_of"],
+        "ligerzoo.train.scores": ["score_data"],
+    },
+    "ligerzoo.integrations": {"ligerzoo.integrations.torchao": ["is_linear"]},
+}
+"""Public names that no package exports, by page and module. A test finds those that the pages in docs/ use."""
 
 
 NOT_IN_THE_SITE = re.compile(r"\[([^\]]+)\]\((?:LICENSE|\.\./benchmarks/results)\)")
@@ -178,20 +217,23 @@ def public_reference(
 
 @cache
 def public_names() -> dict[str, str]:
-    """Returns the exported names by the full names of what they are."""
-    return {
-        f"{module}.{name}": f"{package}.{name}"
-        for package in reversed(PACKAGES)
-        for module, names in exported(package).items()
-        for name in names
-    }
+    """Returns the names of the reference by the full names of what they are, and by their own."""
+    found = {}
+    for package in reversed(PACKAGES):
+        for module, names in entries(package).items():
+            for name, public in names.items():
+                found |= {f"{module}.{name}": public, public: public}
+    return found
 
 
 # ---- the reference: pages from the exported names
 
 
 def exported(package: str) -> dict[str, list[str]]:
-    """Returns the public names of a package, by the module that defines them, in the order of its imports."""
+    """Returns what a package exports, by the module that defines it, in the order of its imports.
+
+    These are the names in `__all__`, or without it those that are imported `as` themselves.
+    """
     module = import_module(package)
     if package == "ligerzoo.models":
         by_module: dict[str, list[str]] = {}
@@ -205,41 +247,67 @@ def exported(package: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ligerzoo."):
-            names = [alias.asname or alias.name for alias in node.names]
-            if names := [name for name in names if (name in public if public is not None else _is_public(name))]:
+            exports = [
+                alias.name for alias in node.names if (alias.asname == alias.name or alias.name in (public or ()))
+            ]
+            if names := [name for name in exports if public is None or name in public]:
                 found.setdefault(node.module, []).extend(names)
-    return found
+    own = {*(public or ())} - {name for names in found.values() for name in names} - {"__version__"}
+    return {**({package: sorted(own)} if own else {}), **found}
 
 
-def _is_public(name: str) -> bool:
-    return not name.startswith("_") and name != "renamed"
+@cache
+def entries(package: str) -> dict[str, dict[str, str]]:
+    """Returns the names on the page of a package, by module: what it exports, and MORE. Values are the full names.
+
+    A name that an earlier page has is left out.
+    """
+    earlier = list(PACKAGES)[: list(PACKAGES).index(package)]
+    taken = {id(_member(public)) for page in earlier for names in entries(page).values() for public in names.values()}
+    found = {
+        module: {name: f"{package}.{name}" for name in names if id(_member(f"{package}.{name}")) not in taken}
+        for module, names in exported(package).items()
+    }
+    for module, names in MORE.get(package, {}).items():
+        found[module] = {**found.get(module, {}), **{name: f"{module}.{name}" for name in names}}
+    return {module: names for module, names in found.items() if names}
+
+
+def _member(public: str) -> object:
+    module, _, name = public.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def _heading(text: str, underline: str) -> list[str]:
     return [text, underline * len(text), ""]
 
 
-def _entry(package: str, name: str) -> list[str]:
-    member = getattr(import_module(package), name)
-    if inspect.isclass(member):
-        options = ["   :members:"]
-        if member.__bases__ not in ((object,), (tuple,)):
-            options.append("   :show-inheritance:")
-        if name in ("CausalLM", "SequenceClassifier"):  # what all models have
-            options.append("   :inherited-members: Module")
-        return [f".. autoclass:: {package}.{name}", *options, ""]
-    return [f".. {'autofunction' if inspect.isroutine(member) else 'autodata'}:: {package}.{name}", ""]
+def _entry(public: str) -> list[str]:
+    member, name = _member(public), public.rpartition(".")[2]
+    if not inspect.isclass(member):
+        return [f".. {'autofunction' if inspect.isroutine(member) else 'autodata'}:: {public}", ""]
+    options = ["   :members:"]
+    if member.__bases__ not in ((object,), (tuple,)):
+        options.append("   :show-inheritance:")
+    if name in ("CausalLM", "SequenceClassifier"):  # what all models have
+        options.append("   :inherited-members: Module")
+    if name in ("Tokenizer", "Processor"):
+        options += ["   :inherited-members:", "   :special-members: __call__"]
+    return [f".. autoclass:: {public}", *options, ""]
 
 
 def package_page(package: str) -> str:
     """Returns the page of a package: a section for each module, with its docstring and its public names."""
     lines = _heading(f"{PACKAGES[package]}: {package}", "=")
     lines += restructured(inspect.getdoc(import_module(package)).splitlines())
-    for module, names in exported(package).items():
-        lines += _heading(names[0] if package == "ligerzoo.models" else module.rpartition(".")[2], "-")
-        lines += restructured((inspect.getdoc(import_module(module)) or "").splitlines())
-        for name in names:
-            lines += _entry(package, name)
+    for module, names in entries(package).items():
+        of_model = package == "ligerzoo.models" and module not in MORE[package]
+        title = next(iter(names)) if of_model else module.rpartition(".")[2]
+        if module != package:
+            lines += _heading(title, "-")
+            lines += restructured((inspect.getdoc(import_module(module)) or "").splitlines())
+        for public in names.values():
+            lines += _entry(public)
     return "\n".join(lines)
 
 
@@ -387,8 +455,8 @@ def problems(html: Path) -> list[str]:
                 found.append(f"{path.relative_to(html.resolve())} links to {target}")
     for package in PACKAGES:
         ids = pages[(html / "reference" / f"{package}.html").resolve()].ids
-        names = [name for names in exported(package).values() for name in names]
-        found += [f"{package}.{name} is not in the reference" for name in names if f"{package}.{name}" not in ids]
+        names = [public for names in entries(package).values() for public in names.values()]
+        found += [f"{public} is not in the reference" for public in names if public not in ids]
     if not (html / "searchindex.js").exists():
         found.append("the search has no index")
     return found
