@@ -125,8 +125,8 @@ class DividedRows(RowParts):
         parts = tuple([self._repeated(x, most) for x in parts])
         shapes = [(x.shape[2] // self.count, *x.shape[3:]) for x in parts]
         # For each process its heads of all parts, one after the other: then one row needs no copy after the exchange.
-        sent = torch.cat([x.unflatten(2, (self.count, -1)).flatten(3) for x in parts], 3)  # type: ignore[no-untyped-call]
-        received = self._exchange(sent.permute(2, 0, 1, 3))
+        sent = [x.unflatten(2, (self.count, -1)).flatten(3).permute(2, 0, 1, 3) for x in parts]  # type: ignore[no-untyped-call]
+        received = self._exchange(torch.cat(sent, 3))
         rows = received.transpose(0, 1).flatten(1, 2)[:, : self.tokens]
         features = rows.split_with_sizes([math.prod(shape) for shape in shapes], 2)
         return tuple([x.unflatten(2, shape) for x, shape in zip(features, shapes, strict=True)])  # type: ignore[no-untyped-call]

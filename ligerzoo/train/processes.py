@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ligerzoo import parallel
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.parallel.processes import control_group
+
+T = TypeVar("T")
 
 _mesh: DeviceMesh | None = None
 
@@ -41,11 +43,6 @@ def mesh() -> DeviceMesh | None:
     return _mesh
 
 
-def context_rank() -> int:
-    """Returns the number of the part of each row that this process computes, from 0."""
-    return 0 if _mesh is None else _mesh.get_local_rank("context")
-
-
 def context_size() -> int:
     """Returns the number of processes that divide each row."""
     return 1 if _mesh is None else _mesh["context"].size()
@@ -68,6 +65,16 @@ def data_ranks() -> int:
     return world_size() if _mesh is None else _mesh["replicate"].size() * _mesh["shard"].size()
 
 
+def token_rank() -> int:
+    """Returns the number of the tokens that this process computes, from 0: a part of the rows of its data."""
+    return data_rank() * context_size() + (0 if _mesh is None else _mesh.get_local_rank("context"))
+
+
+def token_ranks() -> int:
+    """Returns the number of parts of the tokens, which processes along `tensor` share."""
+    return data_ranks() * context_size()
+
+
 def rank() -> int:
     """Returns the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
@@ -78,9 +85,19 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def gather_data(value: Any) -> list[Any]:
+def gather_data(value: T) -> list[T]:
     """Returns the value for each part of the data, in the order of `data_rank`. All processes must call it."""
-    return [value for _, value in sorted(dict(gather((data_rank(), value))).items())]
+    return _by_number(data_rank(), value)
+
+
+def gather_tokens(value: T) -> list[T]:
+    """Returns the value for each part of the tokens, in the order of `token_rank`. All processes must call it."""
+    return _by_number(token_rank(), value)
+
+
+def _by_number(number: int, value: T) -> list[T]:
+    """Returns one value for each number that processes have, in order."""
+    return [value for _, value in sorted(dict(gather((number, value))).items())]
 
 
 def world_size_of_host() -> int:
@@ -99,7 +116,7 @@ def say(text: object) -> None:
         print(text)
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: T) -> list[T]:
     """Returns the value of each process, in the order of the ranks. All processes must call this function."""
     return parallel.gather_objects(value)
 

@@ -180,7 +180,7 @@ class Rollouts:
             if self._score is not None:
                 with self.watch.time("reward"):
                     completions = self._score(completions)
-        return [one for part in processes.gather_data(completions) for one in part]
+        return [one for part in processes.gather_tokens(completions) for one in part]
 
     def write(self, step: int, completions: Sequence[SampledCompletion]) -> None:
         """Writes the completions of a step to the file of samples and prints two, every `sample_every` steps."""
@@ -226,7 +226,7 @@ class Rollouts:
 
 def share_of(items: Sequence[T]) -> Sequence[T]:
     """Returns the part of a sequence that this process works on: the parts follow each other by rank."""
-    rank, count = processes.data_rank(), processes.data_ranks()
+    rank, count = processes.token_rank(), processes.token_ranks()
     return items[len(items) * rank // count : len(items) * (rank + 1) // count]
 
 

@@ -147,8 +147,7 @@ class Run:
         The seed depends on that of the run, the step and the index of the micro-batch among those of all processes, not
         on how many processes divide them.
         """
-        index = micro_batch * processes.data_ranks() + processes.data_rank()
-        index = index * processes.context_size() + processes.context_rank()
+        index = micro_batch * processes.token_ranks() + processes.token_rank()
         digest = hashlib.blake2b(f"{self.options.seed}, {self._step}, {index}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest, "little"))
 

@@ -252,3 +252,12 @@ def zoo(rank: int, directory: Path) -> None:
             compare(path.name, whole, divided, packed(3, 17, 1, 10))
     assert len(refusals) < 10
     assert all(re.search("heads that cannot be divided; got [13] heads", one) for one in refusals)
+
+
+def eight(rank: int, directory: Path) -> None:
+    """One axis of eight processes, and three of two."""
+    families(rank, directory)
+    for path in sorted(directory.iterdir()):
+        whole = build(path)
+        for mesh in ("shard=2 context=4", "replicate=2 shard=2 context=2", "shard=2 context=2 tensor=2"):
+            compare(f"{path.name}, {mesh}", whole, parallelize(build(path), mesh), packed(3, 17, 1, 10))

@@ -89,3 +89,12 @@ def test_every_checkpoint(tmp_path: Path) -> None:
     for index, row in enumerate(CHECKPOINTS):
         write(tmp_path / f"{index} {row.name}".replace("/", " "), row.config)
     on_all_processes(partial(process.zoo, directory=tmp_path))
+
+
+@pytest.mark.slow
+def test_eight_processes(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8}
+    write(tmp_path / "deepseek_v3", DEEPSEEK_V3 | heads | {"num_key_value_heads": 8})
+    for name in ("qwen3", "gemma2", "gpt_oss"):
+        write(tmp_path / name, FAMILIES[name] | heads)
+    on_all_processes(partial(process.eight, directory=tmp_path), processes=8)
