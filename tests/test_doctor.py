@@ -161,9 +161,9 @@ def test_what_a_gpu_gets_wrong_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     message = r"^exact cache: cuda:0 with torch \S+, cuDNN \w+ gives other bits: 3 of 24 products .*`ligerzoo doctor`"
     with pytest.raises(ValueError, match=message):
-        check_exact(module, None, None)
+        check_exact(module)
     found = ()
-    check_exact(module, None, None)
+    check_exact(module)
 
 
 def test_the_quick_check_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ LONGEST_PROMPT, MOST_NEW_TOKENS = 300, 40
 
 def exact_findings(model: CausalLM, placements: int, chance: random.Random) -> Iterator[Finding]:
     """Yields a finding for each of `CHECKS`."""
-    reason = next(obstacles(model, None, None), None)
+    reason = next(obstacles(model), None)
     if reason is not None:
         name, expected, got = reason
         for check in CHECKS:
@@ -35,7 +35,7 @@ def exact_findings(model: CausalLM, placements: int, chance: random.Random) -> I
     yield _finding("attention", *(count_attention(model.lm_head.weight, one, chance) for one in head_shapes(model)))
     yield _finding("packed rows", count_packed(model, chance))
     try:
-        check_exact(model, None, None)
+        check_exact(model)
     except ValueError as error:
         yield Finding("exact", "sampling", "not covered", str(error))
         return

@@ -7,7 +7,6 @@ import random
 import torch
 from torch import Tensor
 
-from ligerzoo.layers.exactness import exact_length
 from ligerzoo.models import CausalLM
 
 ROW = 2048
@@ -24,6 +23,5 @@ def random_tokens(model: CausalLM, chance: random.Random, rows: int, length: int
 
 
 def longest_text(model: CausalLM) -> int:
-    """Returns the largest number of tokens of a text: `ROW`, or what the model's positions and windows allow."""
-    limits = exact_length(model), getattr(model.config, "max_position_embeddings", None)
-    return min(ROW, *(limit for limit in limits if limit is not None))
+    """Returns the largest number of tokens of a text: `ROW`, or what the model's positions allow."""
+    return min(ROW, getattr(model.config, "max_position_embeddings", None) or ROW)

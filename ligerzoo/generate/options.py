@@ -16,7 +16,6 @@ from ligerzoo.dtensors import is_divided, is_dtensor
 from ligerzoo.errors import LigerzooError, did_you_mean, warn
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import KVCache
-from ligerzoo.layers.exactness import exact_length
 from ligerzoo.sampling_options import FILTERS, SAMPLING_OPTIONS, SamplingOptions
 
 T = TypeVar("T")
@@ -297,10 +296,6 @@ class CacheOptions(NamedTuple):
         options = {name: value for name, value in self._asdict().items() if value}
         new_cache = cast(CausalModel, model).new_cache
         return new_cache(**options) if capacity is None else new_cache(capacity, **options)
-
-    def longest(self, model: nn.Module) -> int | None:
-        """Returns the largest number of tokens of a cache with these options; None for no limit."""
-        return exact_length(model) if self.exact else None
 
     def check(self, model: object) -> None:
         """Raises LigerzooError unless the model can have such caches."""

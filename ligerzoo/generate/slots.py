@@ -74,7 +74,7 @@ class Slots:
         options: CacheOptions = DEFAULT_CACHE,
         graphs: ModelGraphs | None = None,
     ) -> None:
-        self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model, options), max_cache_tokens
+        self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model), max_cache_tokens
         self._module, self._options = model, options
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Forward = model._call_impl
@@ -354,11 +354,10 @@ def _padded_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def max_length(model: nn.Module, options: CacheOptions = DEFAULT_CACHE) -> int | None:
+def max_length(model: nn.Module) -> int | None:
     """Returns the largest length of a sequence in `Slots`; None for no limit.
 
-    Beyond it, the rotary frequencies of each row depend on the longest one (rope types dynamic and longrope), or its
-    cache would not be exact.
+    Beyond it, the rotary frequencies of each row depend on the longest one (rope types dynamic and longrope).
 
     Raises:
         LigerzooError: see `has_static_decoding`.
@@ -367,8 +366,7 @@ def max_length(model: nn.Module, options: CacheOptions = DEFAULT_CACHE) -> int |
         what = "the model cannot decode with a KV cache of fixed size"
         expected = "a ligerzoo.models.CausalLM with causal self-attention only"
         raise LigerzooError(what, where=type(model).__name__, expected=expected, remedy="Use generate.")
-    lengths = independent_length(model), options.longest(model)
-    return min((length for length in lengths if length is not None), default=None)
+    return independent_length(model)
 
 
 def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Causal attention to cached keys with the bits that cuDNN's attention gives the same queries in a whole text.
 
-    y_t = softmax(q_t K^T * scale) V    over the keys up to t's own
+    y_t = softmax(q_t K^T * scale) V    over the keys up to t's own, or the last of them, as many as the window
 
 cuDNN's forward on Hopper gives a query the same bits whatever follows it in the text. A decode step has other shapes,
 for which no kernel of cuDNN's does so. This one repeats its order of operations for head sizes of 64 and 128 in bf16.
@@ -15,7 +15,10 @@ and at the end y = o * (1 / l) with l = (l_0 + l_1) + (l_2 + l_3). The order of 
 of which one has the weight 1 and others half an ulp of it: what remains of them shows which were added up first. Tests
 compare with cuDNN on a GPU, bit by bit; `reference` has other roundings.
 
-Not differentiable: caches are for inference.
+cuDNN has no windows. With one, this kernel is the forward pass of exact training too (`fused_attention`): tiles in
+which a query sees no key do not change its results, so they do not depend on the queries that share its program.
+
+Not differentiable by itself.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import math
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import AT_LEAST_1, check, or_none
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -39,14 +43,25 @@ _KEYS = 128  # of a tile
 _MIN_ROWS = 16  # of the smallest matrix product
 
 
-def reference(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float | None = None) -> Tensor:
-    """`exact_attention` in plain torch, with other roundings."""
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    last: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`exact_attention_with_lse` in plain torch, with other roundings."""
     wide = accumulation_dtype(q.dtype)
     group = q.shape[2] // keys.shape[2]
     keys, values = (x.transpose(1, 2).to(wide).repeat_interleave(group, 1) for x in (keys, values))
     scores = q.transpose(1, 2).to(wide) @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    hidden = torch.arange(keys.shape[2], device=q.device) > last[:, None, :, None]
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(1, 2).to(q.dtype)
+    last, index = last[:, None, :, None], torch.arange(keys.shape[2], device=q.device)
+    hidden = index > last
+    if window is not None:
+        hidden = hidden | (index <= last - window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(1, 2).to(q.dtype), scores.logsumexp(-1)
 
 
 @jit
@@ -83,7 +98,7 @@ def _lane_sums(x, ROWS: tl.constexpr):
 
 @kernel
 def _attention_kernel(
-    q, k, v, last_keys, out_ptr, scale, n_tokens, n_kv_heads, group, n_tiles,
+    q, k, v, last_keys, out_ptr, lse_ptr, scale, window, n_tokens, n_kv_heads, group, n_tiles,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -102,15 +117,24 @@ def _attention_kernel(
     maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     totals = tl.zeros((ROWS, 4), dtype=tl.float32)
     sums = tl.zeros((ROWS, DIM), dtype=tl.float32)
-    n_keys = tl.max(last, axis=0) + 1
-    for start in range(0, n_keys, KEYS):
+    n_keys, first_tile = tl.max(last, axis=0) + 1, 0
+    first = tl.zeros_like(last)
+    if window is not None:
+        first = tl.maximum(last - window + 1, 0)
+        first_tile = tl.min(tl.where(in_text, first, n_keys), axis=0) // KEYS * KEYS
+    for start in range(first_tile, n_keys, KEYS):
         index = start + tl.arange(0, KEYS).to(tl.int64)
         in_cache = index < n_keys
         k_offsets, v_offsets = index[None, :] * k.token_stride, index[:, None] * v.token_stride
         keys = tl.load(k_row + k_offsets + features[:, None], mask=in_cache[None, :], other=0.0)
         scores = tl.dot(queries, keys) * scale
-        scores = tl.where(index[None, :] <= last[:, None], scores, -float("inf"))
+        visible = index[None, :] <= last[:, None]
+        if window is not None:
+            visible = visible & (index[None, :] >= first[:, None])
+        scores = tl.where(visible, scores, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        if window is not None:  # a query may see no key of a tile
+            new_maximum = tl.maximum(new_maximum, -1e30)
         decay = tl.exp2(maximum - new_maximum)
         p = tl.exp2(scores - new_maximum[:, None])
         totals = tl.fma(totals, tl.broadcast_to(decay[:, None], (ROWS, 4)), _lane_sums(p, ROWS))
@@ -119,10 +143,12 @@ def _attention_kernel(
         maximum = new_maximum
 
     even, odd = tl.split(tl.reshape(totals, (ROWS, 2, 2)))
-    first, second = tl.split(even + odd)
-    y = sums * (1.0 / (first + second))[:, None]
+    left, right = tl.split(even + odd)
+    y = sums * (1.0 / (left + right))[:, None]
     out = out_ptr + ((batch * n_tokens + tokens) * n_kv_heads * group + heads)[:, None] * DIM + features[None, :]
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_text[:, None])
+    lse = (maximum + tl.log2(left + right)) * 0.6931471805599453
+    tl.store(lse_ptr + (batch * n_kv_heads * group + heads) * n_tokens + tokens, lse, mask=in_text)
 
 
 def _fp32(x: float) -> float:
@@ -130,32 +156,49 @@ def _fp32(x: float) -> float:
     return ctypes.c_float(x).value
 
 
-@register("exact_attention", fake=lambda q: empty_result(q))
-def _forward(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float) -> Tensor:
+def _allocate(q: Tensor) -> tuple[Tensor, Tensor]:
+    batch, n_tokens, n_heads, _ = q.shape
+    return empty_result(q), q.new_empty((batch, n_heads, n_tokens), dtype=torch.float32)
+
+
+@register("exact_attention", fake=_allocate)
+def _forward(
+    q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the output, (B, T, N, D), and the logsumexp of the scores, (B, N, T)."""
     batch, n_tokens, n_heads, head_dim = q.shape
     n_kv_heads = keys.shape[2]
     group = n_heads // n_kv_heads
-    out = empty_result(q)
+    out, lse = _allocate(q)
+    q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
     rows = _MIN_ROWS if n_tokens * group <= _MIN_ROWS else 4 * _MIN_ROWS
     n_tiles = cdiv(n_tokens * group, rows)
     last_keys = Strided(last, last.stride(0) if len(last) > 1 else 0, last.stride(1), 0)
     scale = _fp32(_fp32(scale) * _fp32(math.log2(math.e)))
-    sizes = n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS
     _attention_kernel[batch * n_kv_heads * n_tiles](
         *map(strided, (q, keys, values)),
         last_keys,
         out,
+        lse,
         scale,
-        *sizes,
+        window,
+        *(n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS),
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=False,
     )
-    return out
+    return out, lse
 
 
 def exact_attention(
-    q: Tensor, keys: Tensor, values: Tensor, last: Tensor, *, scale: float | None = None, backend: Backend = "auto"
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    last: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Attends from some tokens of each sequence to the keys of a cache, with the bits of cuDNN's causal attention.
 
@@ -167,6 +210,7 @@ def exact_attention(
         values: (B, S, K, D), adjacent features.
         last: (B or 1, T) int64, index of the last key that each query attends to, less than S.
         scale: factor of the scores; None for D^-0.5.
+        window: keys that a query attends to at most, including the last; None for all.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference, with other roundings).
 
     Returns:
@@ -178,6 +222,7 @@ def exact_attention(
     """
     check_floats("exact_attention", q=q, keys=keys, values=values)
     check_tensor("exact_attention", "last", last, "integer")
+    check("exact_attention", or_none(AT_LEAST_1), window=window)
     shapes_match = (
         q.dim() == keys.dim() == 4
         and keys.shape == values.shape
@@ -192,9 +237,20 @@ def exact_attention(
             f"{tuple(last.shape)}; expected shapes (B, T, N, D), (B, S, K, D) twice and (B or 1, T), N a multiple of "
             f"K, D in {HEAD_SIZES}"
         )
-    if not uses_triton(q, keys, values, backend=backend):
-        return reference(q, keys, values, last, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return exact_attention_with_lse(q, keys, values, last, scale, window, backend)[0]
+
+
+def exact_attention_with_lse(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    last: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`exact_attention` without checks, and the logsumexp of each query's scores, (B, N, T) fp32."""
     with torch.no_grad():
-        q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
-        return _forward(q, keys, values, last, scale)
+        if not uses_triton(q, keys, values, backend=backend):
+            return reference(q, keys, values, last, scale, window)
+        return _forward(q, keys, values, last, q.shape[-1] ** -0.5 if scale is None else scale, window)

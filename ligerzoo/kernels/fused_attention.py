@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import under_transform
+from ligerzoo.kernels.dispatch import is_hopper
+from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse
 
 _ALIGNMENT = 8  # head sizes that the kernels of a GPU take are multiples of it
 
@@ -27,11 +29,14 @@ class TorchAttention(NamedTuple):
         kernel: "cudnn", "flash" (both for fp16 and bf16 on a GPU), "cpu" (fp32 and fp64), or "auto", to be `chosen`.
         scale: factor of the scores.
         is_causal: a query attends to the keys up to its own, which requires T = S.
+        window: keys that a query attends to at most, including its own, see `has_windows`; None for all. Forward is
+            then `exact_attention`, and backward that of "flash".
     """
 
     kernel: AttentionKernel
     scale: float
     is_causal: bool
+    window: int | None = None
 
     def chosen(self, q: Tensor, k: Tensor, v: Tensor) -> TorchAttention:
         """Returns this with the kernel of `attention_kernel` in place of "auto"."""
@@ -44,6 +49,11 @@ class TorchAttention(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, T, D), (B, K, S, D) twice -> the output, (B, N, T, D), and the logsumexp of the scores, (B, N, T)."""
         aten = torch.ops.aten
+        if self.window is not None:
+            last = torch.arange(q.shape[2], device=q.device)[None]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out, lse = exact_attention_with_lse(q, k, v, last, self.scale, self.window)
+            return out.transpose(1, 2), lse
         if self.kernel == "cudnn":
             out, lse = aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, 0.0, self.is_causal, False, scale=self.scale
@@ -71,6 +81,12 @@ class TorchAttention(NamedTuple):
             dk, dv = (x.unflatten(1, (heads, group)).sum(2) for x in repeated)
             return dq, dk, dv
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)  # state of the random numbers
+        if self.window is not None:
+            heads_last = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+            others = lse, None, None, max_q, max_k, 0.0, True, no_dropout, no_dropout
+            window = {"window_size_left": self.window - 1, "window_size_right": 0}
+            dq, dk, dv = aten._flash_attention_backward(*heads_last, *others, scale=self.scale, **window)
+            return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         if self.kernel == "cudnn":
             gradients = aten._scaled_dot_product_cudnn_attention_backward(
                 dout, q, k, v, out, lse[..., None], no_dropout, no_dropout, None, None, None, max_q, max_k, 0.0,
@@ -97,3 +113,8 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Attent
     if torch.backends.cuda.can_use_cudnn_attention(params):
         return "cudnn"
     return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None
+
+
+def has_windows(q: Tensor, v: Tensor) -> bool:
+    """Whether `TorchAttention` computes windows for these tensors with the bits of an exact cache."""
+    return is_hopper(q) and q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] and q.shape[-1] in HEAD_SIZES

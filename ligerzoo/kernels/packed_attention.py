@@ -23,10 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.checks import AT_LEAST_1, check, or_none
 from ligerzoo.kernels.attention_sinks import add_sinks, sink_gradient, sink_gradients
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
-from ligerzoo.kernels.fused_attention import TorchAttention, attention_kernel
+from ligerzoo.kernels.fused_attention import TorchAttention, attention_kernel, has_windows
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.packing import Packing
 from ligerzoo.kernels.registration import register
@@ -272,6 +273,7 @@ def packed_attention(
     packing: Packing,
     *,
     scale: float | None = None,
+    window: int | None = None,
     sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -283,6 +285,8 @@ def packed_attention(
         v: (B, T, K, V); V = D but for sizes that cuDNN accepts, such as D = 192 and V = 128.
         packing: from `pack_documents`, for B rows of T tokens.
         scale: factor of the scores; None for D^-0.5.
+        window: tokens that a token attends to at most, including itself, with V = D = 64 or 128 in bf16 on a Hopper
+            GPU; None for its whole document.
         sinks: (N,), for each head a logit that takes part in the softmax but has no value; None for none.
         backend: moves tokens and adds sinks by "auto" (Triton where supported), "triton" or "torch".
 
@@ -294,6 +298,7 @@ def packed_attention(
     """
     check_floats("packed_attention", q=q, k=k, v=v)
     check_optional_floats("packed_attention", sinks=sinks)
+    check("packed_attention", or_none(AT_LEAST_1), window=window)
     if (
         not q.dim() == k.dim() == v.dim() == 4
         or k.shape[:3] != v.shape[:3]
@@ -313,13 +318,14 @@ def packed_attention(
         return total.to(q.dtype).expand(*q.shape[:3], v.shape[3]).clone()
     # Dynamo cannot ask torch which kernel supports the tensors.
     name = "auto" if torch.compiler.is_compiling() else attention_kernel(q, k, v, is_causal=True)
-    if name is None:
+    if name is None or (window is not None and not has_windows(q, v)):
         dtypes = ", ".join(str(dtype) for dtype in dict.fromkeys((q.dtype, k.dtype, v.dtype)))
         transform = " under a transform of torch.func or forward-mode differentiation" if under_transform() else ""
         raise ValueError(
-            f"packed_attention: {dtypes} on {q.device} with head sizes {q.shape[-1]} and {v.shape[-1]}{transform}; "
-            "expected one dtype, bf16 or fp16 and multiples of 8 on a GPU, or fp32 or fp64 and equal head sizes on a "
-            "CPU, and no transform. Use ligerzoo.layers.attend with a mask"
+            f"packed_attention: {dtypes} on {q.device} with head sizes {q.shape[-1]} and {v.shape[-1]}, "
+            f"window={window}{transform}; expected one dtype, bf16 or fp16 and multiples of 8 on a GPU, or fp32 or "
+            "fp64 and equal head sizes on a CPU, and no transform; with a window, bf16 and 64 or 128 on a Hopper GPU. "
+            "Use ligerzoo.layers.attend with a mask"
         )
-    attention = TorchAttention(name, q.shape[-1] ** -0.5 if scale is None else scale, is_causal=True)
+    attention = TorchAttention(name, q.shape[-1] ** -0.5 if scale is None else scale, True, window)
     return _PackedAttention.apply(q, k, v, sinks, packing, attention, uses_triton(q, k, v, backend=backend))

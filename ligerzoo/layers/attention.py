@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, or_none
-from ligerzoo.kernels import exact_attention, rope
+from ligerzoo.kernels import rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.exact_attention import HEAD_SIZES
+from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         if (record := context.outputs.attentions) is not None:
             return attend_and_record(call, record)
         if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
-            return self._attend_exactly(q, k, v, context)
+            return self._attend_exactly(call, context)
         return compute(call)
 
     def attention_call(
@@ -168,14 +168,11 @@ class Attention(nn.Module):
         """Returns the arguments of `attend`, with the options of this layer, for the heads of this process."""
         return AttentionCall(q, k, v, mask, self.scale, self.softcap, self.is_causal)
 
-    def _attend_exactly(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def _attend_exactly(self, call: AttentionCall, context: Context) -> Tensor:
         """Attends to cached keys with the bits of causal attention without a cache."""
-        if self.window is not None and k.shape[1] > self.window:
-            raise ValueError(
-                f"exact cache: got {k.shape[1]} tokens; expected at most {self.window}, the sliding window. "
-                "Use exact=False"
-            )
-        return exact_attention(q, k, v, context.cache_position, scale=self.scale)
+        if context.last_visible is not None:
+            raise ValueError("exact cache: got attention to later tokens; expected causal attention. Use exact=False")
+        return exact_attention_with_lse(*call[:3], context.cache_position, self.scale, self.window, self.backend)[0]
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """Yields what prevents exact results of this layer, see `layers.exactness`."""

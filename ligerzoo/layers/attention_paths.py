@@ -20,7 +20,7 @@ from ligerzoo.kernels import apply_sinks, decode_attention, packed_attention, si
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.fp8 import FP8, from_storage
-from ligerzoo.kernels.fused_attention import attention_kernel
+from ligerzoo.kernels.fused_attention import attention_kernel, has_windows
 from ligerzoo.layers.attention_on_meta import attention_on_meta
 from ligerzoo.layers.documents import Documents
 from ligerzoo.layers.masks import AttentionMask, Mask, as_additive, single_query_interval
@@ -156,31 +156,38 @@ def _can_pack(call: AttentionCall) -> bool:
     """Whether documents, known to the host, run in batches: if that is faster than FlexAttention, or must be exact.
 
     Raises:
-        ValueError: the documents must be exact, and cuDNN cannot compute this attention.
+        ValueError: the documents must be exact, and no kernel computes this attention exactly.
     """
     documents = call.documents
     if documents is None or not (documents.exact or (_is_long(call) and call.softcap is None)):
         return False
-    window = call.mask.window  # type: ignore[union-attr]
+    window = _window_of_documents(call)
     reasons = {
         "padding within a row": documents.rows is None,
         f"a window of {window} tokens and documents of up to {documents.longest}": (
-            window is not None and window < documents.longest
+            window is not None and not has_windows(call.q, call.v)
         ),
         f"a soft cap of {call.softcap}": call.softcap is not None,
         f"{call.q.dtype} on {call.q.device.type} and a head size of {call.q.shape[-1]}": (
-            attention_kernel(*call[:3], True) != "cudnn"
+            window is None and attention_kernel(*call[:3], True) != "cudnn"
         ),
     }
     for reason, holds in reasons.items():
         if holds and documents.exact:
-            raise ValueError(f"exact attention: got {reason}; expected what cuDNN computes. Use exact=False")
-    return not any(reasons.values()) and (documents.exact or documents.packing_pays)
+            raise ValueError(f"exact attention: got {reason}; expected what has known bits. Use exact=False")
+    return not any(reasons.values()) and (documents.exact or (window is None and documents.packing_pays))
+
+
+def _window_of_documents(call: AttentionCall) -> int | None:
+    """The sliding window; None if the documents are not longer."""
+    documents, window = call.documents, getattr(call.mask, "window", None)
+    return None if documents is None or window is None or window >= documents.longest else window
 
 
 def _packed(call: AttentionCall) -> Tensor:
     assert call.documents is not None
-    return packed_attention(*call[:3], call.documents.packing, scale=call.scale, sinks=call.sinks)
+    packing, window = call.documents.packing, _window_of_documents(call)
+    return packed_attention(*call[:3], packing, scale=call.scale, window=window, sinks=call.sinks)
 
 
 def _is_long(call: AttentionCall) -> bool:

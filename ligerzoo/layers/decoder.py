@@ -104,7 +104,7 @@ class Decoder(nn.Module):
             ValueError: another dtype, or the decoder does not support exact caches, see `check_exact`.
         """
         if exact:
-            check_exact(self, capacity, dtype)
+            check_exact(self, dtype)
         # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
         cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers], dtype, exact=exact)
         cache.max_valid_length = self.max_valid_cache_length

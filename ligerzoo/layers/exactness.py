@@ -33,24 +33,23 @@ def never_exact(layer: nn.Module, expected: str = "plain self-attention") -> Obs
     return "", expected, f"is a {type(layer).__name__}"
 
 
-def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> None:
+def check_exact(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Raises ValueError, with the reason, if results with an exact cache would differ from those of a whole forward.
 
     Args:
         module: a decoder, or a part of one.
-        capacity: of the cache; None if it grows. Longer texts than a sliding window are not supported.
-        dtype: of the cache.
+        dtype: of the cache; None for that of the keys.
     """
-    if (obstacle := exact_obstacle(module, capacity, dtype)) is not None:
+    if (obstacle := exact_obstacle(module, dtype)) is not None:
         raise ValueError(f"exact cache: {obstacle}. Use exact=False")
 
 
-def exact_obstacle(module: nn.Module, capacity: int | None = None, dtype: torch.dtype | None = None) -> str | None:
+def exact_obstacle(module: nn.Module, dtype: torch.dtype | None = None) -> str | None:
     """Returns the first obstacle, with what is expected, as a clause for a message; None without one.
 
     It is one of the `obstacles`, or one that a check of the GPU finds.
     """
-    for name, expected, got in chain(obstacles(module, capacity, dtype), _machine_obstacles(module)):
+    for name, expected, got in chain(obstacles(module, dtype), _machine_obstacles(module)):
         return f"{name} {got}; expected {expected}"
     return None
 
@@ -69,19 +68,10 @@ def _machine_obstacles(module: nn.Module) -> Iterator[Obstacle]:
         yield str(device), expected, f"with {versions} gives other bits: {found}"
 
 
-def exact_length(module: nn.Module) -> int | None:
-    """Returns the largest number of tokens of an exact cache, the smallest sliding window; None for no limit."""
-    windows = (getattr(part, "window", None) for part in module.modules() if hasattr(part, "exact_obstacles"))
-    return min((window for window in windows if window is not None), default=None)
-
-
-def obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> Iterator[Obstacle]:
+def obstacles(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Obstacle]:
     """Yields obstacles to exact results: name, expected, got. Layers yield theirs in a method `exact_obstacles()`."""
     if dtype is not None:
         yield "the cache's dtype", "that of the keys", f"is {dtype}"
-    longest = exact_length(module)
-    if capacity is not None and longest is not None and capacity > longest:
-        yield "the capacity", f"at most {longest}, the sliding window", f"is {capacity}"
     updates = {parameter for part in module.modules() for parameter in _updates(part)}
     for name, weight in module.named_parameters():
         if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:

@@ -219,8 +219,7 @@ def completion_divergence(
         aux_loss_share: see `completion_loss`.
         inputs: keyword arguments of `ligerzoo.losses.distillation_loss`, such as `num_items`.
     """
-    tokens = batch.inputs["input_ids"].shape[1]
-    rows = replace(batch, exact=batch.exact and exact_obstacle(teacher, tokens) is None)
+    rows = replace(batch, exact=batch.exact and exact_obstacle(teacher) is None)
     with_teacher = loss.with_teacher(partial(_forward, teacher, rows), **inputs)
     return completion_loss(model, batch, with_teacher, aux_loss_share=aux_loss_share)
 

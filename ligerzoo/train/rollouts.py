@@ -146,7 +146,7 @@ class Rollouts:
         if processes.data_ranks() < processes.world_size():
             return "--mesh divides the rows or layers of an update; expected whole ones, as with shard"
         with self._model.current():
-            return exact_obstacle(self._model.model, self._options.seq_length)
+            return exact_obstacle(self._model.model)
 
     def show(self, data: RunPrompts) -> None:
         """Prints completions of the first prompt of the training, in a dry run."""

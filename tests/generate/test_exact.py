@@ -1,4 +1,4 @@
-"""Exact mode: logits and log-probabilities have the bits of one forward of the whole text."""
+"""Exact mode: logits and log-probabilities have the bits of one exact forward of the whole text."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, slots
-from ligerzoo.layers.exactness import check_exact, exact_length, obstacles
+from ligerzoo.layers.exactness import obstacles
 from ligerzoo.losses import model_token_logps
 from ligerzoo.models import (
     Ernie4_5Moe,
@@ -48,6 +48,7 @@ MODELS = {
     "llama": lambda **kwargs: Llama(LlamaConfig(**SMALL_HEADS), **kwargs),
     "qwen3": lambda **kwargs: Qwen3(Qwen3Config(**LARGE), **kwargs),
     "mistral": lambda **kwargs: Mistral(MistralConfig(**LARGE, sliding_window=4096), **kwargs),
+    "window": lambda **kwargs: Mistral(MistralConfig(**LARGE, sliding_window=100), **kwargs),
     "mixtral": lambda **kwargs: Mixtral(MixtralConfig(**MIXTURE), **kwargs),
     "qwen2_moe": lambda **kwargs: Qwen2Moe(Qwen2MoeConfig(**MIXTURE, num_experts=60, num_experts_per_tok=4), **kwargs),
     "qwen3_moe": lambda **kwargs: Qwen3Moe(Qwen3MoeConfig(**MIXTURE), **kwargs),
@@ -61,9 +62,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def whole(model: Any, text: Tensor) -> Tensor:
-    """The logits of one forward of the text."""
+    """The logits of one exact forward of the text."""
     with torch.no_grad():
-        return model(text[None]).logits[0]  # type: ignore[no-any-return]
+        return model(text[None], exact=True).logits[0]  # type: ignore[no-any-return]
 
 
 class Scores:
@@ -103,7 +104,7 @@ def test_logits_and_logps_are_those_of_a_whole_forward(model: Any, seed: int, mo
         logits = whole(model, text)
         for step, got in enumerate(scores.steps):
             assert torch.equal(got[row], logits[length - 1 + step].float()), (length, step)
-        trained = model_token_logps(model, text[None], text[None])[0, length - 1 : -1]
+        trained = model_token_logps(model, text[None], text[None], exact=True)[0, length - 1 : -1]
         assert torch.equal(out.logps[row], trained.detach())
 
 
@@ -129,7 +130,7 @@ def test_a_gradient_does_not_change_the_bits(model: Any) -> None:
     text = torch.randint(1, 32000, (600,), device="cuda")
     expected = whole(model, text)
     for length in (1, 2, 40, 64, 65, 300, 600):
-        assert torch.equal(model(text[None, :length]).logits[0], expected[:length])
+        assert torch.equal(model(text[None, :length], exact=True).logits[0], expected[:length])
 
 
 @pytest.mark.gpu
@@ -158,7 +159,7 @@ def test_other_models_are_refused() -> None:
 
 def refusals(model: Any) -> list[tuple[str, str, str]]:
     """What prevents exact results, except for the device."""
-    return [obstacle for obstacle in obstacles(model, None, None) if "Hopper" not in obstacle[1]]
+    return [obstacle for obstacle in obstacles(model) if "Hopper" not in obstacle[1]]
 
 
 REFUSED: dict[str, tuple[Any, list[tuple[str, str]]]] = {
@@ -195,13 +196,6 @@ REFUSED: dict[str, tuple[Any, list[tuple[str, str]]]] = {
 def test_what_is_refused_by_name(make: Any, expected: list[tuple[str, str]]) -> None:
     model = make(**{**TINY, "head_dim": 64, "num_key_value_heads": 2, "num_hidden_layers": 2}).bfloat16()
     assert [(name, got) for name, _, got in refusals(model)] == expected
-
-
-def test_windows_limit_the_length() -> None:
-    model = Mistral(MistralConfig(**{**TINY, "num_key_value_heads": 2, "sliding_window": 40}), device="meta")
-    assert exact_length(model) == 40
-    with pytest.raises(ValueError, match="the capacity is 41; expected at most 40, the sliding window"):
-        check_exact(model, 41, None)
 
 
 def test_the_option_is_checked() -> None:

@@ -174,10 +174,13 @@ def _exact_attention(device: str) -> Samples:
     t = partial(new, device=device, dtype=torch.float16)
     last = torch.tensor([[3, 4, 5], [128, 129, 130]], device=device)
     return [
-        {"q": t(2, 3, 6, 64), "keys": t(2, 140, 2, 64), "values": t(2, 140, 2, 64), "last": last, "scale": 0.2},
+        {
+            "q": t(2, 3, 6, 64), "keys": t(2, 140, 2, 64), "values": t(2, 140, 2, 64), "last": last, "scale": 0.2,
+            "window": None,
+        },
         {
             "q": t(2, 1, 2, 128), "keys": t(2, 2, 9, 128).transpose(1, 2), "values": t(2, 9, 2, 128),
-            "last": last[:1, :1], "scale": 1.0,
+            "last": last[:1, :1], "scale": 1.0, "window": 3,
         },
     ]  # fmt: skip
 

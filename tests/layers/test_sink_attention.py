@@ -174,7 +174,7 @@ def test_memory_of_a_step_on_meta(window: int | None) -> None:
 def test_exact_caches_are_refused(device: str) -> None:
     from ligerzoo.layers.exactness import obstacles
 
-    found = [got for _, _, got in obstacles(layer(None, device), None, None)]
+    found = [got for _, _, got in obstacles(layer(None, device))]
     assert "has sinks" in found
 
 
