@@ -11,12 +11,14 @@ With c = round(scale * log2(e)), for tiles of 128 keys in order:
     l = fma(l, a, sum p)                    of each of 4 lanes; lane i has the columns 8j + 2i and 8j + 2i + 1, in order
     o = o a + bf16(p) V                     the products sum over the keys in order, 16 at a time
 
-and at the end y = o * (1 / l) with l = (l_0 + l_1) + (l_2 + l_3). The order of the sums was found by attending to keys
-of which one has the weight 1 and others half an ulp of it: what remains of them shows which were added up first. Tests
-compare with cuDNN on a GPU, bit by bit; `reference` has other roundings.
+and at the end y = o * (1 / l) with l = (l_0 + l_1) + (l_2 + l_3), and the logsumexp fma(m, log(2), log(2) lg2(l)) with
+the GPU's approximate lg2. The order of the sums was found by attending to keys of which one has the weight 1 and others
+half an ulp of it: what remains of them shows which were added up first. Tests compare with cuDNN on a GPU, bit by bit;
+`reference` has other roundings.
 
-cuDNN has no windows. With one, this kernel is the forward pass of exact training too (`fused_attention`): tiles in
-which a query sees no key do not change its results, so they do not depend on the queries that share its program.
+cuDNN has no windows, and its order for head size 256 is not known. There, this kernel is the forward pass of exact
+training too (`fused_attention`), for 256 with tiles of 64 keys. Tiles in which a query sees no key do not change its
+results, so they do not depend on the queries that share its program.
 
 Not differentiable by itself.
 """
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,15 +35,39 @@ from torch import Tensor
 from ligerzoo.checks import AT_LEAST_1, check, or_none
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_result, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.math import approximate_log
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.strided import Strided, strided
 from ligerzoo.tensor_checks import check_floats, check_tensor
 
-HEAD_SIZES = (64, 128)
-"""Head sizes of which the bits are known."""
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes that the kernel supports."""
 
-_KEYS = 128  # of a tile
-_MIN_ROWS = 16  # of the smallest matrix product
+
+class _Tiling(NamedTuple):
+    """How programs divide the work.
+
+    Attributes:
+        keys: of a tile.
+        stages: tiles of keys and values in flight.
+        rows: queries of a tile and warps, for few and for many.
+    """
+
+    keys: int
+    stages: int
+    rows: tuple[tuple[int, int], ...]
+
+
+_TILINGS = {
+    64: _Tiling(128, 3, ((16, 4), (64, 4), (128, 8))),
+    128: _Tiling(128, 3, ((16, 4), (64, 4), (128, 8))),
+    256: _Tiling(64, 2, ((16, 4), (64, 8))),
+}
+
+
+def follows_cudnn(head_dim: int) -> bool:
+    """Whether the kernel gives queries the bits that cuDNN gives them: its order for 256 is not known."""
+    return head_dim != 256
 
 
 def reference(
@@ -89,11 +116,16 @@ def _add_16(total, x):
 
 
 @jit
-def _lane_sums(x, ROWS: tl.constexpr):
-    """(ROWS, 128) -> (ROWS, 4): the sums of the lanes, each over its 32 columns from left to right."""
-    x = tl.reshape(x, (ROWS, 2, 2, 2, 2, 4, 2))  # column 8j + 2 lane + parity, with the bits of j
-    first, second = tl.split(tl.permute(x, (0, 5, 6, 4, 3, 2, 1)))
-    return _add_16(_add_16(tl.zeros((ROWS, 4), dtype=tl.float32), first), second)
+def _lane_sums(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """(ROWS, KEYS) -> (ROWS, 4): the sums of the lanes, each over its columns from left to right."""
+    zeros = tl.zeros((ROWS, 4), dtype=tl.float32)
+    if KEYS == 128:
+        x = tl.reshape(x, (ROWS, 2, 2, 2, 2, 4, 2))  # column 8j + 2 lane + parity, with the bits of j
+        first, second = tl.split(tl.permute(x, (0, 5, 6, 4, 3, 2, 1)))
+        return _add_16(_add_16(zeros, first), second)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, 2, 2, 4, 2)), (0, 4, 5, 3, 2, 1)))
+        return _add_8(_add_8(zeros, first), second)
 
 
 @kernel
@@ -137,7 +169,7 @@ def _attention_kernel(
             new_maximum = tl.maximum(new_maximum, -1e30)
         decay = tl.exp2(maximum - new_maximum)
         p = tl.exp2(scores - new_maximum[:, None])
-        totals = tl.fma(totals, tl.broadcast_to(decay[:, None], (ROWS, 4)), _lane_sums(p, ROWS))
+        totals = tl.fma(totals, tl.broadcast_to(decay[:, None], (ROWS, 4)), _lane_sums(p, ROWS, KEYS))
         values = tl.load(v_row + v_offsets + features[None, :], mask=in_cache[:, None], other=0.0)
         sums = tl.dot(p.to(values.dtype), values, sums * decay[:, None])
         maximum = new_maximum
@@ -147,7 +179,7 @@ def _attention_kernel(
     y = sums * (1.0 / (left + right))[:, None]
     out = out_ptr + ((batch * n_tokens + tokens) * n_kv_heads * group + heads)[:, None] * DIM + features[None, :]
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_text[:, None])
-    lse = (maximum + tl.log2(left + right)) * 0.6931471805599453
+    lse = tl.fma(maximum, tl.full((ROWS,), 0.6931471805599453, tl.float32), approximate_log(left + right))
     tl.store(lse_ptr + (batch * n_kv_heads * group + heads) * n_tokens + tokens, lse, mask=in_text)
 
 
@@ -171,7 +203,8 @@ def _forward(
     group = n_heads // n_kv_heads
     out, lse = _allocate(q)
     q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
-    rows = _MIN_ROWS if n_tokens * group <= _MIN_ROWS else 4 * _MIN_ROWS
+    n_keys, stages, tiles = _TILINGS[head_dim]
+    rows, warps = next(tile for tile in tiles if n_tokens * group <= tile[0] or tile is tiles[-1])
     n_tiles = cdiv(n_tokens * group, rows)
     last_keys = Strided(last, last.stride(0) if len(last) > 1 else 0, last.stride(1), 0)
     scale = _fp32(_fp32(scale) * _fp32(math.log2(math.e)))
@@ -182,9 +215,9 @@ def _forward(
         lse,
         scale,
         window,
-        *(n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS),
-        num_warps=4,
-        num_stages=3,
+        *(n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, n_keys),
+        num_warps=warps,
+        num_stages=stages,
         enable_fp_fusion=False,
     )
     return out, lse
@@ -202,10 +235,10 @@ def exact_attention(
 ) -> Tensor:
     """Attends from some tokens of each sequence to the keys of a cache, with the bits of cuDNN's causal attention.
 
-    That holds on Hopper GPUs in bf16. Not differentiable.
+    That holds on Hopper GPUs in bf16, for D = 64 or 128. Not differentiable.
 
     Args:
-        q: (B, T, N, D) queries, adjacent features, D = 64 or 128.
+        q: (B, T, N, D) queries, adjacent features, D = 64, 128 or 256.
         keys: (B, S, K, D), adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
         values: (B, S, K, D), adjacent features.
         last: (B or 1, T) int64, index of the last key that each query attends to, less than S.

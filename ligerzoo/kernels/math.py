@@ -32,19 +32,19 @@ def fast_exp(x):
 def fast_log(x, x_minus_1):
     """log(x), given x and x - 1. Small x - 1 uses the series of log(1 + (x - 1)): the fast log2 has a bias of 5e-8."""
     series = x_minus_1 * (1.0 + x_minus_1 * (-1.0 / 2.0 + x_minus_1 * (1.0 / 3.0 - x_minus_1 * (1.0 / 4.0))))
-    return tl.where(tl.abs(x_minus_1) < 0.05, series, _fast_log(x))
+    return tl.where(tl.abs(x_minus_1) < 0.05, series, approximate_log(x))
 
 
 if INTERPRETING:
 
     @jit
-    def _fast_log(x):
+    def approximate_log(x):
         return tl.log(x)
 
 else:
 
     @jit
-    def _fast_log(x):
+    def approximate_log(x):
         """log(x) with an error of 2e-7 for x between 0.5 and 2, else of 2 ulps."""
         instruction: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         log2 = tl.inline_asm_elementwise(instruction, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, or_none
-from ligerzoo.kernels import rope
+from ligerzoo.kernels import apply_sinks, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse
+from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse, follows_cudnn
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache
@@ -124,7 +124,8 @@ class Attention(nn.Module):
             window=self.window,
             is_causal=self.is_causal,
             cache=cache,
-            force=self.softcap is not None,  # only FlexAttention fuses soft caps, and it needs a mask
+            # Only FlexAttention fuses soft caps, and it needs a mask. So does a path with other bits than cuDNN.
+            force=self.softcap is not None or (context.is_exact and not follows_cudnn(self.head_dim)),
         )
         return context.parts.to_tokens(self.attend(q, k, v, mask, context))
 
@@ -172,7 +173,8 @@ class Attention(nn.Module):
         """Attends to cached keys with the bits of causal attention without a cache."""
         if context.last_visible is not None:
             raise ValueError("exact cache: got attention to later tokens; expected causal attention. Use exact=False")
-        return exact_attention_with_lse(*call[:3], context.cache_position, self.scale, self.window, self.backend)[0]
+        out, lse = exact_attention_with_lse(*call[:3], context.cache_position, self.scale, self.window, self.backend)
+        return out if call.sinks is None else apply_sinks(out, lse, call.sinks, backend=self.backend)
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """Yields what prevents exact results of this layer, see `layers.exactness`."""
@@ -259,11 +261,6 @@ class SinkAttention(Attention):
     def tensor_plan(self) -> TensorPlan:
         """See `Attention.tensor_plan`."""
         return replace(super().tensor_plan(), own=("sinks",))
-
-    def exact_obstacles(self) -> Iterator[Obstacle]:
-        """See `Attention.exact_obstacles`."""
-        yield from super().exact_obstacles()
-        yield "", "attention without sinks", "has sinks"
 
 
 class GatedAttention(Attention):

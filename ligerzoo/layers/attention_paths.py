@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ligerzoo.kernels import apply_sinks, decode_attention, packed_attention, sink_attention
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.kernels.exact_attention import follows_cudnn
 from ligerzoo.kernels.fp8 import FP8, from_storage
 from ligerzoo.kernels.fused_attention import attention_kernel, has_windows
 from ligerzoo.layers.attention_on_meta import attention_on_meta
@@ -179,9 +180,12 @@ def _can_pack(call: AttentionCall) -> bool:
 
 
 def _window_of_documents(call: AttentionCall) -> int | None:
-    """The sliding window; None if the documents are not longer."""
+    """The sliding window; None if the documents are not longer, and cuDNN gives them the bits that they must have."""
     documents, window = call.documents, getattr(call.mask, "window", None)
-    return None if documents is None or window is None or window >= documents.longest else window
+    if documents is None or (window is not None and window < documents.longest):
+        return window
+    is_cudnn = follows_cudnn(call.q.shape[-1]) or not has_windows(call.q, call.v)
+    return None if is_cudnn or not documents.exact else documents.longest
 
 
 def _packed(call: AttentionCall) -> Tensor:

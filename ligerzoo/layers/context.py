@@ -229,6 +229,11 @@ class Context:
         self._rotations, self._masks = {}, {}
 
     @property
+    def is_exact(self) -> bool:
+        """Whether tokens get the bits that they have in an exact forward of their text alone."""
+        return any(x is not None and x.exact for x in (self.cache, self.documents))
+
+    @property
     def router_logits(self) -> list[Tensor] | None:
         """See `LayerOutputs`."""
         return self.outputs.router_logits

@@ -49,6 +49,10 @@ MODELS = {
     "qwen3": lambda **kwargs: Qwen3(Qwen3Config(**LARGE), **kwargs),
     "mistral": lambda **kwargs: Mistral(MistralConfig(**LARGE, sliding_window=4096), **kwargs),
     "window": lambda **kwargs: Mistral(MistralConfig(**LARGE, sliding_window=100), **kwargs),
+    "gpt_oss": lambda **kwargs: GptOss(GptOssConfig(vocab_size=32000, num_hidden_layers=2, num_experts=32), **kwargs),
+    "gemma3": lambda **kwargs: Gemma3Text(
+        Gemma3TextConfig(**{**LARGE, "head_dim": 256, "num_hidden_layers": 6, "sliding_window": 200}), **kwargs
+    ),
     "mixtral": lambda **kwargs: Mixtral(MixtralConfig(**MIXTURE), **kwargs),
     "qwen2_moe": lambda **kwargs: Qwen2Moe(Qwen2MoeConfig(**MIXTURE, num_experts=60, num_experts_per_tok=4), **kwargs),
     "qwen3_moe": lambda **kwargs: Qwen3Moe(Qwen3MoeConfig(**MIXTURE), **kwargs),
@@ -165,14 +169,7 @@ def refusals(model: Any) -> list[tuple[str, str, str]]:
 REFUSED: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     "Qwen2-MoE": (lambda **sizes: Qwen2Moe(Qwen2MoeConfig(**sizes), device="meta"), []),
     "Qwen3-MoE": (lambda **sizes: Qwen3Moe(Qwen3MoeConfig(**sizes), device="meta"), []),
-    "gpt-oss": (
-        lambda **sizes: GptOss(GptOssConfig(**sizes, num_experts=4), device="meta"),
-        [("model.layers.0.self_attn", "has sinks"), ("model.layers.1.self_attn", "has sinks")],
-    ),
-    "head size 256": (
-        lambda **sizes: Gemma3Text(Gemma3TextConfig(**{**sizes, "head_dim": 256}), device="meta"),
-        [("model.layers.0.self_attn.head_dim", "is 256"), ("model.layers.1.self_attn.head_dim", "is 256")],
-    ),
+    "gpt-oss": (lambda **sizes: GptOss(GptOssConfig(**sizes, num_experts=4), device="meta"), []),
     "jitter": (
         lambda **sizes: Mixtral(MixtralConfig(**sizes, router_jitter_noise=0.1), device="meta"),
         [("model.layers.0.mlp.jitter_noise", "is 0.1"), ("model.layers.1.mlp.jitter_noise", "is 0.1")],

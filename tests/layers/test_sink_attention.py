@@ -171,13 +171,6 @@ def test_memory_of_a_step_on_meta(window: int | None) -> None:
     assert 0 <= kept[1] - kept[0] <= 4 * 4
 
 
-def test_exact_caches_are_refused(device: str) -> None:
-    from ligerzoo.layers.exactness import obstacles
-
-    found = [got for _, _, got in obstacles(layer(None, device))]
-    assert "has sinks" in found
-
-
 def test_fp8_is_a_dtype_of_caches(device: str) -> None:
     q, k, v, sinks = (t.detach() for t in tensors(9, torch.bfloat16, device))
     k8, v8 = k.to(FP8), v.to(FP8)
