@@ -16,11 +16,21 @@ from ligerzoo import cli
 from ligerzoo.doctor import Certificate, Finding, default_models, exact, examine
 from ligerzoo.doctor.exact import CHECKS, count_packed, count_placements, exact_findings, head_shapes, weights_by_shape
 from ligerzoo.generate import Completion
-from ligerzoo.layers import exactness, invariance
+from ligerzoo.layers import MoE, exactness, invariance
 from ligerzoo.layers.cache import TokenCache
 from ligerzoo.layers.exactness import check_exact
-from ligerzoo.layers.invariance import HeadShape, count_attention, count_products, count_updates, machine_obstacles
+from ligerzoo.layers.invariance import (
+    HeadShape,
+    count_attention,
+    count_experts,
+    count_products,
+    count_updates,
+    expert_obstacles,
+    machine_obstacles,
+)
 from ligerzoo.layers.lora import LoRAOptions
+from ligerzoo.layers.masks import CausalMask
+from ligerzoo.layers.moe import RouterLogits
 from ligerzoo.models import CausalLM
 
 LLAMA = next(Path(cli.__file__).parents[1].rglob("tiny-python-llama"))
@@ -48,7 +58,7 @@ def test_json_of_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert model["model"] == "tiny-python-llama"
     assert model["machine"]["torch"] == torch.__version__
     found = {(one["group"], one["name"]): one for one in model["findings"]}
-    assert {name for group, name in found if group == "exact"} == set(CHECKS)
+    assert {name for group, name in found if group == "exact"} == {*CHECKS} - {"experts"}
     assert found["exact", "sampling"]["status"] == "not covered"
     assert "expected a Hopper GPU" in found["exact", "sampling"]["detail"]
     assert found["model", "KV cache"]["status"] == "holds"
@@ -90,8 +100,10 @@ def with_wrong_last_row(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tens
     return torch.cat([y[:-1], last[None]]) if len(y) > 100 else y
 
 
-def query_by_query(q: Tensor, k: Tensor, v: Tensor, last: Tensor | None = None, *, scale: float | None) -> Tensor:
-    """Attention in which a query does not depend on what else is in the call."""
+def cached_query_by_query(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention in which a query does not depend on what else is in the call, and no logsumexp."""
     last = torch.arange(q.shape[1])[None] if last is None else last
     group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5 if scale is None else scale
     y = torch.empty_like(q)
@@ -99,9 +111,17 @@ def query_by_query(q: Tensor, k: Tensor, v: Tensor, last: Tensor | None = None, 
         for token in range(q.shape[1]):
             end = int(last[min(row, len(last) - 1), token]) + 1
             for head in range(q.shape[2]):
-                scores = (k[row, :end, head // group].contiguous() * q[row, token, head]).sum(-1) * scale
-                y[row, token, head] = (scores.softmax(0)[:, None] * v[row, :end, head // group].contiguous()).sum(0)
-    return y
+                seen = slice(0 if window is None else max(0, end - window), end)
+                scores = (k[row, seen, head // group].contiguous() * q[row, token, head]).sum(-1) * scale
+                y[row, token, head] = (scores.softmax(0)[:, None] * v[row, seen, head // group].contiguous()).sum(0)
+    return y, torch.empty(0)
+
+
+def query_by_query(
+    q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    assert sinks is None
+    return cached_query_by_query(q, k, v, None, scale, None if mask is None else mask.window)[0]
 
 
 def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,21 +146,51 @@ def test_products_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert count[:2] == (expected, 32)
 
 
-def test_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sees_padding(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
-        return query_by_query(q, k, v, scale=scale) + 1e-3 * (len(q) - 1)
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sees_padding(q: Tensor, *others: Any, sinks: Tensor | None) -> Tensor:
+        return query_by_query(q, *others, sinks=sinks) + 1e-3 * (len(q) - 1)
 
-    like, shape = torch.empty(0), HeadShape(2, 1, 64)
+    def others(*arguments: Any) -> tuple[Tensor, Tensor]:
+        y, lse = cached_query_by_query(*arguments)
+        return y * 1.001, lse
+
+    like, shape = torch.empty(0), HeadShape(2, 1, 64, window=window)
     monkeypatch.setattr(invariance, "MAX_PADDING", 3)
     for attend, cached, expected in (
-        (query_by_query, query_by_query, 0),
-        (sees_padding, query_by_query, 6),
-        (query_by_query, lambda *arguments, **options: query_by_query(*arguments, **options) * 1.001, 6),
+        (query_by_query, cached_query_by_query, 0),
+        (sees_padding, cached_query_by_query, 6),
+        (query_by_query, others, 6),
     ):
         monkeypatch.setattr(invariance, "attend", attend)
-        monkeypatch.setattr(invariance, "exact_attention", cached)
+        monkeypatch.setattr(invariance, "exact_attention_with_lse", cached)
         count = count_attention(like, shape, random.Random(0), draws=6, most=210)
         assert count[:2] == (expected, 12)
+
+
+class TokenByToken(MoE):
+    """Experts that compute each token alone, but for those of calls of few tokens, or with gradients."""
+
+    limit, with_gradients = 0, 0.0
+
+    def forward(self, x: Tensor, context: RouterLogits | None = None) -> Tensor:
+        y = torch.cat([MoE.forward(self, token, context) for token in x.split(1)])
+        return y + float(len(x) <= self.limit) + self.with_gradients * torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, 0), ({"limit": 64}, 6), ({"with_gradients": 1.0}, 5)])
+def test_experts(changes: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    [layer, *_] = [part for part in small_models()[2].modules() if isinstance(part, MoE)]
+    layer.__class__ = TokenByToken
+    for name, value in changes.items():
+        setattr(layer, name, value)
+    assert count_experts([layer], random.Random(0), rows=80)[:2] == (expected, 10)
+    monkeypatch.setattr(invariance, "QUICK_ROWS", 80)
+    monkeypatch.setattr(invariance, "_OF_EXPERTS", {})
+    found = [f"{expected} of 10 mixtures of experts of some tokens differ"] if expected else []
+    assert list(expert_obstacles([layer, layer], CPU)) == found
+    monkeypatch.setattr(invariance, "count_experts", None)  # checked once
+    assert list(expert_obstacles([layer], CPU)) == found
 
 
 def test_head_shapes() -> None:
@@ -150,8 +200,10 @@ def test_head_shapes() -> None:
 
 def test_what_a_gpu_gets_wrong_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    layer = SimpleNamespace(head_dim=64, attention_call=None, lora={"weight": LoRAOptions(rank=8, alpha=4)})
-    needs = gpu, {64}, {(8, 0.5)}
+    layer = SimpleNamespace(
+        head_dim=64, window=4096, attention_call=None, lora={"weight": LoRAOptions(rank=8, alpha=4)}
+    )
+    needs = gpu, {HeadShape(8, 2, 64, window=100)}, {(8, 0.5)}
     module: Any = SimpleNamespace(
         parameters=lambda: iter([SimpleNamespace(device=gpu)]), modules=lambda: iter([layer, SimpleNamespace()])
     )
@@ -171,10 +223,10 @@ def test_the_quick_check_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "QUICK_ROWS", 70)
     monkeypatch.setattr(invariance, "linear", row_by_row)
     machine_obstacles.cache_clear()
-    first = machine_obstacles(CPU, frozenset({64}))
+    first = machine_obstacles(CPU, frozenset({HeadShape(8, 2, 64)}))
     assert all("texts" in one for one in first)  # rows of products are equal; attention on a CPU has other bits
     monkeypatch.setattr(invariance, "linear", with_wrong_last_row)
-    assert machine_obstacles(CPU, frozenset({64})) is first
+    assert machine_obstacles(CPU, frozenset({HeadShape(8, 2, 64)})) is first
     machine_obstacles.cache_clear()
 
 
@@ -244,13 +296,13 @@ def test_placements(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refused_machine_leaves_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where exact=True refuses, the certificate says which bits differ."""
-    [model, *_] = small_models()
-    for name, differing in (("count_products", 1), ("count_attention", 0), ("count_packed", 0)):
+    [*_, model] = small_models()
+    for name, differing in (("count_products", 1), ("count_attention", 0), ("count_experts", 0), ("count_packed", 0)):
         count = invariance.Count(differing, 9, name)
         monkeypatch.setattr(exact, name, lambda *_, count=count: count)
     monkeypatch.setattr(exact, "obstacles", lambda *_: iter(()))
     findings = {one.name: one for one in exact_findings(model, 3, random.Random(0))}
-    assert [findings[name].status for name in CHECKS] == ["fails", "holds", "holds", "not covered"]
+    assert [findings[name].status for name in CHECKS] == ["fails", "holds", "holds", "holds", "not covered"]
     assert "expected a Hopper GPU" in findings["sampling"].detail
     certificate = Certificate("model", {}, list(findings.values()), 1.0)
     assert not certificate.holds

@@ -12,27 +12,30 @@ from ligerzoo.doctor.findings import Finding
 from ligerzoo.doctor.texts import ROW, longest_text, random_tokens
 from ligerzoo.kernels.exact_attention import HEAD_SIZES
 from ligerzoo.layers import Attention
-from ligerzoo.layers.exactness import check_exact, obstacles
-from ligerzoo.layers.invariance import Count, HeadShape, count_attention, count_products
+from ligerzoo.layers.exactness import check_exact, mixtures, obstacles
+from ligerzoo.layers.invariance import Count, HeadShape, count_attention, count_experts, count_products
 from ligerzoo.models import CausalLM
 from ligerzoo.train.completion_batches import completion_logps, pack_completions
 from ligerzoo.train.completions import SampledCompletion
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Source
 
-CHECKS = ("products", "attention", "packed rows", "sampling")
+CHECKS = ("products", "attention", "experts", "packed rows", "sampling")
 LONGEST_PROMPT, MOST_NEW_TOKENS = 300, 40
 
 
 def exact_findings(model: CausalLM, placements: int, chance: random.Random) -> Iterator[Finding]:
-    """Yields a finding for each of `CHECKS`."""
+    """Yields a finding for each of `CHECKS`; for experts only if the model has some."""
     reason = next(obstacles(model), None)
+    experts = {repr(layer): layer for layer in mixtures(model)}
     if reason is not None:
         name, expected, got = reason
-        for check in CHECKS:
+        for check in CHECKS if experts else (check for check in CHECKS if check != "experts"):
             yield Finding("exact", check, "not covered", f"{name} {got}; expected {expected}")
         return
     yield _finding("products", count_products(weights_by_shape(model), chance))
     yield _finding("attention", *(count_attention(model.lm_head.weight, one, chance) for one in head_shapes(model)))
+    if experts:
+        yield _finding("experts", count_experts(experts.values(), chance))
     yield _finding("packed rows", count_packed(model, chance))
     try:
         check_exact(model)
@@ -61,6 +64,8 @@ def head_shapes(model: CausalLM) -> list[HeadShape]:
             part.k_proj.out_features // part.head_dim,
             part.head_dim,
             part.scale,
+            part.window,
+            hasattr(part, "sinks"),
         )
         for part in model.modules()
         if isinstance(part, Attention) and part.head_dim in HEAD_SIZES

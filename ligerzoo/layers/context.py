@@ -140,6 +140,7 @@ class Context:
         outputs: as given.
         documents: what attends to each other in packed or padded rows; None if the host does not know it.
         parts: as given.
+        is_exact: whether tokens get the bits that they have in an exact forward of their text alone.
         router_logits, attentions, hidden_states: those of `outputs`.
 
     Raises:
@@ -152,6 +153,7 @@ class Context:
     cache: KVCache | None
     padding_mask: Tensor | None
     documents: Documents | None
+    is_exact: bool
     cache_position: Tensor
     segment_start: Tensor | None
     last_visible: Tensor | None
@@ -220,6 +222,7 @@ class Context:
                     self.documents = find_documents(partial(segments, found, self.rows))
         if exact:
             self.documents = self._exact_documents(find_documents)
+        self.is_exact = exact or (cache is not None and cache.exact)
         self.has_default_positions = position_ids is None
         if position_ids is None:
             position_ids = self.token_positions() if exact else self._segment_positions()
@@ -227,11 +230,6 @@ class Context:
         self.cross_attention_inputs = self.deepstack = None
         self.outputs = LayerOutputs(router_logits=[]) if outputs is None else outputs
         self._rotations, self._masks = {}, {}
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether tokens get the bits that they have in an exact forward of their text alone."""
-        return any(x is not None and x.exact for x in (self.cache, self.documents))
 
     @property
     def router_logits(self) -> list[Tensor] | None:

@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers.invariance import machine_obstacles
+from ligerzoo.layers.invariance import HeadShape, expert_obstacles, machine_obstacles
 from ligerzoo.layers.plain import is_plain_tensor
 
 _HOPPER = 9  # major number of the compute capability
@@ -55,17 +55,30 @@ def exact_obstacle(module: nn.Module, dtype: torch.dtype | None = None) -> str |
 
 
 def _machine_obstacles(module: nn.Module) -> Iterator[Obstacle]:
-    """Yields what a check of the GPU finds. It runs once per process, head size, and rank and scale of updates."""
+    """Yields what a check of the GPU finds. It runs once per process and kind of attention, update and mixture."""
     device = next(module.parameters()).device
     if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return
     versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
-    sizes = frozenset(part.head_dim for part in module.modules() if hasattr(part, "attention_call"))
-    updates = (one for part in module.modules() for one in getattr(part, "lora", {}).values())
+    parts = list(module.modules())
+    heads = frozenset(_checked_heads(part) for part in parts if hasattr(part, "attention_call"))
+    updates = (one for part in parts for one in getattr(part, "lora", {}).values())
     ranks = frozenset((one.rank, float(one.scale)) for one in updates)
-    for found in machine_obstacles(device, sizes, ranks):
+    of_experts = expert_obstacles(mixtures(module), device)
+    for found in machine_obstacles(device, heads, ranks) + of_experts:
         expected = "bits that do not depend on what shares a call, see `ligerzoo doctor`"
         yield str(device), expected, f"with {versions} gives other bits: {found}"
+
+
+def mixtures(module: nn.Module) -> list[nn.Module]:
+    """Returns the `MoE` layers of a model."""
+    return [part for part in module.modules() if hasattr(part, "experts")]
+
+
+def _checked_heads(attention: nn.Module) -> HeadShape:
+    """A few heads of the same kind, with a window that is shorter than the texts of the check."""
+    window = None if attention.window is None else 100
+    return HeadShape(8, 2, attention.head_dim, window=window, has_sinks=hasattr(attention, "sinks"))  # type: ignore[arg-type]
 
 
 def obstacles(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Obstacle]:

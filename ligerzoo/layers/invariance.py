@@ -1,8 +1,9 @@
 """Whether a GPU computes what exact results rest on: bits of a token that do not depend on what shares its call.
 
 cuBLAS and cuDNN promise nothing of this: it was found by measurement, on some GPUs and versions. So it is measured
-again where `exact=True` is asked for, once per process, GPU and head size. That takes 2 to 8 seconds on an H200, mostly
-to compile kernels and to plan attention, and 0.1 GB. `ligerzoo doctor` counts longer, with the shapes of a model.
+again where `exact=True` is asked for, once per process, GPU, kind of attention, update and shape of experts. That takes
+2 to 8 seconds on an H200, mostly to compile kernels and to plan attention, and 0.1 GB. `ligerzoo doctor` counts longer,
+with the shapes of a model.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ligerzoo.kernels import exact_attention
+from ligerzoo.kernels import apply_sinks
+from ligerzoo.kernels.exact_attention import exact_attention_with_lse, follows_cudnn
 from ligerzoo.kernels.lora import compute_lora_linears
 from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers.attention_paths import attend
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.masks import AttentionMask
 from ligerzoo.layers.projection import linear
 
 ROWS = 4096
@@ -51,12 +55,28 @@ class Count(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """Query heads, key heads and the head size of attention, and the factor of its scores; None for the default."""
+    """Sizes and kind of attention.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key heads.
+        size: features of a head.
+        scale: factor of the scores; None for the default.
+        window: tokens that a token attends to, including itself; None for all.
+        has_sinks: whether the heads have sinks.
+    """
 
     heads: int
     kv_heads: int
     size: int
     scale: float | None = None
+    window: int | None = None
+    has_sinks: bool = False
+
+    def mask(self, q: Tensor) -> AttentionMask | Tensor | None:
+        """The mask of exact training, for texts of as many tokens as q, (B, T, N, D), has."""
+        is_forced = not follows_cudnn(self.size)
+        return Context(q.flatten(2), exact=True).mask(q.shape[1], window=self.window, force=is_forced)
 
 
 @torch.no_grad()
@@ -126,6 +146,7 @@ def count_attention(like: Tensor, shape: HeadShape, chance: random.Random, draws
         most: largest number of tokens of a text.
     """
     differing = total = 0
+    sinks = _normal(chance, like, shape.heads) if shape.has_sinks else None
     for _ in range(draws):
         length = chance.choice([1, 2, chance.randint(3, 200), chance.randint(201, most)])
         padding = chance.randint(1, MAX_PADDING)
@@ -133,15 +154,43 @@ def count_attention(like: Tensor, shape: HeadShape, chance: random.Random, draws
             _normal(chance, like, 2, length + padding, heads, shape.size)
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
-        batch = attend(q, k, v, scale=shape.scale)
+        batch = attend(q, k, v, shape.mask(q), shape.scale, sinks=sinks)
         q_alone, k_alone, v_alone = (x[1:, :length].clone() for x in (q, k, v))
-        alone = attend(q_alone, k_alone, v_alone, scale=shape.scale)
+        alone = attend(q_alone, k_alone, v_alone, shape.mask(q_alone), shape.scale, sinks=sinks)
         some = slice(chance.randint(0, length - 1), length)
         last = torch.arange(length, device=like.device)[None, some]
-        cached = exact_attention(q[1:, some], k[1:, :length], v[1:, :length], last, scale=shape.scale)
+        keys, values = k[1:, :length], v[1:, :length]
+        cached, lse = exact_attention_with_lse(q[1:, some], keys, values, last, shape.scale, shape.window)
+        if sinks is not None:
+            cached = apply_sinks(cached, lse, sinks)
         total += 2
         differing += (not torch.equal(batch[1:, :length], alone)) + (not torch.equal(cached, alone[:, some]))
     return Count(differing, total, "texts in a batch, with padding, or attending to a cache")
+
+
+def count_experts(layers: Iterable[nn.Module], chance: random.Random, rows: int = ROWS) -> Count:
+    """Compares tokens of mixtures of experts with the same tokens computed in calls of fewer, and with gradients.
+
+    Args:
+        layers: `MoE` layers.
+        chance: chooses the tokens.
+        rows: tokens of the largest call.
+    """
+    differing = total = 0
+    with split_row_sums(False):
+        for layer in layers:
+            router = layer.get_parameter("gate.weight")
+            x = _normal(chance, router, rows, router.shape[1])
+            with torch.no_grad():
+                whole = layer(x)
+            for few in (1, chance.randint(2, 16), chance.randint(17, 64), 65, chance.randint(66, rows - 1)):
+                some = slice(start := chance.randint(0, rows - few), start + few)
+                for with_gradients in (False, True):
+                    with torch.set_grad_enabled(with_gradients):
+                        y = layer(x[some].clone().requires_grad_(with_gradients))
+                    total += 1
+                    differing += not torch.equal(y, whole[some])
+    return Count(differing, total, "mixtures of experts of some tokens")
 
 
 def _normal(chance: random.Random, like: Tensor, *shape: int) -> Tensor:
@@ -152,21 +201,33 @@ def _normal(chance: random.Random, like: Tensor, *shape: int) -> Tensor:
 
 @cache
 def machine_obstacles(
-    device: torch.device, head_sizes: frozenset[int], updates: frozenset[tuple[int, float]] = frozenset()
+    device: torch.device, heads: frozenset[HeadShape], updates: frozenset[tuple[int, float]] = frozenset()
 ) -> tuple[str, ...]:
     """Returns what prevents exact results in bf16 on a GPU: what a check of seconds finds.
 
     Args:
         device: the GPU.
-        head_sizes: of attention.
+        heads: of attention.
         updates: rank and scale of low-rank updates.
     """
     chance, like = random.Random(0), torch.empty(0, device=device, dtype=torch.bfloat16)
     with torch.autocast(device.type, enabled=False):
         weights = (_normal(chance, like, *shape) for shape in SHAPES)
         counts = [count_products(weights, chance, 4, QUICK_ROWS)]
-        counts += [count_attention(like, HeadShape(8, 2, size), chance, draws=3, most=600) for size in head_sizes]
+        counts += [count_attention(like, shape, chance, draws=3, most=600) for shape in sorted(heads, key=str)]
         if updates:
             weights = (_normal(chance, like, *shape) for shape in UPDATED_SHAPES)
             counts.append(count_updates(weights, sorted(updates), chance, QUICK_ROWS + 1))
     return tuple(str(count) for count in counts if count.differing)
+
+
+_OF_EXPERTS: dict[tuple[torch.device, str], Count] = {}
+
+
+def expert_obstacles(layers: Iterable[nn.Module], device: torch.device) -> tuple[str, ...]:
+    """Returns what prevents exact results of mixtures of experts: equal layers share a check of less than a second."""
+    kinds = {(device, repr(layer)): layer for layer in layers}
+    with torch.autocast(device.type, enabled=False):
+        for kind in kinds.keys() - _OF_EXPERTS.keys():
+            _OF_EXPERTS[kind] = count_experts([kinds[kind]], random.Random(0), QUICK_ROWS)
+    return tuple(str(count) for count in map(_OF_EXPERTS.__getitem__, kinds) if count.differing)

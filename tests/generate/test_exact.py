@@ -14,6 +14,8 @@ from ligerzoo.losses import model_token_logps
 from ligerzoo.models import (
     Ernie4_5Moe,
     Ernie4_5MoeConfig,
+    Gemma2,
+    Gemma2Config,
     Gemma3Text,
     Gemma3TextConfig,
     GptOss,
@@ -170,6 +172,11 @@ REFUSED: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     "Qwen2-MoE": (lambda **sizes: Qwen2Moe(Qwen2MoeConfig(**sizes), device="meta"), []),
     "Qwen3-MoE": (lambda **sizes: Qwen3Moe(Qwen3MoeConfig(**sizes), device="meta"), []),
     "gpt-oss": (lambda **sizes: GptOss(GptOssConfig(**sizes, num_experts=4), device="meta"), []),
+    "Gemma 3": (lambda **sizes: Gemma3Text(Gemma3TextConfig(**{**sizes, "head_dim": 256}), device="meta"), []),
+    "Gemma 2": (
+        lambda **sizes: Gemma2(Gemma2Config(**{**sizes, "head_dim": 256}), device="meta"),
+        [(name, "has a soft cap") for name in ("model.layers.0.self_attn", "model.layers.1.self_attn", "lm_head")],
+    ),
     "jitter": (
         lambda **sizes: Mixtral(MixtralConfig(**sizes, router_jitter_noise=0.1), device="meta"),
         [("model.layers.0.mlp.jitter_noise", "is 0.1"), ("model.layers.1.mlp.jitter_noise", "is 0.1")],

@@ -16,7 +16,20 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.generate import rows
 from ligerzoo.layers import attention_paths, decoder
 from ligerzoo.losses import GRPO, model_token_logps
-from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen3, Qwen3Config, Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models import (
+    CausalLM,
+    Gemma3Text,
+    Gemma3TextConfig,
+    GptOss,
+    GptOssConfig,
+    Llama,
+    LlamaConfig,
+    Qwen3,
+    Qwen3Config,
+    Qwen3Moe,
+    Qwen3MoeConfig,
+)
+from ligerzoo.models.moe import MoECausalLM
 from ligerzoo.train import rollouts
 from ligerzoo.train.completion_batches import completion_logps, completion_loss, pack_completions
 from ligerzoo.train.completions import CompletionSampler, SampledCompletion
@@ -128,6 +141,10 @@ MODELS: dict[str, Callable[..., CausalLM]] = {
     "llama": lambda **options: Llama(LlamaConfig(**SMALL_HEADS), **options),
     "qwen3": lambda **options: Qwen3(Qwen3Config(**LARGE), **options),
     "qwen3_moe": lambda **options: Qwen3Moe(Qwen3MoeConfig(**EXPERTS), **options),
+    "gpt_oss": lambda **options: GptOss(GptOssConfig(vocab_size=32000, num_hidden_layers=2, num_experts=8), **options),
+    "gemma3": lambda **options: Gemma3Text(
+        Gemma3TextConfig(**{**LARGE, "head_dim": 256, "num_hidden_layers": 6, "sliding_window": 200}), **options
+    ),
 }
 LORA: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -163,7 +180,9 @@ def test_placements(model: CausalLM, lora: str) -> None:
     """Packed in random rows, padded on the left and on the right, and alone; in the loss; in batches of any size."""
     draw = random.Random(lora)
     if (given := LORA[lora]) is not None:
-        given = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"], **given} if isinstance(model, Qwen3Moe) else given
+        given = (
+            {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"], **given} if isinstance(model, MoECausalLM) else given
+        )
         add_lora(model, **given)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):
