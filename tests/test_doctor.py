@@ -203,7 +203,7 @@ def test_what_a_gpu_gets_wrong_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     layer = SimpleNamespace(
         head_dim=64, window=4096, attention_call=None, lora={"weight": LoRAOptions(rank=8, alpha=4)}
     )
-    needs = gpu, {HeadShape(8, 2, 64, window=100)}, {(8, 0.5)}
+    needs = gpu, {HeadShape(8, 2, 64, window=96)}, {(8, 0.5)}
     module: Any = SimpleNamespace(
         parameters=lambda: iter([SimpleNamespace(device=gpu)]), modules=lambda: iter([layer, SimpleNamespace()])
     )

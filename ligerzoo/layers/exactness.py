@@ -77,7 +77,7 @@ def mixtures(module: nn.Module) -> list[nn.Module]:
 
 def _checked_heads(attention: nn.Module) -> HeadShape:
     """A few heads of the same kind, with a window that is shorter than the texts of the check."""
-    window = None if attention.window is None else 100
+    window = None if attention.window is None else 96
     return HeadShape(8, 2, attention.head_dim, window=window, has_sinks=hasattr(attention, "sinks"))  # type: ignore[arg-type]
 
 
