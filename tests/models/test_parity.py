@@ -44,7 +44,7 @@ KEPT_IN_FP32 = (
 """Ends of the names of tensors that loading and saving leave in fp32."""
 
 ROUNDED_OTHERWISE = "flint", "granite_swa", "granitemoe_swa", "kolibri1"
-"""Types whose sinks or experts transformers rounds at other places in half precision."""
+"""Types whose sinks or experts transformers rounds elsewhere in half precision."""
 
 
 @pytest.fixture(scope="module", params=TEXT_CHECKPOINTS, ids=str)
@@ -119,7 +119,7 @@ def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
         assert got.dtype == expected.dtype == torch.bfloat16
         return got, expected, exact(tokens).logits
 
-    # transformers rounds convolutions and gates of recurrent layers more often, and at other places in some types.
+    # transformers rounds convolutions and gates of recurrent layers more often, and elsewhere in some types.
     rounds_otherwise = is_recurrent or tiny.config["model_type"] in ROUNDED_OTHERWISE
     if device == "cpu" and not rounds_otherwise:
         with rounding_as_eager():
