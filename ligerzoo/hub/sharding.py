@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.convert.stored_tensors import ComputedTensors
-from ligerzoo.dtensors import full, largest_mesh
+from ligerzoo.dtensors import background_group, full, largest_mesh
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint_writer import write_checkpoint, writing_order
 
@@ -59,7 +59,7 @@ def write_gathered(
     import torch.distributed as dist
 
     if is_main_process is None:
-        is_main_process = dist.get_rank() == int(mesh.mesh.min())
+        is_main_process = dist.get_rank() == (0 if background_group.get() else int(mesh.mesh.min()))
     remaining = writing_order(meta, max_shard_size)
     failure: BaseException | None = None
     if is_main_process:
@@ -99,6 +99,10 @@ def _any_rank(flag: bool, mesh: DeviceMesh) -> bool:
     """Returns whether the flag is True on a rank of the mesh."""
     import torch.distributed as dist
 
+    if (group := background_group.get()) is not None:
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        return bool(value)
     value = torch.tensor(int(flag), device=mesh.device_type)
     for dimension in range(mesh.ndim):
         dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))

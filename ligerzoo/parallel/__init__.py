@@ -7,6 +7,7 @@ copy_engines   communication of FSDP2 between the GPUs of one host, without thei
 mesh           a mesh of all processes, and a model over it
 loading        loads and initializes sharded models: each process reads its part
 liveness       ends all processes when one has died
+host_copies    copies of tensors on the host, which are saved behind the training
 directories    replaces a directory atomically, written by all processes
 states         saves and loads optimizer states, and other tensors, of sharded models
 tensor         each process computes a part of every layer; divided_layer and expert have the parts

@@ -92,8 +92,7 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
         module.init_weights(std)
         for name, weight in own.items():
             whole, box = module._parameters[name].detach(), shard_of(weight)
-            chosen = tuple(slice(first, first + size) for first, size in zip(box.offset, box.shape, strict=True))
-            shard = as_shard_of(weight, whole[chosen].clone(memory_format=torch.contiguous_format))
+            shard = as_shard_of(weight, whole[box.slices].clone(memory_format=torch.contiguous_format))
             initialized[weight] = nn.Parameter(shard, weight.requires_grad)
             module._parameters[name] = weight
     for module in model.modules():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ligerzoo.device import available_device
+from ligerzoo.dtensors import background_group
 from ligerzoo.errors import ConfigError, LigerzooError
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -154,9 +155,12 @@ _control: tuple[Any, Any] | None = None
 def control_group() -> Any:
     """Returns a gloo group of all processes, for messages on the CPU. All processes must call it the first time.
 
-    Messages to and from GPUs would wait for the kernels that were launched before.
+    Messages to and from GPUs would wait for the kernels that were launched before. A thread that saves behind the
+    training has its own group.
     """
     global _control
+    if (group := background_group.get()) is not None:
+        return group
     world = dist.group.WORLD
     if _control is None or _control[0] is not world:
         _control = world, world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ligerzoo.checks import as_list
@@ -49,8 +51,44 @@ def save_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
         CheckpointError: A parameter is not one of the model, a state cannot be stored, or the directory cannot be
             written.
     """
+    stored_optimizer(model, optimizers).write(directory)
+
+
+@dataclass(frozen=True)
+class StoredOptimizer:
+    """What is stored of optimizers.
+
+    Attributes:
+        content: the JSON file: parameter groups, and states that are not tensors.
+        whole: states that are DTensors or equal in all processes, by name.
+        own: states that differ between processes.
+        mesh: the processes that share the parameters; None for one.
+    """
+
+    content: Mapping[str, object]
+    whole: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+    mesh: DeviceMesh | None
+
+    def write(self, directory: str | Path) -> None:
+        """See `save_optimizer`."""
+        try:
+            files = {OPTIMIZER_FILE: json.dumps(self.content) + "\n"}
+        except TypeError as error:
+            what, expected = "a value of the optimizer cannot be stored", "tensors, numbers, strings and lists"
+            raise CheckpointError(what, where=directory, got=error, expected=expected) from error
+        tensors = _States(self.whole, self.own, 1 if self.mesh is None else dist.get_world_size())
+        if self.mesh is not None:
+            write_gathered(directory, tensors, files, meta=tensors.meta, mesh=self.mesh)
+        else:
+            write_checkpoint(directory, tensors, files, meta=tensors.meta)
+
+
+def stored_optimizer(model: nn.Module, optimizers: Optimizers) -> StoredOptimizer:
+    """Returns what `save_optimizer` writes, with the tensors themselves. Raises as `save_optimizer`."""
     names = _parameter_names(model)
-    processes = dist.get_world_size() if is_sharded(names) else 1
+    mesh = largest_mesh(names) if is_sharded(names) else None
+    processes = 1 if mesh is None else dist.get_world_size()
     content: dict[str, Any] = {"processes": processes, "groups": [], "values": {}, "on_cpu": []}
     whole: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
@@ -67,16 +105,7 @@ def save_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Pa
                 (own if is_local else whole)[name] = value.detach()
                 if value.device.type == "cpu" != weight.device.type:
                     content["on_cpu"].append(name)
-    tensors = _States(whole, own, processes)
-    try:
-        files = {OPTIMIZER_FILE: json.dumps(content) + "\n"}
-    except TypeError as error:
-        what, expected = "a value of the optimizer cannot be stored", "tensors, numbers, strings and lists"
-        raise CheckpointError(what, where=directory, got=error, expected=expected) from error
-    if processes > 1:
-        write_gathered(directory, tensors, files, meta=tensors.meta, mesh=largest_mesh(names))
-    else:
-        write_checkpoint(directory, tensors, files, meta=tensors.meta)
+    return StoredOptimizer(content, whole, own, mesh)
 
 
 def load_optimizer(model: nn.Module, optimizers: Optimizers, directory: str | Path) -> None:

@@ -94,7 +94,7 @@ class Run:
                 refuse_output(self.output)
                 if processes.is_main() and not options.dry_run:
                     lock = stack.enter_context(locked_output(self.output))
-            self.state = RunState(self.output, options, lock=lock)
+            self.state = stack.enter_context(RunState(self.output, options, lock=lock))
             self.processor = run_model.open_processor(options, self.state)
             self.tokenizer = tokenizer_of(self.processor)
             self.meta_model = run_model.open_meta_model(options, self.state, new=self._new)
@@ -201,7 +201,10 @@ class Run:
             batches = list(islice(self._batches, self._data.per_step))
             step.set_lr(number)
             yield Step(self, number, batches)
-            is_last, is_stopped = number == last, any(processes.total(stop.requested))
+            stops, failures = processes.total(stop.requested, state.has_failed)
+            is_last, is_stopped = number == last, stops > 0
+            if failures:
+                state.wait()  # raises, in all processes
             save = is_last or is_stopped or waits_to_save or number % options.save_every == 0
             waits_to_save = save and any(processes.total(log.is_skipped()))
             if options.eval_data and (is_last or number % options.eval_every == 0):
@@ -213,6 +216,7 @@ class Run:
                     for name, unit in (("loss", loss_label), *((name, name) for name in metrics[:1])):
                         plot_metric(self.output, name, unit)
                 if is_stopped and not is_last:
+                    state.wait()
                     self.exit_code = log.stopped(number, state.checkpoint)
                     return
         loop.close()  # writes the last step

@@ -26,10 +26,11 @@ import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -46,9 +47,10 @@ from ligerzoo.parallel import (
     load_optimizer,
     load_tensors,
     replacing_directory_together,
-    save_optimizer,
     save_tensors,
 )
+from ligerzoo.parallel.host_copies import HostCopies
+from ligerzoo.parallel.states import StoredOptimizer, stored_optimizer
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.fingerprint import fingerprint, fingerprint_of_shards
@@ -56,6 +58,7 @@ from ligerzoo.train.optimizers import EMA
 from ligerzoo.train.options import options_of
 from ligerzoo.train.output_lock import OutputLock
 from ligerzoo.train.run_options import RunOptions
+from ligerzoo.train.saving_thread import SavingThread
 from ligerzoo.vision.processor import Processor
 
 LOG_FILE, STATE_FILE, TENSORS_FILE = "log.jsonl", "state.json", "state.pt"
@@ -118,8 +121,47 @@ class TrainedState:
             raise LigerzooError(what, where=where, remedy=remedy)
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds.
+
+    Attributes:
+        numbers: what is in state.pt.
+        model: the state of the model; nothing for one with adapters.
+        averages: averaged weights, if there are any.
+        optimizer: the optimizer, if it is not in `numbers`.
+    """
+
+    numbers: dict[str, Any]
+    model: Mapping[str, torch.Tensor]
+    averages: Mapping[str, torch.Tensor]
+    optimizer: StoredOptimizer | None
+
+    def _parts(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        optimizer = {} if self.optimizer is None else {"whole": self.optimizer.whole, "own": self.optimizer.own}
+        return {"model": self.model, AVERAGES: self.averages, **optimizer}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors by name."""
+        return {f"{part}/{name}": tensor for part, these in self._parts().items() for name, tensor in these.items()}
+
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether `tensors` are all that is saved, and plain, or DTensors of plain ones."""
+        is_plain = all(type(local(tensor)) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors().values())
+        is_all = bool(self.model) and self.optimizer is not None
+        return is_all and is_plain and all(tensor.is_floating_point() for tensor in self.model.values())
+
+    def replaced(self, tensors: Mapping[str, torch.Tensor]) -> _Saved:
+        """Returns the same with other tensors, by the names of `tensors`."""
+        parts = {part: {name: tensors[f"{part}/{name}"] for name in these} for part, these in self._parts().items()}
+        assert self.optimizer is not None
+        optimizer = replace(self.optimizer, whole=parts["whole"], own=parts["own"])
+        return replace(self, model=parts["model"], averages=parts[AVERAGES], optimizer=optimizer)
+
+
 class RunState:
-    """The checkpoints of one run.
+    """The checkpoints of one run. A context manager, which waits for the thread that saves, or interrupts it.
 
     Args:
         options: the run's options, stored in each checkpoint. With `resume` the run that `output` holds continues;
@@ -143,6 +185,7 @@ class RunState:
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
         self.checkpoint: Path | None = None
         self.step, ranks = 0, processes.data_ranks()
+        self._thread, self._copies = SavingThread(), HostCopies()
         self.rows = options.rows_of_step(ranks)
         with failing_together(f"opening {output}"):
             if not options.resume:
@@ -202,32 +245,73 @@ class RunState:
     def save(self, step: int, trained: TrainedState) -> None:
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
 
+        A thread writes copies of the states, in the memory of the host, while the training goes on. Without room for
+        them, or with adapters, whose states are small, it returns when all is written.
+
         Raises:
-            CheckpointError: It cannot be written, for example because the disk is full. Earlier ones are unchanged.
+            CheckpointError: It, or the checkpoint before, cannot be written, for example because the disk is full.
+                Earlier ones are unchanged.
             LigerzooError: A weight that trains is infinite or NaN. Nothing is written.
         """
-        target = self.output / f"checkpoint-{step}"
+        self.wait()
         trained.refuse_infinite_weights(self.output, f"after step {step}")
-        tensors = {"data": trained.data.state_dict(), "fingerprints": trained.fingerprints()}
+        saved = self._saved(trained)
+        write = partial(self._write, step, trained)
+        tensors = saved.tensors()
+        can_copy = saved.can_be_copied and self._copies.fits(tensors.values(), processes.world_size_of_host())
+        if all(processes.gather(can_copy)):
+            self._thread.start(partial(write, saved.replaced(self._copies(tensors))))
+        else:
+            write(saved)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written, and raises its error. All processes must call it."""
+        self._thread.wait()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last checkpoint could not be written, in this process; see `wait`."""
+        return self._thread.has_failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._thread.close(interrupt=kind is not None and not issubclass(kind, Exception))
+
+    def _saved(self, trained: TrainedState) -> _Saved:
+        """Returns what a checkpoint holds of the states now."""
+        numbers = {"data": trained.data.state_dict(), "fingerprints": trained.fingerprints()}
+        model = {} if adapters.has_adapters(trained.model) else trained.model.state_dict()
+        averages, optimizer = {}, None
+        if trained.ema is not None:
+            averaged = trained.ema.state_dict()
+            numbers["ema_updates"], averages = averaged["updates"], averaged["averages"]
+        if self.options["optimizer"] in LOW_BIT:
+            numbers["optimizer"] = trained.optimizer.state_dict()
+            del numbers["fingerprints"][OPTIMIZER]
+        else:
+            optimizer = stored_optimizer(trained.model, trained.optimizer)
+        return _Saved(numbers, model, averages, optimizer)
+
+    def _write(self, step: int, trained: TrainedState, saved: _Saved) -> None:
+        """Writes a checkpoint, also in a thread while the training goes on."""
+        target = self.output / f"checkpoint-{step}"
         with self._saving(target):
             if processes.is_main():
                 delete_leftovers(self.output)
             with replacing_directory_together(target) as new:
-                self._save_model(trained.model, new)
-                if adapters.has_adapters(trained.model):
+                self._save_model(trained.model, new, saved.model)
+                if not saved.model:
                     save_tensors(trained.weights, new / TRAINED)
-                if trained.ema is not None:
-                    averaged = trained.ema.state_dict()
-                    tensors["ema_updates"] = averaged["updates"]
-                    save_tensors(averaged["averages"], new / AVERAGES)
-                if self.options["optimizer"] in LOW_BIT:
-                    tensors["optimizer"] = trained.optimizer.state_dict()
-                else:
-                    save_optimizer(trained.model, trained.optimizer, new / OPTIMIZER)
+                if saved.averages:
+                    save_tensors(saved.averages, new / AVERAGES)
+                if saved.optimizer is not None:
+                    saved.optimizer.write(new / OPTIMIZER)
                 if processes.is_main():  # after all that the processes do together
                     trained.tokenizer.save_pretrained(new)
-                    torch.save(tensors, new / TENSORS_FILE)
-                    fingerprints = {TENSORS_FILE: fingerprint(tensors), **_hashes(new)}
+                    torch.save(saved.numbers, new / TENSORS_FILE)
+                    fingerprints = {TENSORS_FILE: fingerprint(saved.numbers), **_hashes(new)}
                     state = {"step": step, "options": self.options, "processes": processes.world_size()}
                     state |= {"rows": self.rows, "fingerprints": fingerprints}
                     fingerprints[STATE_FILE] = fingerprint(state)
@@ -248,6 +332,7 @@ class RunState:
             CheckpointError: They cannot be written, or the directory was deleted. Checkpoints are unchanged.
             LigerzooError: A weight that trains is infinite or NaN. Nothing is written.
         """
+        self.wait()
         trained.refuse_infinite_weights(self.output, "at the end")
         with self._saving(self.output):
             self._save_model(trained.model, self.output)
@@ -279,10 +364,10 @@ class RunState:
             if not (self.output / LOG_FILE).exists():
                 raise CheckpointError("was deleted during the run", where=self.output / LOG_FILE)
 
-    def _save_model(self, model: CausalLM, directory: Path) -> None:
-        """Saves the model, or its adapter if it has one."""
+    def _save_model(self, model: CausalLM, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Saves the model, or its adapter if it has one; of the model, the given state if it is copied."""
         if not adapters.has_adapters(model):
-            model.save_pretrained(directory)
+            model.save_pretrained(directory, state_dict=state)
             return
         with failing_together(f"saving {directory}"):
             adapters.save_adapter(model, directory, base_model=self.options.get("model"))

@@ -65,7 +65,7 @@ def dying(rank: int, given: dict[str, Any], is_stuck: bool) -> None:
         train(given)
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
+@pytest.mark.parametrize("is_stuck", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_dead_process_ends_the_others(checkpoint: Path, data: Path, tmp_path: Path, is_stuck: bool) -> None:
     """With one line that names it, also if they would wait forever."""
     given = options(checkpoint, data, tmp_path / "run", batch_size=1)
