@@ -79,10 +79,13 @@ class InputProperties(NamedTuple):
     Attributes:
         has_padding: whether `attention_mask` masks a token.
         has_segments: whether a row of `position_ids` has several segments, see `has_segments`.
+        starts: which tokens begin a segment, (B or 1, T) bool, on the CPU; None if attention may not depend on it, as
+            in a graph that runs for other rows, too.
     """
 
     has_padding: bool
     has_segments: bool
+    starts: Tensor | None = None
 
 
 _ASSUMED: ContextVar[InputProperties | None] = ContextVar("_ASSUMED", default=None)
@@ -100,7 +103,7 @@ def assuming_inputs(properties: InputProperties) -> Iterator[None]:
 
 def has_segments(position_ids: Tensor) -> bool:
     """Whether a row of position ids, (B or 1, T), has several segments. A host sync on a GPU."""
-    return any_true(_begins_segment(position_ids))
+    return any_true(begins_segment(position_ids))
 
 
 class Context:
@@ -213,8 +216,8 @@ class Context:
             if reads_values and (exact or cu_seqlens.device.type == "cpu"):
                 self.documents = find_documents(lambda: [spans(cu_seqlens.tolist())])
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
-            is_start = _begins_segment(position_ids)
-            found = is_start.cpu() if reads_values else None  # a host sync
+            is_start = begins_segment(position_ids)
+            found = is_start.cpu() if reads_values else _known_starts()  # a host sync
             if _has_any(is_start if found is None else found):
                 index = torch.arange(self.tokens, device=is_start.device)
                 self.segment_start = (index * is_start).cummax(1).values
@@ -468,7 +471,13 @@ def _masks_any(padding_mask: Tensor) -> bool:
     return any_true(~padding_mask) if assumed is None else assumed.has_padding
 
 
-def _begins_segment(position_ids: Tensor) -> Tensor:
+def _known_starts() -> Tensor | None:
+    """See `InputProperties`."""
+    assumed = None if torch.compiler.is_compiling() else _ASSUMED.get()
+    return None if assumed is None else assumed.starts
+
+
+def begins_segment(position_ids: Tensor) -> Tensor:
     """Returns whether each token, (B or 1, T), begins a segment; False for the first one."""
     return F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
 

@@ -3,6 +3,10 @@
 Python takes about 2 ms for the forward and backward of a block, whatever its size. A small model computes faster, so
 its GPU waits for the host. A captured step costs the host less than a millisecond, and has the bits of an eager one.
 
+A graph runs for rows with other documents, too. So the attention of packed rows must not depend on them in steps that
+are captured, nor in the eager steps before, whose bits are the same: it is FlexAttention. Steps that are never captured
+choose the faster way for their documents.
+
 A step of n micro-batches is up to three graphs: forward and backward of the first micro-batch, which creates the
 gradients; forward and backward of a later one, which adds to them; and the update: clipping and the optimizer. The
 graphs have one pool of memory. Gradients exist within a step only.
@@ -26,7 +30,7 @@ from torch.cuda import CUDAGraph
 from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, one_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
-from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segments
+from ligerzoo.layers.context import InputProperties, assuming_inputs, begins_segment, has_segments
 from ligerzoo.models.output import CausalLMOutput
 from ligerzoo.tensor_checks import check_num_items
 from ligerzoo.train.capturable import (
@@ -91,6 +95,13 @@ class _StepInputs:
             if position_ids is not None and position_ids.dim() == 2 and mask is None:
                 segments = segments or has_segments(position_ids)
         return InputProperties(padding, segments)
+
+    def properties_of(self, inputs: Inputs) -> InputProperties:
+        """What selects the attention kernels of one micro-batch, with the beginnings of its documents."""
+        position_ids = _tensors(inputs).get("position_ids")
+        if position_ids is None or position_ids.dim() != 2:
+            return self.properties
+        return self.properties._replace(starts=begins_segment(position_ids).cpu())
 
     @cached_property
     def layouts(self) -> tuple[Hashable, ...]:
@@ -279,7 +290,7 @@ class CapturedStep:
         if self._capture == "off":
             return "capture is off"
         key = step.signature
-        reason = self._state_obstacle or self._inputs_obstacle(step) or self._failures.get(key)
+        reason = self._lasting_obstacle(step) or self._failures.get(key)
         if reason is not None:
             if self._capture == "on":
                 remedy = 'Use capture="auto", which runs such steps eagerly.'
@@ -293,6 +304,10 @@ class CapturedStep:
             return f"eager step {steps + 1} of {WARMUP_STEPS} before steps of this shape are captured"
         return None
 
+    def _lasting_obstacle(self, step: _StepInputs) -> str | None:
+        """Returns why steps like this one are never captured, whatever ran before; None if they may be."""
+        return self._state_obstacle or self._inputs_obstacle(step)
+
     def _inputs_obstacle(self, step: _StepInputs) -> str | None:
         if reason := next(filter(None, (inputs_obstacle(self._model, inputs) for inputs in step.batches)), None):
             return reason
@@ -300,7 +315,7 @@ class CapturedStep:
             return "the micro-batches of the step have different shapes"
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is enabled around the step; pass the dtype as `autocast`"
-        if self._capture == "auto" and 6 * self._weights * step.tokens > _MAX_OPERATIONS:
+        if self._capture != "on" and 6 * self._weights * step.tokens > _MAX_OPERATIONS:
             return "the micro-batches are so large that launching takes little of their time"
         return None
 
@@ -308,8 +323,10 @@ class CapturedStep:
 
     def _run_eagerly(self, step: _StepInputs) -> None:
         divisor = None if step.num_items is None else self._new_divisor(step.num_items)
+        is_never_captured = self._lasting_obstacle(step) is not None
         for index, inputs in self._seeded(step.batches):
-            self._forward_backward(self._on_device(inputs), divisor, step, is_first=index == 0)
+            properties = step.properties_of(inputs) if is_never_captured else step.properties
+            self._forward_backward(self._on_device(inputs), divisor, step, properties, is_first=index == 0)
         self._update()
         self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
 
@@ -320,11 +337,19 @@ class CapturedStep:
                 self._seed(index)
             yield index, inputs
 
-    def _forward_backward(self, inputs: Inputs, num_items: Tensor | None, step: _StepInputs, *, is_first: bool) -> None:
+    def _forward_backward(
+        self,
+        inputs: Inputs,
+        num_items: Tensor | None,
+        step: _StepInputs,
+        properties: InputProperties,
+        *,
+        is_first: bool,
+    ) -> None:
         """Adds a micro-batch's gradients and loss to those of the ones before."""
         if is_first:
             self._step.drop_gradients()
-        with assuming_inputs(step.properties), self._autocasting():
+        with assuming_inputs(properties), self._autocasting():
             loss = self._compute_loss(self._model, inputs, num_items, len(step.batches))
         if not loss.requires_grad:
             remedy = (
@@ -366,7 +391,7 @@ class CapturedStep:
         pool = next((other.micro_batches[0].pool() for other in self._graphs.values()), None)
         try:
             for is_first in (True, False)[: len(step.batches)]:
-                run = partial(self._forward_backward, graphs.inputs, divisor, step, is_first=is_first)
+                run = partial(self._forward_backward, graphs.inputs, divisor, step, step.properties, is_first=is_first)
                 graphs.micro_batches.append(capture_graph(run, pool)[0])
                 pool = graphs.micro_batches[0].pool()
             if optimizer_obstacle(self._optimizer) is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import dispatch
+from ligerzoo.layers.context import Context
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.train import captured_step
 from ligerzoo.train.captured_step import CapturedStep
@@ -313,6 +314,54 @@ def test_changes_of_model_and_optimizer_are_noticed(change: str, graphs: list[Re
     _, _, reasons = train_both(new_model, [[b] for b in random_batches(8)], before=apply)
     assert [reason is None for reason in reasons] == [False, False, True, True] * 2
     assert len(graphs) == 4
+
+
+class KnownDocuments:
+    """A loss that records, of each forward, the documents that attention is told of."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def __call__(self, model: nn.Module, inputs: Any, num_items: Tensor | None, micro_batches: int) -> Tensor:
+        context = Context(inputs["input_ids"], position_ids=inputs["position_ids"])
+        self.found.append(None if context.documents is None else context.documents.rows)
+        return model(**inputs, num_items_in_batch=num_items).loss
+
+
+@pytest.mark.parametrize("capture", ["auto", "off"])
+def test_steps_that_are_never_captured_know_their_documents(capture: Any) -> None:
+    """Each micro-batch its own, so that attention runs the faster way for them."""
+    model, loss = new_model(), KnownDocuments()
+    step = CapturedStep(model, make_optimizer(model, lr=1e-3), compute_loss=loss, capture=capture)
+    first, second = random_batches(2, segments=3)
+    step([first, second], 30)
+    assert [len(found) for found in loss.found] == [2, 2]
+    for inputs, found in zip((first, second), loss.found, strict=True):
+        starts = [index for index, position in enumerate(inputs["position_ids"][0].tolist()) if position == 0]
+        assert [start for start, _ in found[0]] == starts
+    whole = random_batches(1)[0] | {"position_ids": torch.arange(12)[None]}
+    step(whole)
+    assert loss.found[-1] is None
+
+
+@pytest.mark.parametrize("capture", ["auto", "off"])
+def test_steps_that_may_be_captured_do_not_depend_on_documents(graphs: list[RecordedGraph], capture: Any) -> None:
+    """Nor with capture="off": a run has the same bits with it."""
+    model, loss = new_model(), KnownDocuments()
+    step = CapturedStep(model, make_optimizer(model, lr=1e-3), compute_loss=loss, capture=capture)
+    for inputs in random_batches(4, segments=3):
+        step(inputs)
+    assert loss.found == [None] * (3 if capture == "auto" else 4)
+
+
+def test_large_steps_know_their_documents(graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_step, "_MAX_OPERATIONS", 1)
+    model, loss = new_model(), KnownDocuments()
+    step = CapturedStep(model, make_optimizer(model, lr=1e-3), compute_loss=loss)
+    for inputs in random_batches(4, segments=3):
+        step(inputs)
+    assert len(graphs) == 0
+    assert None not in loss.found
 
 
 def test_released_graphs_are_captured_again(graphs: list[RecordedGraph]) -> None:
