@@ -44,13 +44,20 @@ def reference(
     """`rms_norm` in plain torch: the specification, the CPU path and the test oracle."""
     wide_x = x.to(accumulation_dtype(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+    return scaled(normalized, x.dtype, weight, weight_offset, round_before_scale)
+
+
+def scaled(
+    normalized: Tensor, dtype: torch.dtype, weight: Tensor | None, weight_offset: float, round_before_scale: bool
+) -> Tensor:
+    """Returns the output of a norm for an input of this dtype, given the values before they are rounded and scaled."""
     if weight is None:
-        return normalized.to(x.dtype)
+        return normalized.to(dtype)
     scale = weight.to(accumulation_dtype(weight.dtype))
     scale = weight_offset + scale if weight_offset else scale
     if round_before_scale:
-        return (scale * normalized.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
-    return (normalized * scale).to(x.dtype)
+        return (scale * normalized.to(dtype)).to(torch.promote_types(dtype, weight.dtype))
+    return (normalized * scale).to(dtype)
 
 
 def add_reference(

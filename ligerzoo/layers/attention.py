@@ -187,9 +187,8 @@ class Attention(nn.Module):
     def tensor_plan(self) -> TensorPlan:
         """Divides the heads over the processes of tensor parallelism."""
         heads = self.k_proj.out_features // self.head_dim
-        spans_heads = any(getattr(norm, "spans_heads", False) for norm in (self.q_norm, self.k_norm))
-        obstacle = "has a norm over all heads" if spans_heads else None
-        return TensorPlan({"key-value heads": heads}, ("q_proj", "k_proj", "v_proj"), ("o_proj",), obstacle=obstacle)
+        norms = tuple(name for name in ("q_norm", "k_norm") if getattr(getattr(self, name), "spans_heads", False))
+        return TensorPlan({"key-value heads": heads}, ("q_proj", "k_proj", "v_proj"), ("o_proj",), norms=norms)
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""

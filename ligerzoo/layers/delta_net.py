@@ -27,6 +27,7 @@ from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
+from ligerzoo.layers.tensor_plan import TensorPlan
 
 _LARGEST_DECAY = 16.0
 """Decay rates of new layers are between 0 and this."""
@@ -228,6 +229,17 @@ class GatedDeltaNet(nn.Module):
         """See `Attention.exact_obstacles`."""
         yield never_exact(self)
 
+    def tensor_plan(self) -> TensorPlan:
+        """Divides the heads over the processes of tensor parallelism."""
+        sizes = self.key_size, self.key_size, self.value_size
+        return TensorPlan(
+            {"key heads": self.exchanged_heads},
+            ("in_proj_z", "in_proj_b", "in_proj_a"),
+            ("out_proj",),
+            fused={"in_proj_qkv": sizes, "conv1d": sizes},
+            own=("A_log", "dt_bias"),
+        )
+
     def new_cache(self, capacity: int | None = None) -> RecurrentLayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given."""
         return RecurrentLayerCache() if capacity is None else StaticRecurrentLayerCache(capacity)
@@ -268,14 +280,14 @@ class GatedDeltaNet(nn.Module):
         A_log: Tensor = self.A_log
         dt_bias: Tensor = self.dt_bias
         if parts.count > 1:
-            *heads, b, a = parts.to_heads(*self._heads(qkv, 1), b[..., None], a[..., None])
+            *heads, b, a = parts.to_heads(*self._heads(qkv), b[..., None], a[..., None])
             qkv, b, a = torch.cat([part.flatten(2) for part in heads], 2), b.squeeze(3), a.squeeze(3)
-            weight = torch.cat([parts.own_heads(part) for part in self._channels(weight, 0, 1)])
+            weight = torch.cat([parts.own_heads(part) for part in self._channels(weight, 0)])
             A_log, dt_bias = parts.own_heads(A_log), parts.own_heads(dt_bias)
         g, beta = delta_gates(a, b, A_log, dt_bias, backend=self.backend)
         if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not qkv.requires_grad:
             conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x), 1))
-            q, k, v = self._heads(self.conv1d.step(qkv, conv_state), 1)
+            q, k, v = self._heads(self.conv1d.step(qkv, conv_state))
             o = gated_delta_step(q, k, v, g, beta, state, backend=self.backend)
             cache.count(1)
         else:
@@ -286,7 +298,7 @@ class GatedDeltaNet(nn.Module):
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
             result = gated_delta_rule(
-                *self._heads(mixed, parts.count),
+                *self._heads(mixed),
                 g,
                 beta,
                 initial_state=state_before,
@@ -302,13 +314,14 @@ class GatedDeltaNet(nn.Module):
         gated = self.norm(parts.to_tokens(o), z.unflatten(-1, (-1, self.value_head_dim)))  # type: ignore[no-untyped-call]
         return self.out_proj(gated.flatten(-2))  # type: ignore[no-any-return]
 
-    def _channels(self, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
-        """Splits the channels of 1 / `count` of the heads into those of queries, keys and values."""
-        return x.split_with_sizes([self.key_size // count, self.key_size // count, self.value_size // count], dim)
+    def _channels(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Splits the channels of all heads, or of as many key heads and value heads, into queries, keys and values."""
+        sizes = self.key_size, self.key_size, self.value_size
+        return x.split_with_sizes([size * x.shape[dim] // sum(sizes) for size in sizes], dim)
 
-    def _heads(self, qkv: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v), of 1 / `count` of the heads."""
-        q, k, v = self._channels(qkv, -1, count)
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v)."""
+        q, k, v = self._channels(qkv, -1)
         keys, values = (-1, self.key_head_dim), (-1, self.value_head_dim)
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)  # type: ignore[no-untyped-call]
 

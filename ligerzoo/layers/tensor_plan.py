@@ -8,7 +8,7 @@ routers, is whole in every process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -29,12 +29,15 @@ class DividedParameter(NamedTuple):
         name: its name there.
         dim: the dimension that is divided; None if it is whole.
         is_added_once: whether it is a term of the sum of all processes, as the bias of a row-parallel layer.
+        fused: sizes of its parts in the first dimension, such as queries, keys and values: it is whole, and a process
+            computes with its share of each part; empty for one part.
     """
 
     module: nn.Module
     name: str
     dim: int | None
     is_added_once: bool = False
+    fused: tuple[int, ...] = ()
 
     @property
     def value(self) -> Tensor:
@@ -50,6 +53,9 @@ class TensorPlan:
         units: sizes that the number of processes has to divide, by name, such as key-value heads.
         columns: linear layers whose output features are divided, by attribute name.
         rows: linear layers whose input features are divided; their products are parts of a sum.
+        norms: norms over all features of which a process has some, as `AllHeadsRMSNorm`.
+        fused: children whose output features are divided within each of several parts, and the sizes of the parts.
+            Their parameters are whole in every process, since a part of a DTensor is in one piece.
         kind: how the parts become the output. All but "sum" divide the layer's own parameters.
         own: own parameters that are divided by their first dimension.
         obstacle: why the layer cannot be divided; None if it can.
@@ -58,6 +64,8 @@ class TensorPlan:
     units: Mapping[str, int]
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kind: Kind = "sum"
     own: tuple[str, ...] = ()
     obstacle: str | None = None
@@ -67,14 +75,16 @@ class TensorPlan:
         tables = {layer: dict.fromkeys(self.own, 0)}
         if self.kind != "sum":
             tables = {layer: self._of_own(layer)}
-        tables |= {layer.get_submodule(name): _COLUMN for name in self.columns}
+        tables |= {layer.get_submodule(name): _COLUMN for name in (*self.columns, *self.norms)}
         row_layers = [layer.get_submodule(name) for name in self.rows]
         tables |= dict.fromkeys(row_layers, _ROW)
+        fused = {layer.get_submodule(name): sizes for name, sizes in self.fused.items()}
         for module in layer.modules():
             for name, value in module._parameters.items():
                 if value is not None:
                     dim, is_once = tables.get(module, {}).get(name), module in row_layers and name == "bias"
-                    yield DividedParameter(module, name, dim, is_once)
+                    sizes = fused.get(module, ()) if name in _COLUMN else ()
+                    yield DividedParameter(module, name, dim, is_once, sizes)
 
     def _of_own(self, layer: nn.Module) -> dict[str, int]:
         if self.kind == "experts":

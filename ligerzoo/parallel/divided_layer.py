@@ -88,7 +88,10 @@ class TensorShard(NamedTuple):
         """Returns what this process computes its part with: a plain tensor."""
         if one.dim is not None:
             return cast(DTensor, one.value).to_local()
-        return self.once(one.value) if one.is_added_once else self.share(one.value)
+        if one.is_added_once:
+            return self.once(one.value)
+        whole, size, rank = self.share(one.value), self.group.size(), dist.get_rank(self.group)
+        return torch.cat([x.chunk(size)[rank] for x in whole.split_with_sizes(one.fused)]) if one.fused else whole
 
     def whole(self, one: DividedParameter) -> Tensor:
         """Returns all of a parameter, with which each process computes all."""

@@ -28,9 +28,11 @@ from torch.distributed.tensor import DTensor, Shard
 from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.kernels.dispatch import cdiv
+from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv
+from ligerzoo.kernels.rms_norm import scaled
 from ligerzoo.layers.embedding import Embedding
 from ligerzoo.layers.head import LMHead
+from ligerzoo.layers.norm import AllHeadsRMSNorm
 from ligerzoo.layers.plain import is_plain_tensor
 from ligerzoo.layers.tensor_plan import Kind, TensorPlan
 from ligerzoo.models.language_model import LanguageModel
@@ -69,6 +71,17 @@ class _Sum(DividedLayer):
                 raise LigerzooError(what, where="output_attentions", got=True, expected=False, remedy=remedy)
         with part.replaced(part.local):
             return part.add_parts(super().forward(part.share(x), *args, **options))
+
+
+class _AllHeadsNorm(DividedLayer, AllHeadsRMSNorm):
+    """Normalizes the heads of this process by the mean square of those of all processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.tensor_shard
+        heads = x.flatten(-2).to(accumulation_dtype(x.dtype))
+        squares = part.share(part.add_parts(heads.square().sum(-1, keepdim=True)))
+        normalized = heads * torch.rsqrt(squares / self.hidden_size + self.eps)
+        return scaled(normalized, x.dtype, self.weight, self.weight_offset, self.round_before_scale).view_as(x)
 
 
 class _Embedding(DividedLayer, Embedding):
@@ -170,19 +183,23 @@ def _divide(layers: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
                 if one.value not in divided:
                     divided[one.value] = _divided(one.value, one.dim, mesh)
                 one.module._parameters[one.name] = divided[one.value]
-        layer.tensor_shard = TensorShard(parameters, mesh.get_group())  # type: ignore[assignment]
+        part = TensorShard(parameters, mesh.get_group())
         base = ExpertParallelExperts if axis == "expert" else _CLASSES[plan.kind]
-        layer.__class__ = _class_of(base, type(layer))
+        _become(base, layer, part)
+        for name in plan.norms:
+            _become(_AllHeadsNorm, layer.get_submodule(name), part)
 
 
 _DERIVED: dict[tuple[type[DividedLayer], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _class_of(base: type[DividedLayer], layer: type[nn.Module]) -> type[nn.Module]:
-    """Returns a class of layers that are divided: the same one each time."""
-    if (base, layer) not in _DERIVED:
-        _DERIVED[base, layer] = type(f"Divided{layer.__name__}", (base, layer), {})
-    return _DERIVED[base, layer]
+def _become(base: type[DividedLayer], layer: nn.Module, part: TensorShard) -> None:
+    """Makes a layer compute its part, by a class that derives from its own: the same one each time."""
+    key = base, type(layer)
+    if key not in _DERIVED:
+        _DERIVED[key] = type(f"Divided{key[1].__name__}", key, {})
+    layer.__class__ = _DERIVED[key]
+    layer.tensor_shard = part  # type: ignore[assignment]
 
 
 def _plan(layer: nn.Module) -> TensorPlan:
