@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import (
@@ -22,6 +23,7 @@ from ligerzoo.kernels import (
 )
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.documents import Documents
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD, Linear
 from ligerzoo.layers.projection import check_features, project
@@ -209,8 +211,8 @@ class GatedDeltaNet(nn.Module):
             cache: the states after the earlier tokens; they are updated.
 
         Raises:
-            ValueError: the context has a 4-D attention mask, which a recurrence cannot apply; or padding, in rows that
-                several processes divide.
+            ValueError: the context has a 4-D attention mask, which a recurrence cannot apply; or padding within a text,
+                in rows that several processes divide.
         """
         check_features(self, x, self.hidden_size)
         context.require_padding_mask("GatedDeltaNet")
@@ -218,10 +220,8 @@ class GatedDeltaNet(nn.Module):
         if mask is None:
             return self._mix(x, context.segment_start, None, cache, context.parts)
         if context.parts.count > 1:
-            raise ValueError(
-                "attention_mask: got padding; expected none for GatedDeltaNet with context parallelism. Pack texts "
-                "with cu_seqlens or position_ids"
-            )
+            out = self._mix(x, _segments_of_padding(mask, context.documents), None, cache, context.parts)
+            return out.masked_fill(~context.parts.own(mask.expand(len(x), -1))[..., None], 0.0)
         order = tokens_first(mask.expand(x.shape[:2]))
         return order.undo(self._mix(order.apply(x), None, order.lengths, cache, context.parts))
 
@@ -328,6 +328,17 @@ class GatedDeltaNet(nn.Module):
     def extra_repr(self) -> str:
         key_heads, value_heads = self.key_size // self.key_head_dim, self.value_size // self.value_head_dim
         return f"{key_heads} key heads of {self.key_head_dim}, {value_heads} value heads of {self.value_head_dim}"
+
+
+def _segments_of_padding(mask: Tensor, documents: Documents | None) -> Tensor:
+    """Returns the first token of each token's text, or padding, (B or 1, T) int64, of a padding mask, (B or 1, T)."""
+    if documents is None or documents.rows is None:
+        raise ValueError(
+            "attention_mask: got padding within a text; expected it at the ends of rows, for GatedDeltaNet with "
+            "context parallelism in eager mode. Pack texts with cu_seqlens or position_ids"
+        )
+    is_start = F.pad(mask[:, 1:] != mask[:, :-1], (1, 0), value=False)
+    return (torch.arange(mask.shape[1], device=mask.device) * is_start).cummax(1).values
 
 
 def _last_inputs(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
