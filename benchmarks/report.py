@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chart import Bar, Group, bar_chart
+from benchmarks.exact_report import mixture_figures, packed_figures, start_figures, update_chart, update_figures
 from benchmarks.generation_report import generation_chart, generation_figures
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.readme_report import peer_table
@@ -35,7 +36,8 @@ LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shap
 ATTENTION = ("attention_sinks", "latent_attention")
 SUITES = (
     "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "memory",
-    "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, "delta_rule",
+    "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, "delta_rule", "exact_updates", "packed_attention",
+    "exact_mixtures", "starts",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = (
@@ -308,6 +310,10 @@ def all_figures(results: Mapping[str, Json]) -> str:
         ("sharded_training", sharded_figures),
         ("memory", memory_figures),
         ("generation", generation_figures),
+        ("starts", start_figures),
+        ("exact_updates", update_figures),
+        ("exact_mixtures", mixture_figures),
+        ("packed_attention", packed_figures),
         ("operations", operation_figures),
         ("losses", loss_figures),
         ("scaling", scaling_figures),
@@ -377,6 +383,7 @@ def outputs(root: Path) -> dict[Path, str]:
         ("generation", generation_chart),
         ("training", training_chart),
         ("training_80gb", training_chart),
+        ("exact_updates", update_chart),
     ):
         if drawing := chart(results.get(name, {"workloads": {}})):
             drawn[name] = drawing

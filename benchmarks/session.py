@@ -87,6 +87,8 @@ JOBS = {
     "training_8b_2x8192": training_job(90, "llama_8b_2x8192"),
     "training_8b_4x8192": training_job(100, "llama_8b_4x8192"),
     "delta_rule": suite_job(420, "delta_rule", "--patience 200", with_fla=True),
+    "exact_updates": suite_job(240, "exact_updates"),
+    "packed_attention": suite_job(120, "packed_attention"),
     "delta_launches": suite_job(200, "delta_launches"),
     "attention_sinks": suite_job(90, "attention_sinks"),
     "latent_attention": suite_job(120, "latent_attention"),
