@@ -66,7 +66,7 @@ def test_notebooks_have_pages(tmp_path: Path) -> None:
 
 
 def test_docstrings_become_restructured_text() -> None:
-    docstring = """Computes `a(x)*2` of a_b_ and *args.
+    docstring = """Computes `a(x)*2` of a_b_ and *args, see docs/data.md.
 
     y = a(x)  ->  z
 
@@ -81,7 +81,7 @@ Args:
         - a mask.
 """
     text = "\n".join(site.restructured(docstring.splitlines()))
-    assert "Computes ``a(x)*2`` of a_b\\_ and \\*args." in text
+    assert "Computes ``a(x)*2`` of a_b\\_ and \\*args, see :doc:`docs/data.md </docs/data>`." in text
     assert ".. code-block:: text\n    \n        y = a(x)  ->  z\n" in text
     assert "Options:\n\n- one\n- two\n" in text
     assert "    hidden: \\H.\n    mask: one of\n\n        - :py:obj:`None`;\n        - a mask.\n" in text

@@ -102,6 +102,7 @@ ENUMERATOR = re.compile(r"(^ *|: )(\(?[A-Za-z]\.|\([A-Za-z]\))(?=\s|$)", re.MULT
 
 CODE = re.compile(r"`([^`]+)`")
 ANNOTATED = re.compile(r"Annotated\[([\w.]+), [^\[\]]*\]")
+PAGE = re.compile(r"(?<!`)\bdocs/([a-z-]+)\.md")
 SHORTENED = re.compile(r"~(?:\w+\.)+")
 NAME = re.compile(r"[A-Za-z][\w.]*\w$")
 
@@ -125,7 +126,8 @@ def _prose(block: list[str]) -> list[str]:
     parts = re.split(r"(`[^`]+`)", "\n".join(spaced))
     parts[::2] = [re.sub(r"(?<!^)(\*|\||\\|_(?!\w))", r"\\\1", part) for part in parts[::2]]
     text = ENUMERATOR.sub(r"\1\\\2", "".join(parts))
-    return [*CODE.sub(_code, text).split("\n"), ""]
+    text = PAGE.sub(r":doc:`docs/\1.md </docs/\1>`", CODE.sub(_code, text))
+    return [*text.split("\n"), ""]
 
 
 def _indent(line: str) -> int:
@@ -203,6 +205,15 @@ def exact_references(app: object, doctree: nodes.document) -> None:
 
     for reference in doctree.findall(pending_xref):
         reference.attributes.pop("refspecific", None)
+
+
+def en_dashes(app: object, doctree: nodes.document) -> None:
+    """Separates the names of arguments from their descriptions by a dash; Sphinx writes two hyphens."""
+    from docutils import nodes
+
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
 
 
 def public_reference(
@@ -347,6 +358,9 @@ def examples_page() -> str:
 
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
+LAYER = re.compile(r"^`(\w+)((?:\(\w+=\.\.\.\))?)`:", re.MULTILINE)
+"""The beginning of an entry of docs/catalogue.md, which becomes a link to the reference."""
+
 SHELVED = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+)\.md\)", re.MULTILINE)
 """A row of docs/index.md: the title of a page and its file."""
 
@@ -413,6 +427,8 @@ def write_sources(directory: Path) -> None:
         text = _with_links(
             page.read_text(encoding="utf-8"), lambda target: moved.get(target, target.replace(".ipynb", ".md"))
         )
+        if page.stem == "catalogue":
+            text = LAYER.sub(r"{py:obj}`\1\2 <ligerzoo.layers.\1>`:", text)
         page.write_text(NOT_IN_THE_SITE.sub(r"\1", text), encoding="utf-8")
     reference = directory / "reference"
     reference.mkdir()

@@ -14,6 +14,8 @@ author = "The ligerzoo authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = "ligerzoo"
 html_show_copyright = False
 html_copy_source = False
@@ -43,4 +45,5 @@ def setup(app):
     app.connect("autodoc-process-signature", site.readable_signature)
     app.connect("autodoc-skip-member", site.skip_member)
     app.connect("doctree-read", site.exact_references)
+    app.connect("doctree-read", site.en_dashes)
     app.connect("missing-reference", site.public_reference)
