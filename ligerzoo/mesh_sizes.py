@@ -19,7 +19,8 @@ class MeshSizes:
             that remain.
         context: processes that each have a part of every sequence.
         tensor: processes that each have a part of every layer, and the same samples.
-        expert: processes over which the experts of MoE layers are split; taken from those of `shard` and `context`.
+        expert: processes over which the experts of MoE layers are split; taken from those of `shard` and `context`, and
+            times `tensor`.
 
     Raises:
         ConfigError: A size is not positive.

@@ -24,7 +24,7 @@ from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differen
 from ligerzoo.kernels.dispatch import uses_triton
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from ligerzoo.layers.moe import Experts
-from ligerzoo.parallel.divided_layer import DividedLayer
+from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
 
 
 class _ToRows(FusedFunction):
@@ -161,13 +161,26 @@ class ExpertParallelExperts(_Experts):
 
     Attributes:
         shards: the mesh over which FSDP2 shards the experts of this process.
+        copies: the processes that have the same tokens: each sends its share of them.
     """
 
     shards: DeviceMesh
+    copies: TensorShard
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        copies, count = self.copies, self.copies.group.size()
+        if count == 1:
+            return self.exchanged(x, expert_ids, expert_weights)
+        first, end = (len(x) * rank // count for rank in (dist.get_rank(copies.group), dist.get_rank(copies.group) + 1))
+        x, expert_weights = copies.share(x), copies.share(expert_weights)
+        y = self.exchanged(x[first:end], expert_ids[first:end], expert_weights[first:end])
+        return copies.add_parts(F.pad(y, (0, 0, first, len(x) - end)))
+
+    def exchanged(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Computes the experts of this process's tokens, wherever they are."""
         part, group = self.tensor_shard, self.tensor_shard.group
-        with part.replaced(lambda one: _Average.apply(part.local(one), group.size())):
+        others = group.size() // self.copies.group.size()
+        with part.replaced(lambda one: _Average.apply(part.local(one), others)):
             slots = self.sorted_slots(x, expert_ids)
             counts = slots.bounds.diff().view(group.size(), -1)  # of each expert, by process
             counts_here = torch.empty_like(counts)

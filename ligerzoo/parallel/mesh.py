@@ -29,7 +29,7 @@ from ligerzoo.parallel.tensor import divide, divide_experts
 Model = TypeVar("Model", bound=LanguageModel)
 
 AXES = ("replicate", "shard", "context", "tensor")
-EXPERT_AXES = ("replicate", "expert_shard", "expert", "tensor")
+EXPERT_AXES = ("replicate", "expert_shard", "expert")
 
 
 def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> DeviceMesh:
@@ -46,16 +46,16 @@ def make_mesh(sizes: MeshSizes | str = "", device_type: str | None = None) -> De
     sizes = MeshSizes.parse(str(sizes)).over(dist.get_world_size())
     mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
     if sizes.expert > 1:
-        shards = mesh.size() // (sizes.replicate * sizes.expert * sizes.tensor)
-        shape = sizes.replicate, shards, sizes.expert, sizes.tensor
+        group = sizes.expert * sizes.tensor
+        shape = sizes.replicate, mesh.size() // (sizes.replicate * group), group
         mesh.of_experts = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)  # type: ignore[attr-defined]
     return mesh
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Returns the mesh of experts: "replicate", "expert_shard", "expert" and "tensor"; None if they are not divided.
+    """Returns the mesh of experts: "replicate", "expert_shard" and "expert"; None if they are not divided.
 
-    "expert_shard" and "expert" have the processes of "shard" and "context".
+    The last two have the processes of "shard", "context" and "tensor".
     """
     return getattr(mesh, "of_experts", None)
 
@@ -108,6 +108,6 @@ def parallelize(
         if experts is not None:
             has_replicas = mesh["replicate"].size() > 1
             shards = experts["replicate", "expert_shard"] if has_replicas else experts["expert_shard"]
-            divide_experts(model, experts["expert"], shards)
+            divide_experts(model, experts["expert"], shards, mesh["tensor"].get_group())
         context_parallel(model, mesh["context"].get_group())
     return shard_model(model, fsdp_mesh(mesh), param_dtype=param_dtype, **options)

@@ -151,13 +151,14 @@ def divide(model: LanguageModel, mesh: DeviceMesh, *, but_experts: bool = False)
     _divide({name: layer for name, layer in _planned(model).items() if _plan(layer).kind not in left}, mesh)
 
 
-def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh) -> None:
-    """Divides the experts of MoE layers over a mesh, in place. Their processes have different tokens.
+def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh, copies: dist.ProcessGroup) -> None:
+    """Divides the experts of MoE layers over a mesh, in place. Its processes have different tokens, but for copies.
 
     Args:
         model: a model on any device, also meta.
         mesh: the dimension "expert" of a mesh.
         shards: the mesh over which FSDP2 shards the experts of a process.
+        copies: the processes that have the tokens of this one, those of tensor parallelism.
 
     Raises:
         ConfigError: The model has no experts, or they cannot be divided by the number of processes.
@@ -165,7 +166,7 @@ def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh) -
     layers = {name: layer for name, layer in _planned(model).items() if _plan(layer).kind == "experts"}
     _divide(layers, mesh)
     for layer in layers.values():
-        layer.shards = shards  # type: ignore[assignment]
+        layer.shards, layer.copies = shards, TensorShard((), copies)  # type: ignore[assignment]
 
 
 def _divide(layers: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:

@@ -20,7 +20,14 @@ MIXTURES = (
     "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
     "qwen3_vl_moe",
 )  # fmt: skip
-MESHES_OF_EXPERTS = ("expert=2", "expert=4", "replicate=2 expert=2", "context=2 expert=2", "tensor=2 expert=2")
+MESHES_OF_EXPERTS = {
+    "expert=2": 4,
+    "expert=4": 4,
+    "replicate=2 expert=2": 4,
+    "context=2 expert=2": 4,
+    "tensor=2 expert=2": 4,
+    "replicate=2 context=2 tensor=2 expert=2": 8,
+}
 QUICK = ("gemma2", "olmo2", "gpt_oss", "deepseek_v3")
 """Windows and soft caps; norms over all heads; sinks and experts with biases; MLA and shared experts."""
 
@@ -47,7 +54,8 @@ def test_every_architecture_computes_as_one(tmp_path: Path, mesh: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES_OF_EXPERTS)
-def test_every_mixture_computes_as_one(tmp_path: Path, mesh: str) -> None:
+@pytest.mark.parametrize("mesh, processes", MESHES_OF_EXPERTS.items())
+def test_every_mixture_computes_as_one(tmp_path: Path, mesh: str, processes: int) -> None:
     write(tmp_path, {name: FIRST[name] for name in MIXTURES})
-    on_all_processes(partial(process.architectures, directory=tmp_path, mesh=mesh, saves=True), processes=4)
+    work = partial(process.architectures, directory=tmp_path, mesh=mesh, saves=True)
+    on_all_processes(work, processes=processes)

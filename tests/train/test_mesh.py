@@ -74,7 +74,8 @@ def test_experts_over_processes_train_as_one(data: Path, tmp_path: Path) -> None
 
     assert train(of_run("one", 4, **evaluated)) == train(of_run("one-lora", 4, **adapted)) == 0
     mesh = {"mesh": "shard=4 expert=2"}
-    runs = [of_run("four", 1, **evaluated, **mesh), of_run("lora", 1, **adapted, **mesh)]
+    tensor = {"mesh": "shard=2 tensor=2 expert=2"}
+    runs = [of_run("four", 1, **evaluated, **mesh), of_run("lora", 2, **adapted, **tensor)]
     on_all_processes(partial(process.train_all, runs=runs), processes=4)
     compare(tmp_path / "four", tmp_path / "one")
     assert numbers(tmp_path / "lora", "loss") == pytest.approx(numbers(tmp_path / "one-lora", "loss"), rel=1e-4)
