@@ -70,7 +70,7 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
         heads //= 1 if part is None else part.group.size()  # those of this process, of a divided layer
         if heads % count:
             what, expected = "heads that cannot be divided", f"a multiple of {count}, the processes that share them"
-            remedy = "Choose a divisor of the heads of all blocks."
+            remedy = f"Choose a divisor of the heads of all blocks, such as {math.gcd(heads, count)}."
             raise LigerzooError(what, where=where, got=f"{heads} heads", expected=expected, remedy=remedy)
     model.row_parts = DividedRows(group=group, count=count, rank=dist.get_rank(group))
     return model

@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from ligerzoo import AutoModel
+from ligerzoo import AutoModel, AutoModelForSequenceClassification
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import read_config
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.losses import DPO
 from ligerzoo.models import CausalLM
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 from ligerzoo.parallel import context_parallel, items_per_process, parallelize, shard_model
 
 Inputs = dict[str, Any]
@@ -70,7 +73,7 @@ def batches() -> Iterator[Inputs]:
     yield packed(3, 17, 1, 10)
 
 
-def gradients(model: CausalLM, loss: Tensor, count: int = 1) -> dict[str, Tensor]:
+def gradients(model: LanguageModel, loss: Tensor, count: int = 1) -> dict[str, Tensor]:
     """The gradients of a loss, averaged over `count` processes."""
     model.zero_grad()
     loss.backward()
@@ -102,7 +105,9 @@ def compare(where: str, whole: CausalLM, divided: CausalLM, inputs: Inputs) -> N
     compare_gradients(where, whole, divided, expected.loss, found.loss)
 
 
-def compare_gradients(where: str, whole: CausalLM, divided: CausalLM, expected: Tensor, found: Tensor) -> None:
+def compare_gradients(
+    where: str, whole: LanguageModel, divided: LanguageModel, expected: Tensor, found: Tensor
+) -> None:
     ours, theirs = gradients(divided, found, dist.get_world_size()), gradients(whole, expected)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
@@ -119,7 +124,7 @@ def families(rank: int, directory: Path) -> None:
 def options(rank: int, directory: Path) -> None:
     """What a run adds to a forward, on some models."""
     families(rank, directory / "families")
-    for check in (checkpoints, adapters, sharded, objectives, outputs, generation, refusals):
+    for check in (checkpoints, adapters, sharded, wrapped, objectives, outputs, generation, refusals):
         check(directory / "families")
     for path in sorted((directory / "images").iterdir()):
         images(path)
@@ -173,6 +178,30 @@ def sharded(directory: Path) -> None:
         )
         assert_close(found, expected, name)
         compare_gradients(f"{name}, sharded", whole, divided, expected, found)
+
+
+def wrapped(directory: Path) -> None:
+    """In DistributedDataParallel, which averages gradients too; and a classifier."""
+    whole, divided = pair(directory / "qwen3_moe")
+    inputs = packed(3, 17, 1, 10)
+    expected = gradients(whole, whole(**inputs).loss)
+    wrapper = DistributedDataParallel(divided)  # without a reference, it would not average gradients
+    wrapper(**inputs).loss.backward()
+    for name, weight in divided.named_parameters():
+        assert weight.grad is not None
+        assert_close(weight.grad, expected[name], f"DDP, {name}")
+
+    def classifier() -> SequenceClassifier:
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(read_config(directory / "qwen3"), num_labels=3)
+        model.init_weights(0.2)
+        return model
+
+    models = classifier(), context_parallel(classifier(), dist.group.WORLD)
+    inputs = {name: value for name, value in padded(30).items() if name != "labels"}
+    one, two = (model(**inputs, labels=torch.tensor([0, 2])) for model in models)
+    assert_close(two.logits, one.logits, "classifier")
+    compare_gradients("classifier", *models, one.loss, two.loss)
 
 
 def objectives(directory: Path) -> None:
