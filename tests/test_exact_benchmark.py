@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import exact_report, exact_updates, packed_attention, report
+from benchmarks import exact_report, exact_updates, packed_attention, report, starts
 from benchmarks.row import OURS
 from ligerzoo.cli import main
 
@@ -157,6 +157,19 @@ def test_the_table_of_mixtures() -> None:
     assert "| forward, 8,192 tokens | 20.00 | 16.00 | 1.25 |" in docs
     assert "In 20 texts" in docs
     assert "2 of 2,000 log-probabilities differ" in docs.replace("\n", " ")
+
+
+def test_first_tokens_keep_the_times_from_before(tmp_path: Path) -> None:
+    out = tmp_path / "starts.json"
+    before = [{"model": "tiny", "prompt": 16, "new_tokens": 1, "first_ms": 9.0, "ms": 7.0}]
+    out.write_text(json.dumps({"before": before}))
+    shape = ["--models", "tiny", "--prompts", "16", "--new-tokens", "1", "2", "--shapes", "2", "--longest", "20"]
+    starts.main([*shape, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["before"] == before
+    assert [(row["prompt"], row["new_tokens"]) for row in found["rows"]] == [(16, 1), (16, 2)]
+    assert found["random_shapes"]["tiny"]["later_ms"] > 0
+    assert "| tiny | 16 | 7.00 \N{RIGHTWARDS ARROW} " in report.all_figures({"starts": found})
 
 
 def test_the_table_of_first_tokens() -> None:
