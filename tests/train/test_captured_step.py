@@ -317,7 +317,7 @@ def test_changes_of_model_and_optimizer_are_noticed(change: str, graphs: list[Re
 
 
 class KnownDocuments:
-    """A loss that records, of each forward, the documents that attention is told of."""
+    """A loss that records, of each forward, the documents that attention knows."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
