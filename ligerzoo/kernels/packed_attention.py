@@ -7,6 +7,10 @@ token the same bits whatever follows it, so padding costs time and changes nothi
 document has the bits that it has alone. Outputs go back to the rows, and so do gradients in backward. A document of
 one token needs no kernel: y = v.
 
+A batch may be read in place: then the tokens that follow a document in its row take the place of padding. They see
+garbage and nobody sees them: only the rows of the document itself are written, and in backward the gradients of the
+others are 0, and their probabilities, since their logsumexp is inf.
+
 With sinks, see `attention_sinks`: the output and the logsumexp that backward gets are those with the sink.
 
 Saved: q, k, v and y, in rows, and the logsumexp of each query. Backward gathers them again.
@@ -17,7 +21,7 @@ the tokens of all batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +30,7 @@ from torch import Tensor
 from ligerzoo.checks import AT_LEAST_1, check, or_none
 from ligerzoo.kernels.attention_sinks import add_sinks, sink_gradient, sink_gradients
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable, under_transform
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, next_power_of_2, uses_triton
 from ligerzoo.kernels.fused_attention import TorchAttention, attention_kernel, has_windows
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.packing import Packing
@@ -42,12 +46,11 @@ def reference(
 ) -> Tensor:
     """`packed_attention` in plain torch, with the scores of all pairs."""
     wide, group = accumulation_dtype(q.dtype), q.shape[2] // k.shape[2]
-    slots = packing.slots.flatten()
-    document = -1 - torch.arange(len(slots), device=q.device)  # a document each
-    sizes = [length for documents, length in packing.batches.tolist() for _ in range(documents)]
+    document = -1 - torch.arange(packing.rows * packing.tokens, device=q.device)  # a document each
+    sizes = [length for documents, length, _ in packing.batches.tolist() for _ in range(documents)]
     of_slot = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)).to(q.device)
-    in_batch = slots >= 0
-    document[in_batch] = of_slot[slots[in_batch]]
+    has_token = packing.source >= 0
+    document[packing.source[has_token]] = of_slot[has_token]
     document = document.view(q.shape[:2])
     visible = (document[:, :, None] == document[:, None]).tril()[:, None]
     keys, values = (x.transpose(1, 2).to(wide).repeat_interleave(group, 1) for x in (k, v))
@@ -59,74 +62,171 @@ def reference(
 
 
 class _Moved(NamedTuple):
-    """Rows of a matrix, and the matrix to which they go."""
+    """Rows of tokens and of slots, some features of each."""
 
-    source: Tensor
-    target: Tensor
-    source_stride: int
+    tokens: Tensor
+    slots: Tensor
+    token_stride: int
     n_features: int
     blocks: int
 
 
+class _MovedLse(NamedTuple):
+    """The logsumexp of tokens, (B, N, T), and of slots, (documents, N, length)."""
+
+    tokens: Tensor
+    slots: Tensor
+    n_heads: int
+
+
 @jit
-def _copy_rows(x, rows, in_rows, index, block, COLS: tl.constexpr):
+def _move_rows(x, rows, tokens, in_rows, block, GATHERS: tl.constexpr, COLS: tl.constexpr):
     cols = block * COLS + tl.arange(0, COLS)
     in_cols = (cols < x.n_features)[None, :]
-    mask = (index >= 0)[:, None] & in_cols
-    moved = tl.load(x.source + index[:, None] * x.source_stride + cols[None, :], mask=mask, other=0.0)
-    tl.store(x.target + rows[:, None] * x.n_features + cols[None, :], moved, mask=in_rows[:, None] & in_cols)
+    slot_ptrs = x.slots + rows[:, None] * x.n_features + cols[None, :]
+    token_ptrs = x.tokens + tokens[:, None] * x.token_stride + cols[None, :]
+    is_token = (tokens >= 0)[:, None] & in_cols
+    if GATHERS:
+        tl.store(slot_ptrs, tl.load(token_ptrs, mask=is_token, other=0.0), mask=in_rows[:, None] & in_cols)
+    else:
+        tl.store(token_ptrs, tl.load(slot_ptrs, mask=is_token, other=0.0), mask=is_token)
 
 
-@kernel(unspecialized=("n_rows",))
-def _gather_kernel(first, second, third, index_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr):
+@kernel(unspecialized=("n_rows", "length", "n_tokens"))
+def _move_kernel(
+    first, second, third, lse, index_ptr, n_rows, length, n_tokens,
+    GATHERS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     row_blocks = tl.cdiv(n_rows, ROWS)
     rows = (tl.program_id(0) % row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(0) // row_blocks
     in_rows = rows < n_rows
-    index = tl.load(index_ptr + rows, mask=in_rows, other=-1).to(tl.int64)
+    tokens = tl.load(index_ptr + rows, mask=in_rows, other=-1).to(tl.int64)
     if block < first.blocks:
-        _copy_rows(first, rows, in_rows, index, block, COLS)
+        _move_rows(first, rows, tokens, in_rows, block, GATHERS, COLS)
     elif block < first.blocks + second.blocks:
-        _copy_rows(second, rows, in_rows, index, block - first.blocks, COLS)
-    else:
-        _copy_rows(third, rows, in_rows, index, block - first.blocks - second.blocks, COLS)
+        _move_rows(second, rows, tokens, in_rows, block - first.blocks, GATHERS, COLS)
+    elif block < first.blocks + second.blocks + third.blocks:
+        _move_rows(third, rows, tokens, in_rows, block - first.blocks - second.blocks, GATHERS, COLS)
+    elif lse is not None:
+        heads = tl.arange(0, HEADS)
+        in_heads = (heads < lse.n_heads)[None, :]
+        slots = (rows // length * lse.n_heads * length + rows % length)[:, None] + heads[None, :] * length
+        places = (tokens // n_tokens * lse.n_heads * n_tokens + tokens % n_tokens)[:, None] + heads[None, :] * n_tokens
+        is_token = (tokens >= 0)[:, None] & in_heads
+        if GATHERS:
+            moved = tl.load(lse.tokens + places, mask=is_token, other=float("inf"))
+            tl.store(lse.slots + slots, moved, mask=in_rows[:, None] & in_heads)
+        else:
+            tl.store(lse.tokens + places, tl.load(lse.slots + slots, mask=is_token, other=0.0), mask=is_token)
 
 
-def _gather(tensors: Sequence[Tensor], index: Tensor, triton: bool) -> list[Tensor]:
-    """Rows of matrices (R, F): (I, F) each, zeros where the index is negative."""
-    if not triton:
-        return [x[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0) for x in tensors]
-    results = [x.new_empty(len(index), x.shape[1]) for x in tensors]
-    pairs = [
-        _Moved(x, y, x.stride(0), x.shape[1], cdiv(x.shape[1], _COLS)) for x, y in zip(tensors, results, strict=True)
-    ]
-    row_blocks = cdiv(len(index), _ROWS)
-    for i in range(0, len(pairs), 3):
-        part = pairs[i : i + 3]
-        programs = row_blocks * sum(pair.blocks for pair in part)
-        part += [part[-1]._replace(blocks=0)] * (3 - len(part))
-        _gather_kernel[programs](*part, index, len(index), _ROWS, _COLS, num_warps=4)
-    return results
+class _Tokens(NamedTuple):
+    """A tensor of all tokens: (B * T, N * D) with unit strides along rows, a view of (B, T, N, D) where possible."""
+
+    matrix: Tensor
+    n_heads: int
+    head_dim: int
+    stride: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Tokens:
+        """x: (B, T, N, D)."""
+        heads, head_dim = x.shape[2:]
+        x = x.flatten(2).flatten(0, 1)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return cls(x, heads, head_dim, x.stride(0))
+
+    def moved(self, slots: Tensor) -> _Moved:
+        """To or from (documents, length, N, D), contiguous."""
+        features = self.n_heads * self.head_dim
+        return _Moved(self.matrix, slots, self.stride, features, -(-features // _COLS))
 
 
-def _as_matrix(x: Tensor) -> Tensor:
-    """(B, T, N, D) -> (B * T, N * D) with unit strides along rows, a view where the strides allow it."""
-    x = x.flatten(2).flatten(0, 1)
-    return x if x.stride(1) == 1 else x.contiguous()
+class _Batch(NamedTuple):
+    """A batch of documents, see `Packing`."""
+
+    source: Tensor
+    documents: int
+    length: int
+    start: int
+    n_tokens: int
+    triton: bool
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether tokens are read where they are."""
+        return self.start >= 0
+
+    def read_in_place(self, x: _Tokens) -> Tensor:
+        """Returns (documents, N, length, D)."""
+        sizes = self.documents, x.n_heads, self.length, x.head_dim
+        strides = self.length * x.stride, x.head_dim, x.stride, 1
+        return x.matrix.as_strided(sizes, strides, x.matrix.storage_offset() + self.start * x.stride)
+
+    def gather(self, tensors: Sequence[_Tokens], lse: Tensor | None = None) -> list[Tensor]:
+        """Copies tokens to (documents, N, length, D) each.
+
+        The logsumexp, (B, N, T), comes last: (documents, N, length). Slots of padding have zeros, and inf there, so
+        that their probabilities are 0 in backward.
+        """
+        sizes = self.documents, self.length
+        slots = [x.matrix.new_empty((*sizes, x.n_heads, x.head_dim)) for x in tensors]
+        moved = [x.moved(y) for x, y in zip(tensors, slots, strict=True)]
+        found = [x.transpose(1, 2) for x in slots]
+        if lse is None:
+            self._move(moved, None, gathers=True)
+            return found
+        moved_lse = _MovedLse(lse, lse.new_empty(self.documents, lse.shape[1], self.length), lse.shape[1])
+        self._move(moved, moved_lse, gathers=True)
+        return [*found, moved_lse.slots]
+
+    def scatter(self, pairs: Iterable[tuple[Tensor, _Tokens]], lse: tuple[Tensor, Tensor] | None = None) -> None:
+        """Copies (documents, N, length, D) to tokens, and (documents, N, length) to a logsumexp, (B, N, T)."""
+        moved = [y.moved(x.transpose(1, 2).contiguous()) for x, y in pairs]
+        self._move(moved, lse and _MovedLse(lse[1], lse[0].contiguous(), lse[1].shape[1]), gathers=False)
+
+    def _move(self, moved: list[_Moved], lse: _MovedLse | None, gathers: bool) -> None:
+        if not self.triton:
+            _move_in_torch(moved, lse, self, gathers)
+            return
+        n_rows = self.documents * self.length
+        row_blocks = -(-n_rows // _ROWS)
+        for i in range(0, len(moved), 3):
+            part, is_last = moved[i : i + 3], i + 3 >= len(moved)
+            part_lse = lse if is_last else None
+            blocks = sum(one.blocks for one in part) + (part_lse is not None)
+            part += [part[-1]._replace(blocks=0)] * (3 - len(part))
+            _move_kernel[row_blocks * blocks](
+                *part, part_lse, self.source, n_rows, self.length, self.n_tokens, gathers, _ROWS, _COLS,
+                1 if part_lse is None else next_power_of_2(part_lse.n_heads), num_warps=4,
+            )  # fmt: skip
 
 
-def _heads_first(x: Tensor, start: int, documents: int, length: int, heads: int) -> Tensor:
-    """The (documents, N, length, D) of a batch among the slots, (S, N * D), from `start` on."""
-    features = x.shape[1]
-    strides = length * features, features // heads, features, 1
-    return x.as_strided((documents, heads, length, features // heads), strides, start * features)
+def _move_in_torch(moved: list[_Moved], lse: _MovedLse | None, batch: _Batch, gathers: bool) -> None:
+    is_padding, index = (batch.source < 0)[:, None], batch.source.clamp(min=0).long()
+    if lse is not None:
+        tokens, slots = lse.tokens.transpose(1, 2), lse.slots.transpose(1, 2)
+    if gathers:
+        for one in moved:
+            one.slots.view(-1, one.n_features).copy_(one.tokens[index].masked_fill(is_padding, 0))
+        if lse is not None:
+            slots.copy_(tokens.flatten(0, 1)[index].masked_fill(is_padding, torch.inf).view(slots.shape))
+        return
+    kept = ~is_padding[:, 0]
+    for one in moved:
+        one.tokens[index[kept]] = one.slots.view(-1, one.n_features)[kept]
+    if lse is not None:
+        row, token = index[kept] // batch.n_tokens, index[kept] % batch.n_tokens
+        tokens[row, token] = slots.flatten(0, 1)[kept]
 
 
-def _to_rows(all_parts: Sequence[Sequence[Tensor]], packing: Packing, triton: bool) -> list[Tensor]:
-    """(documents, N, length, D) of each batch -> (B * T, N * D), of several tensors; zeros for a token without slot."""
-    matrices = [[x.transpose(1, 2).flatten(0, 1).flatten(1) for x in parts] for parts in all_parts]
-    slots = [parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for parts in matrices]
-    return _gather(slots, packing.slots.flatten(), triton)
+def _batches(packing: Packing, triton: bool) -> Iterator[_Batch]:
+    first = 0
+    for documents, length, start in packing.batches.tolist():
+        source = packing.source[first : first + documents * length]
+        yield _Batch(source, documents, length, start, packing.tokens, triton)
+        first += documents * length
 
 
 class _Results(NamedTuple):
@@ -158,6 +258,11 @@ class _Alone(NamedTuple):
         """(A, N)."""
         return (self.q * self.k).sum(-1) * self.scale
 
+    def write(self, out: Tensor, lse: Tensor) -> None:
+        """Writes the output and the logsumexp, (B, T, N, V) and (B, N, T)."""
+        out.flatten(0, 1)[self.tokens] = self.v.to(out.dtype)
+        lse[self.tokens // lse.shape[2], :, self.tokens % lse.shape[2]] = self.scores
+
     def gradients(self, results: _Results) -> tuple[Tensor, Tensor, Tensor]:
         """Those of q, k and v: (A, N, D), (A, K, D), (A, K, V)."""
         dout, out = (x.flatten(0, 1)[self.tokens].to(self.q.dtype) for x in results[:2])
@@ -173,15 +278,17 @@ def _allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
+def _pairs(packing: Packing) -> int:
+    return sum(documents * length * length for documents, length, _ in packing.batches.tolist())
+
+
 def _flops(q: Tensor, v: Tensor, packing: Packing) -> int:
     """Those of the products of whole texts, as torch counts them."""
-    pairs = sum(documents * length * length for documents, length in packing.batches.tolist())
-    return 2 * pairs * q.shape[2] * (q.shape[3] + v.shape[3])
+    return 2 * _pairs(packing) * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def _backward_flops(q: Tensor, v: Tensor, packing: Packing) -> int:
-    pairs = sum(documents * length * length for documents, length in packing.batches.tolist())
-    return 2 * pairs * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
+    return 2 * _pairs(packing) * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
 
 
 @register("packed_attention", fake=_allocate, flops=_flops)
@@ -190,49 +297,51 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, (B, T, N, V), and the logsumexp, (B, N, T)."""
     attention = attention.chosen(q, k, v)
-    rows = _gather([_as_matrix(x) for x in (q, k, v)], packing.source, triton)
-    outs, lses, start = [], [], 0
-    for documents, length in packing.batches.tolist():
-        operands = (
-            _heads_first(x, start, documents, length, heads.shape[2]) for x, heads in zip(rows, (q, k, v), strict=True)
-        )
-        out, lse = attention.forward(*operands)
-        outs.append(out)
-        lses.append(lse[..., None])
-        start += documents * length
-    del rows, operands  # memory that the next copies need
-    out, lse = _to_rows([outs, lses], packing, triton)
-    out = out.view(-1, q.shape[2], v.shape[3])
-    alone = _Alone.of(q, k, v, packing, attention.scale)
-    out[packing.alone], lse[packing.alone] = alone.v.to(out.dtype), alone.scores
-    return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]).transpose(1, 2).contiguous()
+    tensors = [_Tokens.of(x) for x in (q, k, v)]
+    out, lse = _allocate(q, v)
+    tokens = _Tokens.of(out)
+    for batch in _batches(packing, triton):
+        x = [batch.read_in_place(x) for x in tensors] if batch.is_in_place else batch.gather(tensors)
+        found, found_lse = attention.forward(*x)
+        del x  # memory that the next copies need
+        batch.scatter([(found, tokens)], (found_lse, lse))
+    if len(packing.alone):
+        _Alone.of(q, k, v, packing, attention.scale).write(out, lse)
+    return out, lse
 
 
 def _allocate_backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _batch_gradients(
+    batch: _Batch, tensors: Sequence[_Tokens], lse: Tensor, attention: TorchAttention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of a batch, heads before tokens."""
+    if batch.is_in_place:
+        q, k, v, out = (batch.read_in_place(x) for x in tensors[1:])
+        dout, batch_lse = batch.gather(tensors[:1], lse)
+    else:
+        dout, q, k, v, out, batch_lse = batch.gather(tensors, lse)
+    return attention.backward(dout, q, k, v, out, batch_lse)
+
+
 @register("packed_attention_backward", fake=_allocate_backward, flops=_backward_flops)
 def _backward(
     results: _Results, q: Tensor, k: Tensor, v: Tensor, packing: Packing, attention: TorchAttention, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    attention, (dout, out, lse) = attention.chosen(q, k, v), results
-    operands = [_as_matrix(x) for x in (dout, q, k, v, out, lse.transpose(1, 2)[..., None])]
-    rows = _gather(operands, packing.source, triton)
-    heads = [x.shape[2] for x in (dout, q, k, v, out, q)]
-    gradients, start = [], 0
-    for documents, length in packing.batches.tolist():
-        batch = [_heads_first(x, start, documents, length, n) for x, n in zip(rows, heads, strict=True)]
-        batch[-1] = batch[-1][..., 0].contiguous()
-        gradients.append(attention.backward(*batch))
-        start += documents * length
-    del operands, rows, batch
-    found = _to_rows(list(zip(*gradients, strict=True)), packing, triton)
-    dq, dk, dv = (x.view(like.shape) for x, like in zip(found, (q, k, v), strict=True))
-    alone = _Alone.of(q, k, v, packing, attention.scale).gradients(results)
-    for x, gradient in zip((dq, dk, dv), alone, strict=True):
-        x.flatten(0, 1)[packing.alone] = gradient.to(x.dtype)
-    return dq, dk, dv
+    attention, gradients = attention.chosen(q, k, v), None
+    tensors = [_Tokens.of(x) for x in (results.dout, q, k, v, results.out)]
+    for batch in _batches(packing, triton):
+        found = _batch_gradients(batch, tensors, results.lse, attention)
+        gradients = gradients or _allocate_backward(q, k, v)  # now that the operands of a single batch are freed
+        batch.scatter(zip(found, map(_Tokens.of, gradients), strict=True))
+    gradients = gradients or _allocate_backward(q, k, v)
+    if len(packing.alone):
+        alone = _Alone.of(q, k, v, packing, attention.scale).gradients(results)
+        for x, gradient in zip(gradients, alone, strict=True):
+            x.flatten(0, 1)[packing.alone] = gradient.to(x.dtype)
+    return gradients
 
 
 class _PackedAttention(FusedFunction):
@@ -250,19 +359,20 @@ class _PackedAttention(FusedFunction):
         y, lse = _forward(q, k, v, packing, attention, triton)
         if sinks is not None:
             y = add_sinks(y, lse, sinks, triton)
-        ctx.save_for_backward(q, k, v, sinks, y, lse, *packing)
-        ctx.attention, ctx.triton = attention, triton
+        ctx.save_for_backward(q, k, v, sinks, y, lse, *packing[:3])
+        ctx.size, ctx.attention, ctx.triton = packing[3:], attention, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, y, lse, *packing = ctx.saved_tensors
+        q, k, v, sinks, y, lse, *tensors = ctx.saved_tensors
+        packing = Packing(*tensors, *ctx.size)
         dsinks = None
         if sinks is not None:
             dlse, lse = sink_gradients(dy, y, lse, sinks, ctx.triton)
             dsinks = sink_gradient(dlse, sinks) if ctx.needs_input_grad[3] else None
-        gradients = _backward(_Results(dy, y, lse), q, k, v, Packing(*packing), ctx.attention, ctx.triton)
+        gradients = _backward(_Results(dy, y, lse), q, k, v, packing, ctx.attention, ctx.triton)
         return *gradients, dsinks, None, None, None
 
 
@@ -305,15 +415,15 @@ def packed_attention(
         or (k.shape[:2], k.shape[3]) != (q.shape[:2], q.shape[3])
         or not k.shape[2]
         or q.shape[2] % k.shape[2]
-        or packing.slots.shape != q.shape[:2]
+        or (packing.rows, packing.tokens) != q.shape[:2]
         or (sinks is not None and sinks.shape != q.shape[2:3])
     ):
         raise ValueError(
             f"packed_attention: q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, a packing of "
-            f"{tuple(packing.slots.shape)} tokens and sinks {None if sinks is None else tuple(sinks.shape)}; expected "
+            f"{packing[3:]} tokens and sinks {None if sinks is None else tuple(sinks.shape)}; expected "
             "(B, T, N, D), (B, T, K, D), (B, T, K, V), (B, T) tokens and (N,), N a multiple of K"
         )
-    if not packing.slots.numel():  # gradients are zeros
+    if not q.shape[0] * q.shape[1]:  # gradients are zeros
         total = q.sum() + k.sum() + v.sum() + (0 if sinks is None else sinks.sum() * 0)
         return total.to(q.dtype).expand(*q.shape[:3], v.shape[3]).clone()
     # Dynamo cannot ask torch which kernel supports the tensors.

@@ -1,9 +1,13 @@
 """Plans of batches for the documents of packed rows: which documents share a batch, and the slots of their tokens.
 
 `packed_attention` gathers documents of similar length into batches, with padding on their right. Few batches have much
-padding, many take long to launch. On one H200, attention of 32 heads of 128 takes, forward and backward, 0.046 ms for a
-million pairs of a query and a key (4 documents of 500 tokens), 0.069 ms for 1000 tokens, and 0.117 ms for a batch: 15
-mixtures of lengths were within 5 % of that. Heads of 64 take two thirds of it. So a plan minimizes the sum of these.
+padding, many take long to launch. A batch of one document needs no copy: it is read where it is in its row, followed by
+other tokens in place of padding. So are documents at equal distances, such as those of one length that fill a row.
+
+A plan minimizes the time that a model of it expects. On one H200, attention of 32 heads of 128 takes, forward and
+backward, 0.050 ms for a million pairs of a query and a key (4 documents of 500 tokens), 0.042 ms for 1000 tokens,
+0.031 ms to copy them, or half of it in place, and 0.1 ms for a batch, or 0.2 where it waits for the host. Heads of 64
+take two thirds of it.
 
 cuDNN plans each shape of a batch once, which takes about 0.1 s. So lengths and numbers of documents are rounded up.
 """
@@ -18,14 +22,14 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import cdiv, next_power_of_2
 
-TOKEN_COST, BATCH_COST = 1500, 2_500_000
-"""Costs of a token and of a batch, in pairs of a query and a key."""
+TOKEN_COST, TOKEN_COST_IN_PLACE, BATCH_COST = 1470, 1140, 4_000_000
+"""Costs of a token, copied or read in place, and of a batch, in pairs of a query and a key."""
 
 _LENGTHS, _COUNTS = 16, 4
 """Lengths, and numbers of documents, per octave."""
 
-_SHORTEST = 64
-"""Tokens of the shortest batch."""
+_SHORTEST, _LONG = 64, 1024
+"""Tokens of the shortest batch, and of a document that may have a batch of its own, whatever others have its length."""
 
 
 Span = tuple[int, int]
@@ -37,15 +41,46 @@ class Packing(NamedTuple):
 
     Attributes:
         source: (S,) int32, the token of each slot, counted over the rows; -1 for padding.
-        slots: (B, T) int32, the slot of each token; -1 for a token without one.
         alone: (A,) int64, the tokens without a slot: documents of one token, and padding.
-        batches: (batches, 2) int64, on the CPU: documents and tokens of a document.
+        batches: (batches, 3) int64, on the CPU: documents, tokens of a document, and the first token where the
+            documents are read in place, else -1.
+        rows: B.
+        tokens: T.
     """
 
     source: Tensor
-    slots: Tensor
     alone: Tensor
     batches: Tensor
+    rows: int
+    tokens: int
+
+
+class Batch(NamedTuple):
+    """Documents that share a batch.
+
+    Attributes:
+        documents: the first token of each, counted over the rows, and its number of tokens.
+        length: tokens of the batch for each document.
+        in_place: whether the documents are read where they are, `length` tokens apart.
+    """
+
+    documents: Sequence[Span]
+    length: int
+    in_place: bool
+
+    @property
+    def cost(self) -> int:
+        """In pairs of a query and a key."""
+        return batch_cost(len(self.documents), self.length, self.in_place)
+
+    def source(self) -> Tensor:
+        """The token of each slot, (documents, length) int32; -1 for padding, of which there may be documents."""
+        count = len(self.documents) if self.in_place else _rounded(len(self.documents), _COUNTS)
+        starts, sizes = torch.tensor(self.documents, dtype=torch.int32)[..., None].unbind(1)
+        offsets = torch.arange(self.length, dtype=torch.int32)
+        index = torch.full((count, self.length), -1, dtype=torch.int32)
+        index[: len(self.documents)] = torch.where(offsets < sizes, starts + offsets, -1)
+        return index
 
 
 def pack_documents(rows: Sequence[Sequence[Span]], tokens: int, device: torch.device | str | None = None) -> Packing:
@@ -59,27 +94,23 @@ def pack_documents(rows: Sequence[Sequence[Span]], tokens: int, device: torch.de
     Raises:
         ValueError: spans are not of integers, or documents overlap, are not in order, or do not fit their row.
     """
-    for row, spans in enumerate(rows):
-        _check_spans(row, spans, tokens)
-    documents = sorted(
-        ((length, row * tokens + start) for row, spans in enumerate(rows) for start, length in spans if length > 1),
-        reverse=True,
-    ) or [(0, 0)]  # a batch of padding, so that there is one
-    batches, source = [], []
-    for batch in plan([length for length, _ in documents]).batches:
-        length, count = padded_length(documents[batch.start][0]), batch.stop - batch.start
-        sizes, starts = torch.tensor(documents[batch], dtype=torch.int32)[..., None].unbind(1)
-        offsets = torch.arange(length, dtype=torch.int32)
-        index = torch.full((_rounded(count, _COUNTS), length), -1, dtype=torch.int32)
-        index[:count] = torch.where(offsets < sizes, starts + offsets, -1)
-        source.append(index.flatten())
-        batches.append(index.shape)
-    index = torch.cat(source)
-    slots = torch.full((len(rows) * tokens,), -1, dtype=torch.int32)
-    slots[index[index >= 0]] = torch.arange(len(index), dtype=torch.int32)[index >= 0]
-    alone = (slots < 0).nonzero()[:, 0]
-    table = torch.tensor(batches, dtype=torch.int64).view(-1, 2)
-    return Packing(_copy(index, device), _copy(slots.view(len(rows), tokens), device), _copy(alone, device), table)
+    return as_packing(plan(rows, tokens), len(rows), tokens, device)
+
+
+def as_packing(batches: Sequence[Batch], rows: int, tokens: int, device: torch.device | str | None = None) -> Packing:
+    """Copies a plan to a device, see `pack_documents`."""
+    sources = [batch.source() for batch in batches]
+    table = [
+        (*source.shape, batch.documents[0][0] if batch.in_place else -1)
+        for batch, source in zip(batches, sources, strict=True)
+    ]
+    source = torch.cat([torch.empty(0, dtype=torch.int32), *(x.flatten() for x in sources)])
+    is_alone = torch.ones(rows * tokens, dtype=torch.bool)
+    is_alone[source[source >= 0]] = False
+    alone = is_alone.nonzero()[:, 0]
+    return Packing(
+        _copy(source, device), _copy(alone, device), torch.tensor(table, dtype=torch.int64).view(-1, 3), rows, tokens
+    )
 
 
 def _check_spans(row: int, spans: Sequence[Span], tokens: int) -> None:
@@ -96,52 +127,75 @@ def _check_spans(row: int, spans: Sequence[Span], tokens: int) -> None:
         last = start + length
 
 
-def cost(rows: Sequence[Sequence[Span]]) -> int:
-    """Cost of `packed_attention` for these documents, in pairs of a query and a key."""
-    return plan(sorted((length for spans in rows for _, length in spans if length > 1), reverse=True)).cost
+def packing_pays(batches: Sequence[Batch], rows: Sequence[Sequence[Span]], tokens: int, features: int) -> bool:
+    """Whether `packed_attention` is at least as fast as FlexAttention: the rule where exactness is not asked for.
 
+    On the same GPU FlexAttention, compiled for one shape, takes 0.070 ms for a million pairs, 0.073 ms for 1000 tokens,
+    and 0.126 ms; for any shape it takes up to 1.4 times as long. Both take less time for fewer features, except for
+    what a batch takes, which is that of the host.
 
-def flex_cost(rows: Sequence[Sequence[Span]], tokens: int) -> int:
-    """Cost of FlexAttention for packed rows, in the same unit.
-
-    On the same GPU it takes 0.069 ms for a million pairs, 0.070 ms for 1000 tokens, and 0.17 ms: 15 mixtures of lengths
-    were within 14 % of that. Compiled for one shape; for any shape it takes up to 1.4 times as long.
+    Args:
+        batches: the plan.
+        rows: the documents of each row.
+        tokens: T.
+        features: of the queries of a token, N * D.
     """
     pairs = sum(length * length for spans in rows for _, length in spans)
-    return pairs * 3 // 2 + len(rows) * tokens * TOKEN_COST + 3_700_000
+    flex_cost = pairs * 10 // 7 + len(rows) * tokens * 1470 + 2_500_000
+    of_batches = len(batches) * BATCH_COST * max(0, 4096 - features) // features
+    return sum(batch.cost for batch in batches) + of_batches <= flex_cost
 
 
-class Plan(NamedTuple):
-    """How documents are divided into batches.
+def plan(rows: Sequence[Sequence[Span]], tokens: int) -> list[Batch]:
+    """Divides the documents of rows of T tokens into the batches of least cost. Documents of one token need none.
 
-    Attributes:
-        batches: the documents of each batch.
-        cost: in pairs of a query and a key.
+    Raises:
+        ValueError: see `pack_documents`.
     """
-
-    batches: list[slice]
-    cost: int
-
-
-def plan(lengths: Sequence[int]) -> Plan:
-    """Divides documents, the longest first, into the batches of least cost."""
-    padded = [padded_length(length) for length in lengths]
-    bounds = [i for i, length in enumerate(padded) if i == 0 or length < padded[i - 1]]  # equal lengths share a batch
-    best: dict[int, tuple[int, int]] = {
-        0: (0, 0)
-    }  # cost of the documents before a bound, and where the last batch begins
-    for end in [*bounds[1:], len(padded)]:
-        best[end] = min((best[s][0] + batch_cost(end - s, padded[s]), s) for s in bounds if s < end) if end else (0, 0)
-    batches, end = [], len(padded)
-    while end:
-        start = best[end][1]
-        batches.append(slice(start, end))
-        end = start
-    return Plan(batches[::-1], best[len(padded)][0])
+    for row, spans in enumerate(rows):
+        _check_spans(row, spans, tokens)
+    documents = [(row * tokens + start, n) for row, spans in enumerate(rows) for start, n in spans if n > 1]
+    batches = _by_length(sorted(documents, key=lambda document: -document[1]), len(rows) * tokens)
+    whole = _in_place(documents, len(rows) * tokens)
+    return [whole] if whole is not None and whole.cost <= sum(batch.cost for batch in batches) else batches
 
 
-def batch_cost(documents: int, length: int) -> int:
+def _in_place(documents: Sequence[Span], end: int) -> Batch | None:
+    """A batch of documents at equal distances, of a length that other batches have too; None if there is none."""
+    if len(documents) < 2:
+        return None
+    (first, _), (second, _) = documents[:2]
+    distance, longest = second - first, max(length for _, length in documents)
+    is_even = all(start == first + i * distance for i, (start, _) in enumerate(documents))
+    fits = longest <= distance == padded_length(distance) and first + len(documents) * distance <= end
+    return Batch(documents, distance, in_place=True) if is_even and fits else None
+
+
+def _by_length(documents: Sequence[Span], end: int) -> list[Batch]:
+    """Divides documents, the longest first, into the batches of least cost. The rows end at token `end`."""
+    padded = [padded_length(length) for _, length in documents]
+    # Short documents of equal lengths share a batch, so that there are few ways.
+    bounds = [i for i, n in enumerate(padded) if i == 0 or n < padded[i - 1] or n >= _LONG]
+    fits = [start + length <= end for (start, _), length in zip(documents, padded, strict=True)]
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # of the documents before a bound: cost, where the last batch begins
+    for stop in [*bounds[1:], len(padded)] if documents else []:
+        best[stop] = min(
+            (best[s][0] + batch_cost(stop - s, padded[s], in_place=fits[s] and s + 1 == stop), s)
+            for s in bounds
+            if s < stop
+        )
+    batches, stop = [], len(padded)
+    while stop:
+        start = best[stop][1]
+        batches.append(Batch(documents[start:stop], padded[start], in_place=fits[start] and start + 1 == stop))
+        stop = start
+    return batches[::-1]
+
+
+def batch_cost(documents: int, length: int, in_place: bool) -> int:
     """Cost of a batch, in pairs of a query and a key."""
+    if in_place:
+        return BATCH_COST + documents * length * (length + TOKEN_COST_IN_PLACE)
     return BATCH_COST + _rounded(documents, _COUNTS) * length * (length + TOKEN_COST)
 
 

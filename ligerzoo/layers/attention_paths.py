@@ -176,7 +176,9 @@ def _can_pack(call: AttentionCall) -> bool:
     for reason, holds in reasons.items():
         if holds and documents.exact:
             raise ValueError(f"exact attention: got {reason}; expected what has known bits. Use exact=False")
-    return not any(reasons.values()) and (documents.exact or (window is None and documents.packing_pays))
+    return not any(reasons.values()) and (
+        documents.exact or (window is None and documents.packing_pays(call.q.shape[2] * call.q.shape[3]))
+    )
 
 
 def _window_of_documents(call: AttentionCall) -> int | None:
@@ -189,9 +191,12 @@ def _window_of_documents(call: AttentionCall) -> int | None:
 
 
 def _packed(call: AttentionCall) -> Tensor:
-    assert call.documents is not None
-    packing, window = call.documents.packing, _window_of_documents(call)
-    return packed_attention(*call[:3], packing, scale=call.scale, window=window, sinks=call.sinks)
+    documents, window = call.documents, _window_of_documents(call)
+    assert documents is not None
+    if documents.whole is not None and window is None:  # a row for each document
+        q, k, v = (x.reshape(-1, documents.whole, *x.shape[2:]) for x in call[:3])
+        return compute(call._replace(q=q, k=k, v=v, mask=None)).view(*call.q.shape[:3], call.v.shape[3])
+    return packed_attention(*call[:3], documents.packing, scale=call.scale, window=window, sinks=call.sinks)
 
 
 def _is_long(call: AttentionCall) -> bool:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.packing import Packing, Span, cost, flex_cost, pack_documents
+from ligerzoo.kernels.packing import Batch, Packing, Span, as_packing, packing_pays, plan
 
 Rows = Sequence[Sequence[Span]]
 
@@ -42,12 +42,22 @@ class Documents:
     @cached_property
     def packing(self) -> Packing:
         """The plan of `ligerzoo.kernels.packed_attention`."""
-        return pack_documents(self.rows or (), self.tokens, self.device)
+        return as_packing(self._batches, len(self.rows or ()), self.tokens, self.device)
 
     @cached_property
-    def packing_pays(self) -> bool:
-        """Whether `packed_attention` is faster than FlexAttention."""
-        return cost(self.rows or ()) <= flex_cost(self.rows or (), self.tokens)
+    def whole(self) -> int | None:
+        """Tokens of each document, if all have the same length and fill the rows; else None."""
+        length = self.longest
+        full = [(start, length) for start in range(0, self.tokens, max(length, 1))]
+        return length if length and all(list(spans) == full for spans in self.rows or ()) else None
+
+    def packing_pays(self, features: int) -> bool:
+        """Whether `packed_attention` is as fast as FlexAttention, for queries of N * D features."""
+        return self.whole is not None or packing_pays(self._batches, self.rows or (), self.tokens, features)
+
+    @cached_property
+    def _batches(self) -> list[Batch]:
+        return plan(self.rows or (), self.tokens)
 
 
 def segments(is_start: Tensor, rows: int) -> Rows:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import packed_attention, packing
-from ligerzoo.kernels.packed_attention import _to_rows, reference
-from ligerzoo.kernels.packing import pack_documents
+from ligerzoo.kernels.packed_attention import reference
+from ligerzoo.kernels.packing import Batch, as_packing, pack_documents
 from tests.kernels.accuracy import differentiate, judge
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, ON_GPU, needs_hopper, needs_triton, on_gpu_too
+from tests.kernels.machine import INTERPRETING, ON_GPU, needs_hopper, on_gpu_too
 from tests.kernels.oracles import numbers
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -82,13 +82,28 @@ def test_strided_inputs(device: str) -> None:
     )
 
 
-@needs_triton
-def test_results_with_heads_before_tokens(device: str) -> None:
-    """As cuDNN's logsumexp: the rows of a single document have no unit stride."""
-    lse = torch.randn(1, 4, 64, 1, device=device)
-    (rows,) = _to_rows([[lse]], pack_documents([[(0, 7)]], 9, device), True)
-    assert torch.equal(rows[:7], lse[0, :, :7, 0].T)
-    assert (rows[7:] == 0).all()
+@pytest.mark.parametrize(
+    "rows, tokens, batches",
+    [
+        (1, 130, [Batch([(5, 50)], 64, True), Batch([(69, 60)], 64, False)]),
+        (2, 64, [Batch([(0, 32), (32, 32), (64, 32), (96, 32)], 32, True)]),
+        (2, 32, [Batch([(0, 30), (32, 32)], 32, True)]),
+    ],
+    ids=["one", "all", "padded"],
+)
+def test_documents_in_place(rows: int, tokens: int, batches: list[Batch], device: str) -> None:
+    """One document before others, some that fill the rows, and some with padding between them."""
+    inputs = [*operands(rows, tokens, 3, 1, 16, device), numbers(3, dtype=DTYPE, device=device)]
+    compare(inputs[:3], as_packing(batches, rows, tokens, device))
+    compare(inputs, as_packing(batches, rows, tokens, device))
+
+
+def test_large_scores_of_other_documents(device: str) -> None:
+    """Their exponentials overflow where they are in place of padding."""
+    factors = torch.ones(128, 1, 1, device=device)
+    factors[50:] = 60
+    plan = as_packing([Batch([(0, 50)], 128, True)], 1, 128, device)
+    compare(operands(1, 128, 2, 1, 16, device), plan, lambda q, k, v: ((q * factors).to(q.dtype), k, v))
 
 
 @pytest.mark.skipif(ON_GPU or INTERPRETING, reason="fp64 runs in plain torch on a CPU")
@@ -112,31 +127,54 @@ def test_plans_hold_each_token_once() -> None:
                 left -= row[-1]
             lengths.append(row)
         plan = pack_documents([spans(row) for row in lengths], tokens)
-        slots = plan.slots.flatten()
-        inside = slots >= 0
         sizes = [torch.tensor(row, dtype=torch.int64) for row in lengths]
         longer = [size.repeat_interleave(size) > 1 for size in sizes]
-        expected = torch.cat([F.pad(row, (0, tokens - len(row))) for row in longer])
-        assert torch.equal(inside, expected)
-        assert torch.equal(plan.alone, (~expected).nonzero()[:, 0])
-        assert torch.equal(plan.source[slots[inside]], torch.arange(len(inside), dtype=torch.int32)[inside])
-        assert len(plan.source) == sum(documents * length for documents, length in plan.batches.tolist())
-        assert (plan.source >= 0).sum() == inside.sum()
+        inside = torch.cat([F.pad(row, (0, tokens - len(row))) for row in longer])
+        assert torch.equal(plan.alone, (~inside).nonzero()[:, 0])
+        assert torch.equal(plan.source[plan.source >= 0].sort().values, inside.nonzero()[:, 0])
+        table = plan.batches.tolist()
+        assert len(plan.source) == sum(documents * length for documents, length, *_ in table)
+        parts = plan.source.split([documents * length for documents, length, *_ in table])
+        for source, (_, _, start) in zip(parts, table, strict=True):
+            if start >= 0:  # in place
+                slots = (source >= 0).nonzero()[:, 0]
+                assert torch.equal(source[slots], start + slots)
+                assert start + len(source) <= len(inside)
 
 
-def test_plans_cost_least() -> None:
-    def best(lengths: list[int]) -> int:
-        """The least cost of all ways to split."""
-        if not lengths:
+def test_plans_cost_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best(documents: list[tuple[int, int]], end: int) -> int:
+        """The least cost of all ways to split documents, the longest first."""
+        if not documents:
             return 0
-        size = packing.padded_length(lengths[0])
-        return min(packing.batch_cost(end, size) + best(lengths[end:]) for end in range(1, len(lengths) + 1))
+        start, size = documents[0][0], packing.padded_length(documents[0][1])
+        counts = range(1, len(documents) + 1)
+        ways = [packing.batch_cost(n, size, in_place=False) + best(documents[n:], end) for n in counts]
+        if start + size <= end:
+            ways.append(packing.batch_cost(1, size, in_place=True) + best(documents[1:], end))
+        return min(ways)
 
-    for lengths in ([4000, 2500, 1000, 600], [9000, 300, 200, 100, 10], [512] * 5, [1], [70, 64, 3]):
-        batches, cost = packing.plan(lengths)
-        assert [batch.stop for batch in batches[:-1]] == [batch.start for batch in batches[1:]]
-        found = sum(packing.batch_cost(b.stop - b.start, packing.padded_length(lengths[b.start])) for b in batches)
-        assert found == cost == best(lengths)
+    monkeypatch.setattr(packing, "_LONG", 0)
+    for lengths in ([600, 4000, 1000, 2500], [9000, 300, 200, 100, 10], [900] * 5, [1], [70, 64, 3]):
+        batches = packing.plan([spans(lengths)], sum(lengths))
+        expected = sorted(filter(lambda span: span[1] > 1, spans(lengths)), key=lambda span: -span[1])
+        assert [document for batch in batches for document in batch.documents] == expected
+        assert sum(batch.cost for batch in batches) == best(expected, sum(lengths))
+
+
+@pytest.mark.parametrize(
+    "lengths, distance", [([[512] * 5], 512), ([[1024], [1000], [3]], 1024), ([[128, 100], [2, 0]], 128)], ids=str
+)
+def test_documents_at_equal_distances_stay_in_place(lengths: list[list[int]], distance: int) -> None:
+    rows = [[(i * distance, length) for i, length in enumerate(row)] for row in lengths]
+    [batch] = packing.plan(rows, distance * len(lengths[0]))
+    assert (batch.in_place, batch.length) == (True, distance)
+    assert [length for _, length in batch.documents] == [length for row in lengths for length in row if length > 1]
+
+
+def test_cudnn_plans_few_lengths() -> None:
+    for rows in ([spans([1000] * 8)], [[(0, 1000)]] * 4):
+        assert not any(batch.in_place and batch.length == 1000 for batch in packing.plan(rows, 8000))
 
 
 @pytest.mark.parametrize("row", [[(0, 6), (5, 2)], [(8, 3)], [(-1, 2)], [(2, -1)]], ids=str)

@@ -42,7 +42,9 @@ def test_packed_rows(model_class: type[Llama], config: type[LlamaConfig], calls:
     expected = model(ids, position_ids=positions, labels=ids).loss
     assert not calls
     loss = model(ids, position_ids=positions, labels=ids, exact=True).loss
-    assert calls == [[[4, 64]]] * 2  # documents of one token need no batch
+    assert [[documents, length] for call in calls for documents, length, *_ in call] == [
+        [4, 64]
+    ] * 2  # documents of one token need no batch
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     weights = list(model.parameters())
     for got, want in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights), strict=True):
@@ -120,6 +122,18 @@ def test_whole_rows_are_exact_without_packing(calls: list[list[list[int]]]) -> N
         windowed(ids, exact=True)
 
 
+@pytest.mark.parametrize("model_class, config", [(Llama, LlamaConfig), (GptOss, GptOssConfig)])
+def test_documents_of_one_length_become_rows(
+    model_class: type[Llama], config: type[LlamaConfig], calls: list[list[list[int]]]
+) -> None:
+    more = {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 8} if model_class is GptOss else {}
+    model, ids = model_class(config(**SIZES, **more), dtype=torch.float32), torch.randint(60, (2, 21))
+    positions = packed_positions([7, 7, 7], [7, 7, 7])
+    logits, expected = (model(ids, position_ids=positions, exact=exact).logits for exact in (True, False))
+    assert not calls
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_padding_does_not_move_positions(calls: list[list[list[int]]]) -> None:
     """In exact forwards, a text has the angles that it has alone."""
     ids, mask = torch.randint(60, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
@@ -135,7 +149,7 @@ def test_activation_checkpointing(recomputes: bool, calls: list[list[list[int]]]
     model, ids = Llama(LlamaConfig(**SIZES), dtype=torch.float32), torch.randint(60, (1, 40))
     if recomputes:
         model.gradient_checkpointing_enable()
-    positions = packed_positions([20, 20])
+    positions = packed_positions([21, 19])
     loss = model(ids, position_ids=positions, labels=ids, exact=True).loss
     loss.backward()
     assert len(calls) == (4 if recomputes else 2)
@@ -146,14 +160,16 @@ def test_activation_checkpointing(recomputes: bool, calls: list[list[list[int]]]
 
 
 def test_the_faster_way_is_chosen() -> None:
-    def pays(lengths: list[int]) -> bool:
+    def pays(lengths: list[int], features: int = 4096) -> bool:
         starts = torch.zeros(1, sum(lengths), dtype=torch.bool)
         starts[0, torch.tensor(lengths).cumsum(0)[:-1]] = True
         found = Context(torch.zeros(1, sum(lengths)).long(), position_ids=packed_positions(lengths)).documents
         assert found is not None
         assert found.rows == documents.segments(starts, 1)
-        return found.packing_pays
+        return found.packing_pays(features)
 
     assert pays([2048] * 4)
     assert pays([4000, 3000, 1192])
-    assert not pays([100] * 82)
+    assert pays([100] * 82)
+    assert not pays([99, 101, 17, 183] * 20)
+    assert not pays([4000, 3000, 1192], 512)  # launches take longer than attention
