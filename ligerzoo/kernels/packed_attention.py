@@ -7,9 +7,9 @@ token the same bits whatever follows it, so padding costs time and changes nothi
 document has the bits that it has alone. Outputs go back to the rows, and so do gradients in backward. A document of
 one token needs no kernel: y = v.
 
-A batch may be read in place: then the tokens that follow a document in its row take the place of padding. They see
-garbage and nobody sees them: only the rows of the document itself are written, and in backward the gradients of the
-others are 0, and their probabilities, since their logsumexp is inf.
+A batch may be read in place: then the tokens that follow a document in its row replace padding. No token of the
+document attends to them, and their outputs are not written. In backward their gradients are 0, and their probabilities,
+since their logsumexp is inf.
 
 With sinks, see `attention_sinks`: the output and the logsumexp that backward gets are those with the sink.
 
@@ -94,9 +94,19 @@ def _move_rows(x, rows, tokens, in_rows, block, GATHERS: tl.constexpr, COLS: tl.
 
 @kernel(unspecialized=("n_rows", "length", "n_tokens"))
 def _move_kernel(
-    first, second, third, lse, index_ptr, n_rows, length, n_tokens,
-    GATHERS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    first,
+    second,
+    third,
+    lse,
+    index_ptr,
+    n_rows,
+    length,
+    n_tokens,
+    GATHERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     row_blocks = tl.cdiv(n_rows, ROWS)
     rows = (tl.program_id(0) % row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(0) // row_blocks
@@ -112,13 +122,13 @@ def _move_kernel(
         heads = tl.arange(0, HEADS)
         in_heads = (heads < lse.n_heads)[None, :]
         slots = (rows // length * lse.n_heads * length + rows % length)[:, None] + heads[None, :] * length
-        places = (tokens // n_tokens * lse.n_heads * n_tokens + tokens % n_tokens)[:, None] + heads[None, :] * n_tokens
+        offsets = (tokens // n_tokens * lse.n_heads * n_tokens + tokens % n_tokens)[:, None] + heads[None, :] * n_tokens
         is_token = (tokens >= 0)[:, None] & in_heads
         if GATHERS:
-            moved = tl.load(lse.tokens + places, mask=is_token, other=float("inf"))
+            moved = tl.load(lse.tokens + offsets, mask=is_token, other=float("inf"))
             tl.store(lse.slots + slots, moved, mask=in_rows[:, None] & in_heads)
         else:
-            tl.store(lse.tokens + places, tl.load(lse.slots + slots, mask=is_token, other=0.0), mask=is_token)
+            tl.store(lse.tokens + offsets, tl.load(lse.slots + slots, mask=is_token, other=0.0), mask=is_token)
 
 
 class _Tokens(NamedTuple):
@@ -197,10 +207,9 @@ class _Batch(NamedTuple):
             part_lse = lse if is_last else None
             blocks = sum(one.blocks for one in part) + (part_lse is not None)
             part += [part[-1]._replace(blocks=0)] * (3 - len(part))
-            _move_kernel[row_blocks * blocks](
-                *part, part_lse, self.source, n_rows, self.length, self.n_tokens, gathers, _ROWS, _COLS,
-                1 if part_lse is None else next_power_of_2(part_lse.n_heads), num_warps=4,
-            )  # fmt: skip
+            sizes = n_rows, self.length, self.n_tokens
+            tile = _ROWS, _COLS, 1 if part_lse is None else next_power_of_2(part_lse.n_heads)
+            _move_kernel[row_blocks * blocks](*part, part_lse, self.source, *sizes, gathers, *tile, num_warps=4)
 
 
 def _move_in_torch(moved: list[_Moved], lse: _MovedLse | None, batch: _Batch, gathers: bool) -> None:

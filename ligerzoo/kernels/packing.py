@@ -29,7 +29,7 @@ _LENGTHS, _COUNTS = 16, 4
 """Lengths, and numbers of documents, per octave."""
 
 _SHORTEST, _LONG = 64, 1024
-"""Tokens of the shortest batch, and of a document that may have a batch of its own, whatever others have its length."""
+"""Tokens of the shortest batch, and of the shortest document that may be in another batch than others of its length."""
 
 
 Span = tuple[int, int]
@@ -55,7 +55,7 @@ class Packing(NamedTuple):
     tokens: int
 
 
-class Batch(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Documents that share a batch.
 
     Attributes:
@@ -97,7 +97,9 @@ def pack_documents(rows: Sequence[Sequence[Span]], tokens: int, device: torch.de
     return as_packing(plan(rows, tokens), len(rows), tokens, device)
 
 
-def as_packing(batches: Sequence[Batch], rows: int, tokens: int, device: torch.device | str | None = None) -> Packing:
+def as_packing(
+    batches: Sequence[DocumentBatch], rows: int, tokens: int, device: torch.device | str | None = None
+) -> Packing:
     """Copies a plan to a device, see `pack_documents`."""
     sources = [batch.source() for batch in batches]
     table = [
@@ -127,7 +129,7 @@ def _check_spans(row: int, spans: Sequence[Span], tokens: int) -> None:
         last = start + length
 
 
-def packing_pays(batches: Sequence[Batch], rows: Sequence[Sequence[Span]], tokens: int, features: int) -> bool:
+def packing_pays(batches: Sequence[DocumentBatch], rows: Sequence[Sequence[Span]], tokens: int, features: int) -> bool:
     """Whether `packed_attention` is at least as fast as FlexAttention: the rule where exactness is not asked for.
 
     On the same GPU FlexAttention, compiled for one shape, takes 0.070 ms for a million pairs, 0.073 ms for 1000 tokens,
@@ -146,7 +148,7 @@ def packing_pays(batches: Sequence[Batch], rows: Sequence[Sequence[Span]], token
     return sum(batch.cost for batch in batches) + of_batches <= flex_cost
 
 
-def plan(rows: Sequence[Sequence[Span]], tokens: int) -> list[Batch]:
+def plan(rows: Sequence[Sequence[Span]], tokens: int) -> list[DocumentBatch]:
     """Divides the documents of rows of T tokens into the batches of least cost. Documents of one token need none.
 
     Raises:
@@ -160,18 +162,18 @@ def plan(rows: Sequence[Sequence[Span]], tokens: int) -> list[Batch]:
     return [whole] if whole is not None and whole.cost <= sum(batch.cost for batch in batches) else batches
 
 
-def _in_place(documents: Sequence[Span], end: int) -> Batch | None:
-    """A batch of documents at equal distances, of a length that other batches have too; None if there is none."""
+def _in_place(documents: Sequence[Span], end: int) -> DocumentBatch | None:
+    """A batch of documents at equal distances, if these have the length of a batch; else None."""
     if len(documents) < 2:
         return None
     (first, _), (second, _) = documents[:2]
     distance, longest = second - first, max(length for _, length in documents)
     is_even = all(start == first + i * distance for i, (start, _) in enumerate(documents))
     fits = longest <= distance == padded_length(distance) and first + len(documents) * distance <= end
-    return Batch(documents, distance, in_place=True) if is_even and fits else None
+    return DocumentBatch(documents, distance, in_place=True) if is_even and fits else None
 
 
-def _by_length(documents: Sequence[Span], end: int) -> list[Batch]:
+def _by_length(documents: Sequence[Span], end: int) -> list[DocumentBatch]:
     """Divides documents, the longest first, into the batches of least cost. The rows end at token `end`."""
     padded = [padded_length(length) for _, length in documents]
     # Short documents of equal lengths share a batch, so that there are few ways.
@@ -187,7 +189,7 @@ def _by_length(documents: Sequence[Span], end: int) -> list[Batch]:
     batches, stop = [], len(padded)
     while stop:
         start = best[stop][1]
-        batches.append(Batch(documents[start:stop], padded[start], in_place=fits[start] and start + 1 == stop))
+        batches.append(DocumentBatch(documents[start:stop], padded[start], in_place=fits[start] and start + 1 == stop))
         stop = start
     return batches[::-1]
 

@@ -163,6 +163,10 @@ def _can_pack(call: AttentionCall) -> bool:
     if documents is None or not (documents.exact or (_is_long(call) and call.softcap is None)):
         return False
     window = _window_of_documents(call)
+    features = call.q.shape[2] * call.q.shape[3]
+    can_pay = window is None and documents.rows is not None
+    if not (documents.exact or (can_pay and documents.packing_pays(features))):
+        return False
     reasons = {
         "padding within a row": documents.rows is None,
         f"a window of {window} tokens and documents of up to {documents.longest}": (
@@ -176,9 +180,7 @@ def _can_pack(call: AttentionCall) -> bool:
     for reason, holds in reasons.items():
         if holds and documents.exact:
             raise ValueError(f"exact attention: got {reason}; expected what has known bits. Use exact=False")
-    return not any(reasons.values()) and (
-        documents.exact or (window is None and documents.packing_pays(call.q.shape[2] * call.q.shape[3]))
-    )
+    return not any(reasons.values())
 
 
 def _window_of_documents(call: AttentionCall) -> int | None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.packing import Batch, Packing, Span, as_packing, packing_pays, plan
+from ligerzoo.kernels.packing import DocumentBatch, Packing, Span, as_packing, packing_pays, plan
 
 Rows = Sequence[Sequence[Span]]
 
@@ -28,6 +28,7 @@ class Documents:
         self, rows: Callable[[], Rows | None], tokens: int, device: torch.device, *, exact: bool = False
     ) -> None:
         self._read, self.tokens, self.device, self.exact = rows, tokens, device, exact
+        self._pays: dict[int, bool] = {}
 
     @cached_property
     def rows(self) -> Rows | None:
@@ -53,10 +54,13 @@ class Documents:
 
     def packing_pays(self, features: int) -> bool:
         """Whether `packed_attention` is as fast as FlexAttention, for queries of N * D features."""
-        return self.whole is not None or packing_pays(self._batches, self.rows or (), self.tokens, features)
+        if features not in self._pays:  # all layers ask
+            is_fast = self.whole is not None
+            self._pays[features] = is_fast or packing_pays(self._batches, self.rows or (), self.tokens, features)
+        return self._pays[features]
 
     @cached_property
-    def _batches(self) -> list[Batch]:
+    def _batches(self) -> list[DocumentBatch]:
         return plan(self.rows or (), self.tokens)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import packed_attention, packing
 from ligerzoo.kernels.packed_attention import reference
-from ligerzoo.kernels.packing import Batch, as_packing, pack_documents
+from ligerzoo.kernels.packing import DocumentBatch, as_packing, pack_documents
 from tests.kernels.accuracy import differentiate, judge
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.machine import INTERPRETING, ON_GPU, needs_hopper, on_gpu_too
@@ -85,13 +85,13 @@ def test_strided_inputs(device: str) -> None:
 @pytest.mark.parametrize(
     "rows, tokens, batches",
     [
-        (1, 130, [Batch([(5, 50)], 64, True), Batch([(69, 60)], 64, False)]),
-        (2, 64, [Batch([(0, 32), (32, 32), (64, 32), (96, 32)], 32, True)]),
-        (2, 32, [Batch([(0, 30), (32, 32)], 32, True)]),
+        (1, 130, [DocumentBatch([(5, 50)], 64, True), DocumentBatch([(69, 60)], 64, False)]),
+        (2, 64, [DocumentBatch([(0, 32), (32, 32), (64, 32), (96, 32)], 32, True)]),
+        (2, 32, [DocumentBatch([(0, 30), (32, 32)], 32, True)]),
     ],
     ids=["one", "all", "padded"],
 )
-def test_documents_in_place(rows: int, tokens: int, batches: list[Batch], device: str) -> None:
+def test_documents_in_place(rows: int, tokens: int, batches: list[DocumentBatch], device: str) -> None:
     """One document before others, some that fill the rows, and some with padding between them."""
     inputs = [*operands(rows, tokens, 3, 1, 16, device), numbers(3, dtype=DTYPE, device=device)]
     compare(inputs[:3], as_packing(batches, rows, tokens, device))
@@ -102,7 +102,7 @@ def test_large_scores_of_other_documents(device: str) -> None:
     """Their exponentials overflow where they are in place of padding."""
     factors = torch.ones(128, 1, 1, device=device)
     factors[50:] = 60
-    plan = as_packing([Batch([(0, 50)], 128, True)], 1, 128, device)
+    plan = as_packing([DocumentBatch([(0, 50)], 128, True)], 1, 128, device)
     compare(operands(1, 128, 2, 1, 16, device), plan, lambda q, k, v: ((q * factors).to(q.dtype), k, v))
 
 
