@@ -109,9 +109,9 @@ class SortedSlots(NamedTuple):
 
     def values(self, of_slots: Tensor) -> Tensor:
         """(T, k) -> (T * k, 1), the value of each row."""
-        order = torch.empty_like(self.rows.flatten())
-        order[self.rows.flatten()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
-        return of_slots.flatten()[order][:, None]
+        rows = self.rows.flatten().long()
+        slots = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
+        return of_slots.flatten().index_select(0, slots)[:, None]
 
     def sums(self, values: Tensor) -> Tensor:
         """(T * k, H) -> (T, H), the sum of each token's rows."""

@@ -16,6 +16,7 @@ every process but used for its own part, such as a norm of heads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,9 @@ from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
 from ligerzoo.parallel.expert import ExpertParallelExperts, TensorParallelExperts
 from ligerzoo.parallel.processes import device_of
 from ligerzoo.parallel.vocab_parallel import vocab_parallel_linear_cross_entropy
+
+# torch says that it gathers over one axis of the mesh after the other, for each parameter that FSDP2 shards, too.
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda record: "sequential" not in record.msg)
 
 
 class _Gather(FusedFunction):
