@@ -90,7 +90,7 @@ def _full_in_main_process(tensor: DTensor, group: Any) -> Tensor:
 
     own, box, empty = local(tensor).detach().contiguous(), shard_of(tensor), torch.empty(0, dtype=torch.uint8)
     coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
-    is_replica = any(coordinate for coordinate, placement in coordinates if not placement.is_shard())
+    is_replica = any(coordinate for coordinate, placement in coordinates if placement.is_replicate())
     if dist.get_rank() > 0:
         dist.send(torch.tensor([not is_replica and own.numel() > 0, *box.offset, *box.shape]), 0, group)
         if not is_replica and own.numel():

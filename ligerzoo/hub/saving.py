@@ -3,8 +3,9 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,33 +62,58 @@ def save(
             or shapes than those that the model's class builds.
     """
     state: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
+    if is_main_process is not False or is_sharded(state.values()):
+        write = prepared(model, directory, native=native, state_dict=state_dict, tensors_class=tensors_class)
+        write(directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
+
+
+class Write(Protocol):
+    """Writes a directory, see `prepared`. `is_main_process` is that of `save`."""
+
+    def __call__(
+        self, directory: str | Path, *, max_shard_size: int | str = "5GB", is_main_process: bool | None = None
+    ) -> None: ...
+
+
+def prepared(
+    model: LanguageModel,
+    where: str | Path,
+    *,
+    native: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    tensors_class: type[StoredTensors] | None = None,
+) -> Write:
+    """Returns what writes a model's files later, without reading the model: FSDP2 exchanges parameters in forward.
+
+    Args:
+        model: see `save`, as for `native`, `state_dict` and `tensors_class`.
+        where: a directory, for the error message.
+
+    Raises:
+        ConfigError: As `save`.
+        CheckpointError: As `save`.
+    """
+    state: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
     if state_dict is not None and model.config.tie_word_embeddings:
         state = under_both_names(state_dict)
-    if is_main_process is False and not is_sharded(state.values()):
-        return
     architecture = architecture_of_model(model)
     _check_config_fields(model, architecture)
     if state_dict is not None:
         _check_floating(state_dict)
-    check_names_and_shapes(state, model, directory)
+    check_names_and_shapes(state, model, where)
     origin = None if native else model.origin
     files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
     tensors = as_stored(model, origin, state, tensors_class)
     if isinstance(tensors, GatheredTensors):
-        write_gathered(
-            directory,
-            tensors,
-            files,
-            meta=tensors.meta(),
-            mesh=tensors.mesh,
-            max_shard_size=max_shard_size,
-            is_main_process=is_main_process,
-        )
-    else:
-        meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
+        return partial(write_gathered, tensors=tensors, files=files, meta=tensors.meta(), mesh=tensors.mesh)
+    meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
+
+    def write(directory: str | Path, *, max_shard_size: int | str = "5GB", is_main_process: bool | None = None) -> None:
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)
+
+    return write
 
 
 def _check_floating(state_dict: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,7 @@ from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError, first_n
 from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
 from ligerzoo.files.slots import delete_leftovers
 from ligerzoo.files.untrusted import read_json
+from ligerzoo.hub.saving import prepared
 from ligerzoo.models import CausalLM
 from ligerzoo.optimizer_table import LOW_BIT
 from ligerzoo.parallel import (
@@ -256,13 +257,14 @@ class RunState:
         self.wait()
         trained.refuse_infinite_weights(self.output, f"after step {step}")
         saved = self._saved(trained)
-        write = partial(self._write, step, trained)
         tensors = saved.tensors()
         can_copy = saved.can_be_copied and self._copies.fits(tensors.values(), processes.world_size_of_host())
         if all(processes.gather(can_copy)):
-            self._thread.start(partial(write, saved.replaced(self._copies(tensors))))
+            saved = saved.replaced(self._copies(tensors))
+            write_model = prepared(trained.model, self.output, state_dict=saved.model)
+            self._thread.start(partial(self._write, step, trained, saved, write_model))
         else:
-            write(saved)
+            self._write(step, trained, saved, partial(self._save_model, trained.model))
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written, and raises its error. All processes must call it."""
@@ -294,14 +296,14 @@ class RunState:
             optimizer = stored_optimizer(trained.model, trained.optimizer)
         return _Saved(numbers, model, averages, optimizer)
 
-    def _write(self, step: int, trained: TrainedState, saved: _Saved) -> None:
-        """Writes a checkpoint, also in a thread while the training goes on."""
+    def _write(self, step: int, trained: TrainedState, saved: _Saved, write_model: Callable[[Path], object]) -> None:
+        """Writes a checkpoint, also in a thread while the training goes on: then it does not read the model."""
         target = self.output / f"checkpoint-{step}"
         with self._saving(target):
             if processes.is_main():
                 delete_leftovers(self.output)
             with replacing_directory_together(target) as new:
-                self._save_model(trained.model, new, saved.model)
+                write_model(new)
                 if not saved.model:
                     save_tensors(trained.weights, new / TRAINED)
                 if saved.averages:
@@ -364,10 +366,10 @@ class RunState:
             if not (self.output / LOG_FILE).exists():
                 raise CheckpointError("was deleted during the run", where=self.output / LOG_FILE)
 
-    def _save_model(self, model: CausalLM, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Saves the model, or its adapter if it has one; of the model, the given state if it is copied."""
+    def _save_model(self, model: CausalLM, directory: Path) -> None:
+        """Saves the model, or its adapter if it has one."""
         if not adapters.has_adapters(model):
-            model.save_pretrained(directory, state_dict=state)
+            model.save_pretrained(directory)
             return
         with failing_together(f"saving {directory}"):
             adapters.save_adapter(model, directory, base_model=self.options.get("model"))

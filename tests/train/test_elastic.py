@@ -40,6 +40,7 @@ class Groups:
 
     def __init__(self, rank: int, directory: Path) -> None:
         self._rank, self._directory, self._count = rank, directory, 0
+        dist.barrier()  # a process that leaves before all have joined is missed by the others
 
     def run(self, count: int, work: Callable[[], object]) -> None:
         """Calls a function in the first processes, while the others wait."""
@@ -65,6 +66,9 @@ def recorded(given: Mapping[str, Any], command: Callable[[dict[str, Any]], int] 
 
     def logged(self: RunLog, step: int, **values: Any) -> None:
         log_step(self, step, **values)
+        mesh = processes.mesh()
+        if mesh is not None and any(mesh.get_local_rank(axis) for axis in ("context", "tensor")):
+            return  # another process has the same samples
         with file.open("a") as lines:
             trained = [batch for batch in values["batches"] if batch.trained_tokens]
             lines.writelines(f"{step} {source}\n" for batch in trained for source in batch.sources)
@@ -108,28 +112,37 @@ def compare(output: str, expected: str, *, to_the_bit: bool, after: int = SAVED)
         torch.testing.assert_close(weight, others[name], atol=5e-5, rtol=2e-3)
 
 
-def each_way(rank: int, given: dict[str, Any], directory: Path, ways: dict[int, tuple[int, ...]]) -> None:
-    """Trains on some numbers of processes without an interruption, and continues each of these runs on others."""
+Ways = dict[str, tuple[str, ...]]
+"""On which processes a run is interrupted, and on which it continues: their number, and their mesh."""
+
+
+def each_way(rank: int, given: dict[str, Any], directory: Path, ways: Ways) -> None:
+    """Trains on some processes without an interruption, and continues each of these runs on others."""
     groups = Groups(rank, directory)
     accumulate = given.get("accumulate")
     for first, others in ways.items():
-        rows = {} if accumulate is None else {"accumulate": 4 * accumulate // first}
-        whole = {**given, **rows, "output": f"{given['output']}-{first}", "save_every": SAVED, "keep": 9}
-        groups.run(first, partial(recorded, whole))
-        for second in others:
+        count, _, mesh = first.partition(" ")
+        ranks = int(count) // (2 if "tensor" in mesh or "context" in mesh else 1)
+        rows = {} if accumulate is None else {"accumulate": 4 * accumulate // ranks}
+        output = f"{given['output']}-{first}".replace(" ", "-")
+        whole = {**given, **rows, "output": output, "save_every": SAVED, "keep": 9, "mesh": mesh or None}
+        groups.run(int(count), partial(recorded, whole))
+        for number, second in enumerate(others):
             if rank == 0:
-                interrupted(whole, f"on-{second}")
-            mesh = "replicate=2 shard=2" if second == 4 else None
-            continued = {**whole, "output": f"{whole['output']}-on-{second}", "resume": True, "mesh": mesh}
-            groups.run(second, partial(recorded, continued))
+                interrupted(whole, f"on-{number}")
+            count, _, mesh = second.partition(" ")
+            continued = {**whole, "output": f"{output}-on-{number}", "resume": True, "mesh": mesh or None}
+            groups.run(int(count), partial(recorded, continued))
             if rank == 0:
-                compare(continued["output"], whole["output"], to_the_bit=first == second)
+                compare(continued["output"], output, to_the_bit=first == second)
 
 
-WAYS = {1: (2,), 2: (1, 2, 4), 4: (2,)}
+WAYS: Ways = {"1": ("2",), "2": ("1", "2", "4 replicate=2 shard=2"), "4": ("2",)}
+MESHES: Ways = {"2": ("4 tensor=2 shard=2", "4 context=2 shard=2"), "4 tensor=2 shard=2": ("2", "4 tensor=2 shard=2")}
 CASES: list[Any] = [
-    ("packing", {2: (1, 4)}),
-    ("grpo", {2: (1,)}),
+    ("packing", {"2": ("1", "4 replicate=2 shard=2")}),
+    ("grpo", {"2": ("1",)}),
+    pytest.param("packing", MESHES, marks=pytest.mark.slow),
     *(pytest.param(name, WAYS, marks=pytest.mark.slow) for name in ("packing", "dropout", "dpo", "kto", "grpo")),
 ]
 
@@ -251,7 +264,7 @@ def same_fingerprints(rank: int) -> None:
 
 
 @pytest.mark.parametrize("name, ways", CASES)
-def test_a_run_continues_on_other_processes(tmp_path: Path, name: str, ways: dict[int, tuple[int, ...]]) -> None:
+def test_a_run_continues_on_other_processes(tmp_path: Path, name: str, ways: Ways) -> None:
     """The samples of each step, losses and weights; to the bit on equally many."""
     given = cases(tmp_path)[name]()
     on_all_processes(partial(each_way, given=given, directory=tmp_path, ways=ways), 4)

@@ -51,7 +51,7 @@ def whole(given: Given) -> Path:
 
 
 def test_steps_run_while_a_checkpoint_is_written(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is written after the weights have changed, with those of its step."""
+    """The file is written after the weights have changed, with those of its step, and without reading the model."""
     expected, is_later, save, log_step = whole(given), threading.Event(), torch.save, RunLog.step
 
     def late(*arguments: Any) -> None:
@@ -63,6 +63,13 @@ def test_steps_run_while_a_checkpoint_is_written(given: Given, monkeypatch: pyte
         if step == 4:
             is_later.set()
 
+    def reading(self: torch.nn.Module, name: str) -> Any:
+        is_saving = threading.current_thread().name == "ligerzoo-saving"
+        assert not is_saving or name not in self.__dict__.get("_parameters", ()), name
+        return get_attribute(self, name)
+
+    get_attribute = torch.nn.Module.__getattr__
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", reading)
     monkeypatch.setattr(run_state.torch, "save", late)
     monkeypatch.setattr(RunLog, "step", logged)
     assert train(given) == 0
