@@ -58,6 +58,29 @@ PACKAGES = {
 """The packages of the reference, in reading order, with the titles of their pages."""
 
 MORE = {
+    "ligerzoo": {
+        "ligerzoo.errors": [
+            "LigerzooError",
+            "ConfigError",
+            "CheckpointError",
+            "TokenizerError",
+            "ImageError",
+            "DataError",
+            "WrongTypeError",
+        ],
+    },
+    "ligerzoo.hub": {
+        "ligerzoo.convert.layout": [
+            "Layout",
+            "Rename",
+            "Fused",
+            "FusedByHead",
+            "PerExpert",
+            "Interleaved",
+            "Transposed",
+        ],
+        "ligerzoo.info": ["describe"],
+    },
     "ligerzoo.text": {
         "ligerzoo.text.padding": ["BatchEncoding"],
         "ligerzoo.text.chat_template": ["ChatTemplate"],
