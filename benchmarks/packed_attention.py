@@ -28,8 +28,9 @@ from tqdm import tqdm
 from benchmarks.measure import medians_within, save_result, synchronize
 from benchmarks.processes import Json
 from benchmarks.row import DIRECTIONS, OURS, Step, reason
-from ligerzoo.kernels import pack_documents, packed_attention
+from ligerzoo.kernels import packed_attention
 from ligerzoo.layers import Context, attend
+from ligerzoo.layers.documents import Documents
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIMS = (8192, 16384, 32768), 32, 8, (128, 64)
 DOCUMENTS = (("each", 2048), ("mean", 4096), ("mean", 2048), ("mean", 512), ("mean", 100))
@@ -87,8 +88,15 @@ def position_ids(lengths: Sequence[int], device: str) -> Tensor:
 
 
 def batches_of(spans: Sequence[tuple[int, int]], tokens: int, device: str) -> tuple[Attention, int]:
-    """Our attention, and its number of batches."""
-    packing = pack_documents([spans], tokens, device)
+    """Our attention, as `attend` computes it where exactness is asked for, and its number of batches."""
+    documents = Documents(lambda: [spans], tokens, torch.device(device))
+    if (length := documents.whole) is not None:
+
+        def call(*x: Tensor) -> Tensor:
+            return attend(*(t.reshape(-1, length, *t.shape[2:]) for t in x)).view(x[0].shape)
+
+        return call, 1
+    packing = documents.packing
     return lambda q, k, v: packed_attention(q, k, v, packing), len(packing.batches)
 
 
@@ -153,7 +161,7 @@ def measure(row: Row, flex: Flex | None, seconds: float, device: str, *, compare
         "variant": row.documents,
         "documents": len(lengths),
         "batches": batches,
-        "packing pays": context.documents is not None and context.documents.packing_pays,
+        "packing pays": context.documents is not None and context.documents.packing_pays(HEADS * row.head_dim),
         "providers": {name: {} for name in functions},
     }
     steps = {name: Step(function, x, [dy]) for name, function in functions.items()}
