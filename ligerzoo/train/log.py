@@ -122,6 +122,7 @@ class RunLog:
         report: called with each object that is written, for example to send it to TensorBoard.
         shown: metrics of a step that the live line begins with.
         may_be_zero: whether a loss of exactly 0 is normal, as in policy gradients.
+        finish_saving: waits for a checkpoint that is being written.
 
     Raises:
         CheckpointError: An existing log is damaged, or not that of the steps done before.
@@ -137,6 +138,7 @@ class RunLog:
         report: Callable[[Entry], object] | None = None,
         shown: Sequence[str] = (),
         may_be_zero: bool = False,
+        finish_saving: Callable[[], object] = lambda: None,
     ) -> None:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
@@ -144,7 +146,7 @@ class RunLog:
         self._reads: DelayedReads[_LaunchedStep] = DelayedReads(model.device, 1)
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
-        self._non_finite = NonFiniteSteps(output, first_step, steps)
+        self._non_finite = NonFiniteSteps(output, first_step, steps, finish_saving)
         self._file = None
         with failing_together(f"opening {self.path}"):
             if processes.is_main():

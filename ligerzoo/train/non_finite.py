@@ -25,13 +25,15 @@ class NonFiniteSteps:
         output: directory of the run.
         first_step: number of steps done before.
         steps: number of steps at the end of the run.
+        finish_saving: waits for a checkpoint that is being written, which the error names.
 
     Attributes:
         in_a_row: number of the last steps whose update was skipped.
     """
 
-    def __init__(self, output: Path, first_step: int, steps: int) -> None:
+    def __init__(self, output: Path, first_step: int, steps: int, finish_saving: Callable[[], object]) -> None:
         self._output, self._first_step, self._steps = output, first_step, steps
+        self._finish_saving = finish_saving
         self._skipped, self.in_a_row = 0, 0
 
     def note(self, entry: dict[str, Any], sources: Callable[[], str]) -> None:
@@ -69,5 +71,6 @@ class NonFiniteSteps:
                 entry[name] = None
 
     def _stop(self, what: str, where: str, got: object) -> LigerzooError:
+        self._finish_saving()
         remedy = f"Look at these samples, or lower the learning rate.{last_finite(self._output)}"
         return LigerzooError(what, where=where, got=got, remedy=remedy)

@@ -192,6 +192,7 @@ class Run:
             report=tracker,
             shown=metrics,
             may_be_zero=may_be_zero,
+            finish_saving=state.finish_saving,
         )
         loop.enter_context(log)
         waits_to_save = False

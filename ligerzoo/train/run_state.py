@@ -270,6 +270,10 @@ class RunState:
         """Waits until the last checkpoint is written, and raises its error. All processes must call it."""
         self._thread.wait()
 
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is written, or has failed."""
+        self._thread.close()
+
     @property
     def has_failed(self) -> bool:
         """Whether the last checkpoint could not be written, in this process; see `wait`."""

@@ -90,6 +90,14 @@ def processes_under(pid: int) -> list[int]:
     return [pid, *(below for child in listed for below in processes_under(int(child)))]
 
 
+def is_running(pid: int) -> bool:
+    """Returns whether a process has not ended, not even as a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        return status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
 def refused_part(rank: int, given: dict[str, Any], pid: int) -> None:
     with pytest.raises(LigerzooError, match=rf"another run uses the output directory; got process {pid} on "):
         train(given)
@@ -140,6 +148,8 @@ def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, t
     finally:
         send(signal.SIGKILL)
         process.wait()
+        while any(is_running(pid) for pid in pids):  # and holds the lock
+            time.sleep(0.01)
     assert not (killed / "config.json").exists()
     train_in_two(again)
     for file in ("model.safetensors", "config.json"):
