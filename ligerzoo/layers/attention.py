@@ -61,6 +61,9 @@ class Attention(nn.Module):
     query_parts: ClassVar[int] = 1
     """Outputs of `q_proj` of each head, as multiples of D."""
 
+    exchanged_heads = 0
+    """Heads that processes must divide equally to divide rows, see `RowParts`; 0 if they need not."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -118,6 +121,7 @@ class Attention(nn.Module):
         q, k = self.position(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
+        heads = q.shape[2]
         q, k, v = context.parts.to_heads(q, k, v)
         mask = context.whole.mask(
             k.shape[1],
@@ -127,7 +131,7 @@ class Attention(nn.Module):
             # Only FlexAttention fuses soft caps, and it needs a mask. So does a path with other bits than cuDNN.
             force=self.softcap is not None or (context.is_exact and not follows_cudnn(self.head_dim)),
         )
-        return context.parts.to_tokens(self.attend(q, k, v, mask, context))
+        return context.parts.to_tokens(self.attend(q, k, v, mask, context), heads)
 
     def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), normalized and rotated."""
@@ -195,11 +199,6 @@ class Attention(nn.Module):
         if capacity is None and self.window is not None:
             return RollingLayerCache(self.window)
         return TokenCache() if capacity is None else StaticLayerCache(capacity)
-
-    @property
-    def exchanged_heads(self) -> int:
-        """Heads that processes may divide, see `RowParts`; 0 if they need not."""
-        return self.q_proj.out_features // (self.query_parts * self.head_dim)
 
     @property
     def cached_features(self) -> int:

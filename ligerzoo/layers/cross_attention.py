@@ -128,11 +128,6 @@ class CrossAttention(Attention):
         return CrossAttentionLayerCache()
 
     @property
-    def exchanged_heads(self) -> int:
-        """0: all processes have all images, so tokens and heads are not exchanged."""
-        return 0
-
-    @property
     def cached_features(self) -> int:
         """0: the cache holds no tokens."""
         return 0

@@ -311,7 +311,8 @@ class GatedDeltaNet(nn.Module):
             else:
                 o, state = cast(tuple[Tensor, Tensor], result)
                 cache.write_states(conv_state.detach(), state.detach(), x.shape[1])
-        gated = self.norm(parts.to_tokens(o), z.unflatten(-1, (-1, self.value_head_dim)))  # type: ignore[no-untyped-call]
+        z = z.unflatten(-1, (-1, self.value_head_dim))  # type: ignore[no-untyped-call]
+        gated = self.norm(parts.to_tokens(o, z.shape[2]), z)
         return self.out_proj(gated.flatten(-2))  # type: ignore[no-any-return]
 
     def _channels(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:

@@ -62,6 +62,9 @@ class LatentAttention(nn.Module):
         ValueError: a size is not positive, or `backend` is unknown.
     """
 
+    exchanged_heads = 0
+    """See `Attention.exchanged_heads`."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -124,9 +127,10 @@ class LatentAttention(nn.Module):
         else:
             q = torch.cat([q_nope, q_rope], -1)
             k, v = self.expand(from_storage(latents, q.dtype), from_storage(k_rope, q.dtype))
+            heads = q.shape[2]
             q, k, v = context.parts.to_heads(q, k, v)
             out = self._attend(q, k, v, context.whole.mask(k.shape[1], cache=cache), context)
-            out = context.parts.to_tokens(out)
+            out = context.parts.to_tokens(out, heads)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -207,11 +211,6 @@ class LatentAttention(nn.Module):
         Its keys are the latent vectors, and its values the rotated keys.
         """
         return TokenCache() if capacity is None else StaticLayerCache(capacity)
-
-    @property
-    def exchanged_heads(self) -> int:
-        """See `Attention.exchanged_heads`."""
-        return self.num_heads
 
     @property
     def cached_features(self) -> int:

@@ -4,9 +4,10 @@ Layers that do not mix tokens compute those of their process. A layer that mixes
 computes all tokens of the rows for some of its heads, and returns its own tokens with all heads:
 
     q, k, v = context.parts.to_heads(q, k, v)
-    out = context.parts.to_tokens(attention(q, k, v, context.whole.mask(k.shape[1])))
+    out = context.parts.to_tokens(attention(q, k, v, context.whole.mask(k.shape[1])), heads)
 
-So masks, documents and kernels are those of one process.
+So masks, documents and kernels are those of one process. A layer that mixes tokens has `exchanged_heads`: heads that n
+must divide, or 0 if it need not.
 
 Shapes: B batch, T tokens of a row, n processes, c tokens of each, T / n rounded up; N heads.
 """
@@ -64,19 +65,20 @@ class RowParts:
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Exchanges tokens for heads, such as of queries, keys and values: (B, c, N, D) -> (B, T, N / n, D) each.
 
-        Heads that are too few, such as those of keys, are repeated as for grouped queries.
+        Heads that are too few, such as those of keys, are repeated as for grouped queries. Heads of zeros follow the
+        last one, where n does not divide N.
 
         Args:
             parts: of one dtype.
         """
         return parts
 
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Exchanges heads for tokens: (B, T, N / n, ...) -> (B, c, N, ...)."""
+    def to_tokens(self, x: Tensor, heads: int) -> Tensor:
+        """Exchanges heads for tokens: (B, T, N / n, ...) -> (B, c, N, ...), N = `heads`."""
         return x
 
     def own_heads(self, weight: Tensor) -> Tensor:
-        """Returns the heads of this process of a weight, (N, ...) -> (N / n, ...)."""
+        """Returns the heads of this process of a weight, (N, ...) -> (N / n, ...), with zeros beyond N."""
         return weight
 
 

@@ -9,7 +9,7 @@ Compared with an exchange of keys and values:
 - causal attention takes each process as long, though their parts are consecutive;
 - no process holds the keys of all tokens and heads: it sends and holds 1 / n of queries, keys and values.
 
-The number of query heads limits n. Fewer key heads than processes are repeated.
+Fewer key heads than processes are repeated, and heads of zeros are added where n does not divide the query heads.
 
 Gradients are averaged over the processes, as in data parallelism, with the same rows in each process of a group. So
 what a process counts of its rows is a share of n; ratios of sums over all processes are those of the rows.
@@ -53,7 +53,7 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
         The model.
 
     Raises:
-        LigerzooError: A block mixes tokens by another layer, or its heads are not a multiple of the processes.
+        LigerzooError: A block mixes tokens by another layer, or n does not divide the key heads of its delta rule.
     """
     count = dist.get_world_size(group)
     if count == 1:
@@ -63,7 +63,7 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
         heads = getattr(mixer, "exchanged_heads", None)
         where, part = f"context_parallel, block {name}", getattr(mixer, "tensor_shard", None)
         if heads is None:
-            expected = "Attention, LatentAttention or GatedDeltaNet"
+            expected = "Attention, LatentAttention, GatedDeltaNet, or a layer with exchanged_heads"
             raise LigerzooError(
                 "a layer that cannot exchange heads", where=where, got=type(mixer).__name__, expected=expected
             )
@@ -105,9 +105,7 @@ class DividedRows(RowParts):
 
     def own(self, x: Tensor, dim: int = 1, fill: int = 0) -> Tensor:
         first, last = (min(index * self.length, self.tokens) for index in (self.rank, self.rank + 1))
-        own = x.narrow(dim, first, last - first)
-        missing = self.length - (last - first)
-        return own if missing == 0 else _pad(own, dim, missing, fill)
+        return _pad(x.narrow(dim, first, last - first), dim, self.length - (last - first), fill)
 
     def gather(self, x: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(x, self)
@@ -122,7 +120,7 @@ class DividedRows(RowParts):
 
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         most = max(x.shape[2] for x in parts)
-        parts = tuple([self._repeated(x, most) for x in parts])
+        parts = tuple([self._divisible(x, most) for x in parts])
         shapes = [(x.shape[2] // self.count, *x.shape[3:]) for x in parts]
         # For each process its heads of all parts, one after the other: then one row needs no copy after the exchange.
         sent = [x.unflatten(2, (self.count, -1)).flatten(3).permute(2, 0, 1, 3) for x in parts]  # type: ignore[no-untyped-call]
@@ -131,30 +129,32 @@ class DividedRows(RowParts):
         features = rows.split_with_sizes([math.prod(shape) for shape in shapes], 2)
         return tuple([x.unflatten(2, shape) for x, shape in zip(features, shapes, strict=True)])  # type: ignore[no-untyped-call]
 
-    def to_tokens(self, x: Tensor) -> Tensor:
-        missing = self.length * self.count - self.tokens
-        x = x if missing == 0 else _pad(x, 1, missing, 0)
+    def to_tokens(self, x: Tensor, heads: int) -> Tensor:
+        x = _pad(x, 1, self.length * self.count - self.tokens)
         received = self._exchange(x.unflatten(1, (self.count, -1)).transpose(0, 1))  # type: ignore[no-untyped-call]
-        return received.movedim(0, 2).flatten(2, 3)
+        return received.movedim(0, 2).flatten(2, 3)[:, :, :heads]
 
     def own_heads(self, weight: Tensor) -> Tensor:
-        return weight.chunk(self.count)[self.rank]
+        return _pad(weight, 0, -len(weight) % self.count).chunk(self.count)[self.rank]
 
     def _exchange(self, x: Tensor) -> Tensor:
         """(n, ...), one part for each process -> (n, ...), one part of each process."""
         return cast(Tensor, _AllToAll.apply(x.contiguous(), self.group))
 
-    def _repeated(self, x: Tensor, most: int) -> Tensor:
+    def _divisible(self, x: Tensor, most: int) -> Tensor:
         """Repeats heads so that n divides their number, and groups of the `most` heads share them as before."""
         heads = x.shape[2]
         repeats = self.count // math.gcd(heads, self.count)
         if most % (heads * repeats):
             repeats = most // heads
-        return x if repeats == 1 else x.repeat_interleave(repeats, 2)
+        x = x if repeats == 1 else x.repeat_interleave(repeats, 2)
+        return _pad(x, 2, -x.shape[2] % self.count)
 
 
-def _pad(x: Tensor, dim: int, missing: int, fill: int) -> Tensor:
+def _pad(x: Tensor, dim: int, missing: int, fill: int = 0) -> Tensor:
     """Adds `missing` entries to the end of a dimension."""
+    if missing == 0:
+        return x
     after = x.ndim - 1 - dim % x.ndim
     return F.pad(x, (*(0, 0) * after, 0, missing), value=fill)
 

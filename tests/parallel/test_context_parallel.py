@@ -39,8 +39,10 @@ FAMILIES: dict[str, Mapping[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "qwen3_moe": QWEN3_MOE | {"output_router_logits": True},
     "qwen3_next": DELTA,
+    "odd": GPT_OSS | {"num_attention_heads": 6, "num_key_value_heads": 2},
 }
-"""Grouped queries; norms of queries and keys; windows and soft caps; sinks; latents; router losses; the delta rule."""
+"""Grouped queries; norms of queries and keys; windows and soft caps; sinks; latents; router losses; the delta rule;
+heads that the processes do not divide."""
 
 
 def write(directory: Path, config: Mapping[str, Any]) -> None:
@@ -73,13 +75,12 @@ def test_two_processes(tmp_path: Path) -> None:
     for name, config in FAMILIES.items():
         write(tmp_path / "families" / name, config)
     write_images(tmp_path / "images")
-    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18}
-    write(tmp_path / "odd", LLAMA | odd)
+    write(tmp_path / "one key head", QWEN3_NEXT | {"linear_num_key_heads": 1})
     on_all_processes(partial(process.options, directory=tmp_path))
 
 
 def test_four_processes(tmp_path: Path) -> None:
-    for name in ("llama", "gpt_oss", "qwen3_next"):
+    for name in ("llama", "odd", "qwen3_next"):
         write(tmp_path / name, FAMILIES[name])
     on_all_processes(partial(process.four, directory=tmp_path), processes=4)
 
