@@ -182,6 +182,14 @@ def adapters(rank: int) -> None:
             models.append(model)
         model, whole = models[-2:]
         equal_one_process(f"lora, tied={tied}", parallelize(model, parts), whole, parts)
+    model, whole = new_model(), new_model()
+    for one in (model, whole):
+        torch.manual_seed(1)
+        add_lora(one, 2, 4, ("q_proj", "up_proj"), dora=True)
+        for name, weight in one.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+    equal_one_process("DoRA of layers with divided outputs", parallelize(model, parts), whole, parts)
 
 
 def accumulation_and_optimizer(rank: int, directory: Path) -> None:
