@@ -446,7 +446,7 @@ def write_sources(directory: Path) -> None:
     for notebook in NOTEBOOKS:
         page = directory / "examples" / f"{notebook.stem}.md"
         page.write_text(notebook_page(notebook), encoding="utf-8")
-    for page in [directory / "README.md", *(directory / "docs").glob("*.md")]:
+    for page in [*directory.glob("*.md"), *(directory / "docs").glob("*.md")]:
         text = _with_links(
             page.read_text(encoding="utf-8"), lambda target: moved.get(target, target.replace(".ipynb", ".md"))
         )
