@@ -125,7 +125,7 @@ class Context:
         outputs: what layers store. Default: router logits only.
         exact: give packed documents, and texts with padding at their ends, the attention that they have alone, to the
             bit, even where another way is faster. Default positions then count no padding.
-        parts: how the tokens are divided over processes. The other arguments are those of all tokens.
+        parts: how the tokens are divided over processes; None if they are not. The other arguments are of all tokens.
 
     Attributes:
         rows: B.
@@ -182,11 +182,12 @@ class Context:
         outputs: LayerOutputs | None = None,
         *,
         exact: bool = False,
-        parts: RowParts = WHOLE_ROWS,
+        parts: RowParts | None = None,
     ) -> None:
         check_context_inputs(x, attention_mask, position_ids, cu_seqlens, cache)
         self.rows, self.tokens = x.shape[:2]
-        self.cache, self.parts = cache, parts
+        self.cache = cache
+        self.parts = WHOLE_ROWS if parts is None else parts  # torch 2.11 cannot compile an object as a default
         self._full_mask = self.padding_mask = self.documents = self._whole = None
         find_documents = partial(Documents, tokens=self.tokens, device=x.device, exact=exact)
         reads_values = cache is None and _reads_values()
