@@ -42,13 +42,11 @@ def ending_together() -> Iterator[None]:
     watch = _Watch(_connections())
     try:
         yield
-    except LigerzooError:
+    except (LigerzooError, RuntimeError) as error:
+        if of_collective := "gloo" in f"{error} {error.__cause__}":  # which often fails first
+            watch.has_lost.wait(1.0)
         watch.stop()
-        raise
-    except RuntimeError as error:  # of a collective, which often fails first
-        watch.has_lost.wait(1.0)
-        watch.stop()
-        if watch.lost is None:
+        if watch.lost is None or not of_collective:
             raise
         raise watch.error() from error
     except BaseException:
