@@ -89,6 +89,7 @@ MORE = {
     "ligerzoo.layers": {
         "ligerzoo.layers.rope_scaling": ["ROPE_TYPES"],
         "ligerzoo.layers.exactness": ["exact_obstacle"],
+        "ligerzoo.layers.tensor_plan": ["TensorPlan"],
     },
     "ligerzoo.kernels": {
         "ligerzoo.kernels.activation": ["ACTIVATIONS"],
