@@ -21,7 +21,7 @@ from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, co
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
-from ligerzoo.layers.linear import INIT_STD, Linear
+from ligerzoo.layers.linear import INIT_STD, Linear, initialize
 from ligerzoo.layers.masks import AttentionMask
 from ligerzoo.layers.norm import AllHeadsRMSNorm, RMSNorm
 from ligerzoo.layers.plain import is_plain
@@ -243,7 +243,7 @@ class SinkAttention(Attention):
         super().__init__(hidden_size, num_heads, *args, **options)
         device, dtype = options.get("device"), options.get("dtype")
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, SinkAttention)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the sinks from N(0, std^2)."""

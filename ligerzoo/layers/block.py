@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.kv_cache import new_layer_cache
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.norm import add_and_normalize, normalize
 
 
@@ -126,7 +126,7 @@ class GatedPreNormBlock(PreNormBlock):
         super().__init__(*parts)
         self.attn_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.mlp_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, GatedPreNormBlock)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the gates from N(0, std^2)."""

@@ -18,7 +18,7 @@ from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.kv_cache import new_layer_cache
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.masks import TileMask
 from ligerzoo.layers.norm import add_and_normalize
 from ligerzoo.layers.projection import check_features
@@ -169,7 +169,7 @@ class CrossAttentionBlock(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
         self.mlp_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, CrossAttentionBlock)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Sets the gates to 0, whatever `std` is."""

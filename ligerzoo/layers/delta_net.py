@@ -25,7 +25,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.documents import Documents
 from ligerzoo.layers.exactness import Obstacle, never_exact
-from ligerzoo.layers.linear import INIT_STD, Linear
+from ligerzoo.layers.linear import INIT_STD, Linear, initialize
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
@@ -59,7 +59,7 @@ class CausalConv1d(nn.Module):
         super().__init__()
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, CausalConv1d)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2)."""
@@ -113,7 +113,7 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, GatedRMSNorm)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Sets the scale to 1, whatever `std` is."""
@@ -193,7 +193,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(hidden_size, self.value_size, bias=False, device=device, dtype=dtype)
         self.in_proj_b = Linear(hidden_size, num_value_heads, bias=False, device=device, dtype=dtype)
         self.in_proj_a = Linear(hidden_size, num_value_heads, bias=False, device=device, dtype=dtype)
-        self.init_weights()
+        initialize(self, GatedDeltaNet)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples decay rates from U(0.01, 16) and sets `dt_bias` to 1, as in Mamba. `std` is unused here."""

@@ -15,7 +15,7 @@ from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
 from ligerzoo.layers.exactness import Obstacle
-from ligerzoo.layers.linear import INIT_STD, init_matrix
+from ligerzoo.layers.linear import INIT_STD, init_matrix, initialize
 from ligerzoo.layers.plain import dequantized
 from ligerzoo.layers.projection import check_features, linear
 from ligerzoo.layers.tensor_plan import TensorPlan
@@ -74,7 +74,7 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
         values = torch.empty(vocab_size, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values))
-        self.init_weights()
+        initialize(self, LMHead)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
 from ligerzoo.layers.embedding import Embedding
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.vision import PatchEmbedding
 
 
@@ -105,7 +105,7 @@ class PoolingProjector(nn.Module):
         self.pool_size = pool_size
         self.norm = norm
         self.projection = nn.Parameter(torch.empty(embed_dim, hidden_size, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, PoolingProjector)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the projection from N(0, std^2)."""

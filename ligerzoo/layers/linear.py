@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol, TypeVar
+
 from torch import Tensor, nn
 
 from ligerzoo.layers.plain import is_unmodified
@@ -9,6 +11,28 @@ from ligerzoo.layers.projection import LinearTerms, linear
 
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
+
+
+class Initialized(Protocol):
+    """A layer that initializes its own parameters."""
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Initializes the parameters and buffers of the layer, without those of its parts."""
+
+
+Layer = TypeVar("Layer", bound=Initialized)
+
+
+def initialize(layer: Layer, owner: type[Layer]) -> None:
+    """Initializes a layer at the end of the constructor of `owner`, its class or a base of it.
+
+    A subclass with a constructor has parameters yet to come: it gets the weights of `owner`, and calls its own
+    `init_weights` when it is complete.
+    """
+    if type(layer).__init__ is owner.__init__:  # type: ignore[misc]
+        layer.init_weights()
+    else:
+        owner.init_weights(layer)
 
 
 def init_matrix(weight: Tensor, bias: Tensor | None, std: float) -> None:

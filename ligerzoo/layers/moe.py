@@ -21,7 +21,7 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.gating import GatedActivation, gating
 from ligerzoo.kernels.route import fits_one_program
 from ligerzoo.layers.exactness import Obstacle
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.plain import dequantized, is_plain
 from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
 from ligerzoo.layers.tensor_plan import TensorPlan
@@ -86,7 +86,7 @@ class Experts(nn.Module):
         self.gate_up_proj_bias = empty(num_experts, 2 * intermediate_size) if bias else None
         self.down_proj = empty(num_experts, hidden_size, intermediate_size)
         self.down_proj_bias = empty(num_experts, hidden_size) if bias else None
-        self.init_weights()
+        initialize(self, Experts)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weights from N(0, std^2); biases are 0."""

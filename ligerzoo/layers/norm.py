@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.recompute import is_recording, recomputable
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.plain import is_plain
 from ligerzoo.tensor_checks import explains_options
 
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
         self.round_before_scale = round_before_scale
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
-        self.init_weights()
+        initialize(self, RMSNorm)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Sets the scale to 1, whatever `std` is."""
@@ -111,7 +111,7 @@ class LayerNorm(nn.Module):
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
-        self.init_weights()
+        initialize(self, LayerNorm)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Sets the scale to 1 and the bias to 0, whatever `std` is."""

@@ -17,7 +17,7 @@ from ligerzoo.kernels.linear_fp32 import linear_fp32
 from ligerzoo.kernels.route import select_experts, selection_scores
 from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.exactness import Obstacle, never_exact
-from ligerzoo.layers.linear import INIT_STD, init_matrix
+from ligerzoo.layers.linear import INIT_STD, init_matrix, initialize
 
 
 class Router(nn.Module):
@@ -58,7 +58,7 @@ class Router(nn.Module):
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
-        self.init_weights()
+        initialize(self, Router)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2); the bias is 0."""
@@ -166,7 +166,7 @@ class SigmoidRouter(_BalancingBias):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         bias = torch.empty(num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
         self.register_buffer("e_score_correction_bias", bias)
-        self.init_weights()
+        initialize(self, SigmoidRouter)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
@@ -216,7 +216,7 @@ class _BiasedRouter(_BalancingBias, Router):
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
         super().init_weights(std)
-        if (bias := self._buffers.get("e_score_correction_bias")) is not None:  # not in the constructor of `Router`
+        if (bias := self._buffers["e_score_correction_bias"]) is not None:
             nn.init.zeros_(bias)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
 from ligerzoo.layers.embedding import Embedding
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.vision import PatchEmbedding
 
@@ -45,7 +45,7 @@ class TileEmbedding(nn.Module):
         self.tiles = tiles
         self.embedding = Embedding(arrangements + 1, tiles * embed_dim, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, TileEmbedding)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Sets the gate to 0, whatever `std` is."""
@@ -82,7 +82,7 @@ class TilePositionEmbedding(nn.Module):
         self.embedding = nn.Parameter(torch.empty(length, embed_dim, device=device, dtype=dtype))
         self.tile_embedding = Embedding(arrangements + 1, tiles * length * embed_dim, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, TilePositionEmbedding)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the positions within a tile from N(0, std^2) and sets the gate to 0."""
@@ -137,7 +137,7 @@ class TiledVisionTower(nn.Module):
         self.post_tile_positional_embedding = post_tile_positional_embedding
         self.global_transformer = global_transformer
         self.intermediate_layers = intermediate_layers
-        self.init_weights()
+        initialize(self, TiledVisionTower)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the class embedding from N(0, std^2)."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
-from ligerzoo.layers.linear import INIT_STD, init_matrix
+from ligerzoo.layers.linear import INIT_STD, init_matrix, initialize
 
 
 class PatchEmbedding(nn.Module):
@@ -43,7 +43,7 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(embed_dim, *patch, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(embed_dim, device=device, dtype=dtype)) if bias else None
-        self.init_weights()
+        initialize(self, PatchEmbedding)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import Backend, xielu
 from ligerzoo.kernels.dispatch import accumulation_dtype, check_backend
+from ligerzoo.layers.linear import initialize
 
 _INITIAL_SCALE = 0.8
 
@@ -48,7 +49,7 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.register_buffer("beta", torch.empty((), device=device, dtype=dtype))
         self.register_buffer("eps", torch.empty((), device=device, dtype=dtype))
-        self.init_weights()
+        initialize(self, XIELU)
 
     def init_weights(self, std: float = 0.0) -> None:
         """Sets the initial values, whatever `std` is."""

@@ -70,7 +70,7 @@ class CausalLM(Generative, LanguageModel):
             self.add_module(name, part)
         self.tie_weights()
         if config.initializer_range != INIT_STD:
-            self.init_weights()
+            LanguageModel.init_weights(self)  # a subclass that overrides it has parameters yet to come
 
     def tie_weights(self) -> None:
         """Shares the weight of the embedding with the head, if the config ties them."""

@@ -17,6 +17,7 @@ from ligerzoo.layers.context import LAYER_OUTPUTS
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.models.building import ModelMeta
 from ligerzoo.models.config import LanguageModelConfig
+from ligerzoo.models.empty import check_values, forget_values
 from ligerzoo.models.hf_interface import HFInterface
 from ligerzoo.models.pretrained import Pretrained
 
@@ -62,7 +63,8 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             std: standard deviation of the matrices. Default: `initializer_range` of the config.
 
         Raises:
-            LigerzooError: after `to_empty`, for parameters and buffers of modules that have neither method.
+            LigerzooError: after `to_empty`, for parameters and buffers of modules that have neither method, or whose
+                `init_weights` does not set them.
         """
         std = self.config.initializer_range if std is None else std
         if self._is_empty and (names := list(self._uninitializable())):
@@ -70,11 +72,18 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             got = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
             remedy = "Define init_weights(self, std) in their classes, build the model on a device, or load weights."
             raise LigerzooError(what, where=f"init_weights of {type(self).__name__}", got=got, remedy=remedy)
-        for module in self.modules():
-            if module is not self and hasattr(module, "init_weights"):
+        parts = [(name, module) for name, module in self.named_modules() if module is not self]
+        if self._is_empty:
+            for _, module in parts:
+                forget_values(module)
+        for _, module in parts:
+            if hasattr(module, "init_weights"):
                 module.init_weights(std)  # type: ignore[operator]
             elif self._is_empty and hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # type: ignore[operator]
+        if self._is_empty:
+            for name, module in parts:
+                check_values(name, module)
         self._is_empty = False
 
     def _uninitializable(self) -> Iterator[str]:

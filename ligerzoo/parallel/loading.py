@@ -14,6 +14,7 @@ from ligerzoo import hub
 from ligerzoo.dtensors import as_shard_of, is_dtensor, shard_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.empty import check_values, forget_values
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.mesh import MeshSizes, as_mesh, parallelize
 from ligerzoo.parallel.processes import device_of
@@ -72,7 +73,7 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
         dtype: dtype of the weights. Default: that of the model on the meta device.
 
     Raises:
-        LigerzooError: A module with parameters has no `init_weights`.
+        LigerzooError: A module with parameters has no `init_weights`, or it does not set all of them.
     """
     initialized: dict[nn.Parameter, nn.Parameter] = {}
     std = model.config.initializer_range
@@ -89,7 +90,9 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
             module._parameters[name] = nn.Parameter(whole, weight.requires_grad)
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
+        forget_values(module)
         module.init_weights(std)
+        check_values(module_name, module)
         for name, weight in own.items():
             whole, box = module._parameters[name].detach(), shard_of(weight)
             shard = as_shard_of(weight, whole[box.slices].clone(memory_format=torch.contiguous_format))
