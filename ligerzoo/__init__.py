@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ligerzoo.exports import lazy
+from ligerzoo.exports import foreign_modules, lazy
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
@@ -34,3 +34,5 @@ __all__ = [
 _PACKAGES = "adapters convert generate hub integrations kernels layers losses memory models parallel text train vision"
 
 __getattr__, __dir__ = lazy(__name__, _MODULES, submodules=_PACKAGES.split())
+
+foreign_modules(__name__)

@@ -6,10 +6,10 @@ import opcode
 import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from ligerzoo.foreign_names import our_public_name
+from ligerzoo.foreign_names import MODULES, our_public_name
 
 
 def renamed(module: str, names: Mapping[str, str] | None = None) -> Callable[[str], NoReturn]:
@@ -49,6 +49,26 @@ def lazy(
         return sorted({*vars(sys.modules[package]), *modules, *submodules})
 
     return __getattr__, __dir__
+
+
+def foreign_modules(package: str) -> None:
+    """Registers modules of liger-kernel that a package does not have: imports from them raise errors with our names.
+
+    They are empty, and not attributes of the package. `from ligerzoo.transformers import LigerRMSNorm` then names
+    `ligerzoo.layers.RMSNorm`, where Python would only say that there is no module `ligerzoo.transformers`.
+    """
+    for name in MODULES:
+        module = ModuleType(f"{package}.{name}", f"liger_kernel.{name}: nothing is here, see docs/coming-from.md.")
+        vars(module)["__getattr__"] = _foreign(module.__name__)
+        sys.modules[module.__name__] = module
+
+
+def _foreign(module: str) -> Callable[[str], NoReturn]:
+    def __getattr__(name: str) -> NoReturn:
+        hint = our_public_name(name) or "ligerzoo has no such module, which is of liger-kernel"
+        _raise_missing(module, name, f"{hint}. docs/coming-from.md has all names of liger-kernel", sys._getframe(1))
+
+    return __getattr__
 
 
 def _raise_missing(module: str, name: str, hint: str | None, caller: FrameType) -> NoReturn:

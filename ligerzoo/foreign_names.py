@@ -5,6 +5,8 @@ docs/coming-from.md has the same names in tables, with the options translated.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ligerzoo.checks import is_text
 
 OURS = {
@@ -89,7 +91,53 @@ OURS = {
 }
 """Their variants, then their options -> ours."""
 
+_LAYER_OPTIONS = {
+    "hidden_size": "dim d_model embed_dim embedding_dim n_embd normalized_shape in_features input_dim",
+    "intermediate_size": "hidden_dim ffn_dim dim_feedforward d_ff moe_intermediate_size",
+    "num_heads": "num_attention_heads n_heads n_head nhead",
+    "num_kv_heads": "num_key_value_heads n_kv_heads n_query_groups num_query_groups",
+    "head_dim": "head_size kdim vdim",
+    "window": "sliding_window window_size sliding_window_size",
+    "scale": "scaling softmax_scale sm_scale routed_scaling_factor",
+    "softcap": "logits_soft_cap attn_logit_softcapping final_logit_softcapping logit_softcapping soft_cap",
+    "is_causal": "causal",
+    "qkv_bias": "attention_bias bias attn_bias add_bias_kv",
+    "output_bias": "attention_bias bias",
+    "bias": "mlp_bias use_bias",
+    "rotary": "pos_embeddings rotary_emb rope position_embeddings",
+    "dim": "head_dim rotary_dim",
+    "theta": "base rope_theta rope_base",
+    "scaling": "rope_scaling rope_parameters",
+    "max_position_embeddings": "max_seq_len max_seq_length max_positions",
+    "eps": "epsilon norm_eps rms_norm_eps variance_epsilon layer_norm_eps",
+    "elementwise_affine": "with_scale affine",
+    "num_experts": "n_experts num_local_experts n_routed_experts",
+    "num_experts_per_token": "top_k topk num_experts_per_tok k n_activated_experts moe_top_k",
+    "renormalize": "norm_topk_prob normalize norm_topk",
+    "num_groups": "n_group n_groups",
+    "num_selected_groups": "topk_group",
+    "gate": "router",
+    "jitter_noise": "router_jitter_noise",
+    "num_key_heads": "num_heads num_attention_heads linear_num_key_heads",
+    "num_value_heads": "num_heads num_attention_heads linear_num_value_heads num_v_heads",
+    "key_head_dim": "head_dim head_k_dim linear_key_head_dim",
+    "value_head_dim": "head_dim head_v_dim linear_value_head_dim",
+    "conv_kernel_size": "conv_size linear_conv_kernel_dim",
+    "vocab_size": "out_features num_embeddings",
+    "target": "labels",
+    "hidden": "_input input hidden_states",
+    "logits": "_input input",
+    "embed_tokens": "tok_embeddings embedding embeddings wte",
+    "activation": "act_fn act hidden_activation",
+}
+
+"""Our options of layers -> theirs. One of theirs may have several of ours, of which a layer accepts some."""
+
 UNSUPPORTED = {
+    "config": "layers take numbers, such as config.hidden_size, and modules",
+    "layer_idx": "layers do not know their index; their caches belong to the context",
+    "batch_first": "all tensors begin with the batch, (B, T, H)",
+    "attention_dropout": "attention has no dropout",
     "aot": "it sorts the margins of the whole batch",
     "aot_unpaired": "it sorts the log-ratios of the whole batch",
     "alphapo": "ligerzoo does not implement it",
@@ -217,6 +265,32 @@ _NAMES = {
     ),
 }
 
+_ENDINGS = {
+    "RMSNorm": "ligerzoo.layers.RMSNorm",
+    "RotaryEmbedding": "ligerzoo.layers.RotaryEmbedding",
+    "SparseMoeBlock": "ligerzoo.layers.MoE",
+    "DecoderLayer": "ligerzoo.layers.PreNormBlock",
+    "Attention": "ligerzoo.layers.Attention",
+    "MLP": "ligerzoo.layers.GatedMLP",
+}
+"""Endings of the names of transformers' layers, such as LlamaRMSNorm, and ours."""
+
+_MODULES = {
+    "transformers": (
+        "functional monkey_patch auto_model rms_norm rope swiglu geglu layer_norm cross_entropy jsd kl_div "
+        "fused_linear_cross_entropy fused_linear_jsd trainer"
+    ),
+    "ops": "rms_norm rope swiglu geglu layer_norm cross_entropy jsd kl_div fused_linear_cross_entropy fused_linear_jsd",
+    "chunked_loss": "functional dpo_loss grpo_loss kto_loss orpo_loss cpo_loss simpo_loss jsd_loss",
+    "functional nn megatron triton utils": "",
+}
+
+MODULES = [
+    *" ".join(_MODULES).split(),
+    *(f"{package}.{name}" for package, names in _MODULES.items() for name in names.split()),
+]
+"""Modules of liger-kernel, without its name."""
+
 _NO_LAYER = "no architecture of ligerzoo has it"
 
 _REASONS = {
@@ -262,12 +336,19 @@ def our_name(theirs: object) -> str | None:
     return None
 
 
+def our_option(theirs: str, accepted: Collection[str]) -> str | None:
+    """Returns a remedy with those of our options that a layer accepts for an option of another library's layer."""
+    ours = [one for one, names in _LAYER_OPTIONS.items() if one in accepted and theirs in names.split()]
+    return f"Use {' and '.join(ours)} instead of {theirs!r} of other libraries" if ours else our_name(theirs)
+
+
 def our_public_name(theirs: str) -> str | None:
     """Returns a remedy with our name for a class or a function of another library; None if it is not known."""
     if theirs.startswith("apply_liger_kernel_to_") and theirs not in MISSING:
         return f"Use ligerzoo.integrations.apply(model) instead of {theirs!r}"
     if theirs.endswith(("ForCausalLM", "ForConditionalGeneration")) and theirs not in NAMES:
         return f"Use ligerzoo.AutoModel instead of {theirs!r}"
-    if theirs in NAMES:
-        return f"Use {NAMES[theirs]} instead of {theirs!r}"
-    return f"{theirs!r} is not supported: {MISSING[theirs]}" if theirs in MISSING else None
+    if theirs in MISSING:
+        return f"{theirs!r} is not supported: {MISSING[theirs]}"
+    ours = NAMES.get(theirs) or next((one for ending, one in _ENDINGS.items() if theirs.endswith(ending)), None)
+    return f"Use {ours} instead of {theirs!r}" if ours else None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ligerzoo.checks import POSITIVE, check
 from ligerzoo.errors import LigerzooError, WrongTypeError, did_you_mean
-from ligerzoo.foreign_names import our_name
+from ligerzoo.foreign_names import our_name, our_option
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,7 +147,8 @@ def unknown_options(
     unknown = {option: value for option, value in given.items() if option not in accepted}
     if not unknown:
         return None
-    ours = [hint for one in unknown.items() for hint in map(our_name, one) if hint]
+    answers = ((our_option(option, accepted), our_name(value)) for option, value in unknown.items())
+    ours = [hint for pair in answers for hint in pair if hint]
     hints = ours or [hint for option in unknown if (hint := did_you_mean(option, [*accepted, *similar]))]
     values = ", ".join(f"{option}={describe_value(value)}" for option, value in unknown.items())
     what = f"unknown option{'s' if len(unknown) > 1 else ''} {values}"
@@ -155,16 +156,31 @@ def unknown_options(
 
 
 def explains_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function, or the `__init__` of a layer, raise `unknown_options` for options that it does not have."""
-    name = function.__qualname__.removesuffix(".__init__")
+    """Makes a function, or a method of a layer, raise `unknown_options` for options that it does not have.
+
+    A constructor that fails for a config says that layers take numbers.
+    """
+    name = function.__qualname__.removesuffix(".__init__").removesuffix(".forward")
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         try:
             return function(*args, **options)
-        except TypeError:
-            if error := unknown_options(name, options, inspect.signature(function).parameters):
+        except (TypeError, ValueError):
+            parameters = [one for one in inspect.signature(function).parameters if one != "self"]
+            is_layer = function.__name__ == "__init__"
+            error = _config_error(name, parameters, args[1:2]) if is_layer else None
+            if error := error or unknown_options(name, options, parameters):
                 raise error from None
             raise
 
     return call
+
+
+def _config_error(name: str, parameters: Sequence[str], first: Sequence[object]) -> WrongTypeError | None:
+    """Returns the error about a config as the first argument of a layer; None if it is none."""
+    kind = type(first[0]).__name__ if first else ""
+    if not kind.endswith(("Config", "Args")):
+        return None
+    expected, remedy = ", ".join(parameters[:4]), f"Layers take numbers, such as config.{parameters[0]}, and modules"
+    return WrongTypeError(f"got a {kind}", where=name, expected=expected, remedy=remedy)

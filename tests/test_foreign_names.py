@@ -22,6 +22,7 @@ from tests.liger_kernel import NAMES, public_names
 
 PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
 LIGER_KERNEL = NAMES.read_text().split()
+CONFIG: Any = models.LlamaConfig(vocab_size=9, hidden_size=8, num_attention_heads=2)
 X, TARGET = torch.randn(5, 8), torch.randint(8, (5,))
 
 
@@ -70,6 +71,7 @@ def test_answers_name_what_ligerzoo_has() -> None:
     options |= {name for one in losses.__all__ for name in getattr(getattr(losses, one), "options_type", HEAD).accepted}
     for function in (named("ligerzoo.integrations.apply"), adapters.add_lora):
         options |= set(inspect.signature(function).parameters)
+    assert set(foreign_names._LAYER_OPTIONS) <= options
     for theirs, answer in foreign_names.OURS.items():
         assert re.split(r"\W", answer)[0] in options | {*losses.__all__}, theirs
 
@@ -83,6 +85,8 @@ HEAD = losses.HeadOptions
     ("ligerzoo", "AutoModelForCausalLM", "ligerzoo.AutoModel"),
     ("ligerzoo", "GRPOTrainer", "`ligerzoo train`"),
     ("ligerzoo", "chunked_loss", "ligerzoo.losses"),
+    ("ligerzoo.layers", "LlamaRMSNorm", "ligerzoo.layers.RMSNorm instead"),
+    ("ligerzoo.layers", "SwiGLUMLP", "ligerzoo.layers.GatedMLP instead"),
     ("ligerzoo.layers", "LigerRMSNorm", "ligerzoo.layers.RMSNorm"),
     ("ligerzoo.losses", "LigerFusedLinearCrossEntropyLoss", "ligerzoo.losses.LinearCrossEntropyLoss"),
     ("ligerzoo.kernels", "liger_rms_norm", "ligerzoo.kernels.rms_norm"),
@@ -100,6 +104,21 @@ def test_packages_answer_as_attributes_and_in_imports(package: str, name: str, a
         exec(f"from {package} import {name}", {})  # noqa: S102
     with pytest.raises(ImportError, match=f"^cannot import name 'missing' from '{package}'"):
         exec(f"from {package} import missing", {})  # noqa: S102
+
+
+@pytest.mark.parametrize("module, name, answer", [
+    ("transformers", "apply_liger_kernel_to_llama", r"Use ligerzoo.integrations.apply\(model\) instead"),
+    ("transformers.rms_norm", "LigerRMSNorm", "Use ligerzoo.layers.RMSNorm instead"),
+    ("ops", "LigerSiLUMulFunction", "Use ligerzoo.kernels.swiglu instead"),
+    ("chunked_loss", "LigerFusedLinearDPOLoss", "Use ligerzoo.losses.DPO or dpo_loss instead"),
+    ("nn", "LigerRMSNorm", "Use ligerzoo.layers.RMSNorm instead"),
+    ("transformers", "missing", "ligerzoo has no such module, which is of liger-kernel"),
+])  # fmt: skip
+def test_modules_of_liger_kernel_answer_with_our_names(module: str, name: str, answer: str) -> None:
+    with pytest.raises(ImportError, match=f"{answer}.*. docs/coming-from.md has all names of liger-kernel$"):
+        exec(f"from ligerzoo.{module} import {name}", {})  # noqa: S102
+    assert not hasattr(ligerzoo, module)
+    assert "coming-from.md" in (sys.modules[f"ligerzoo.{module}"].__doc__ or "")
 
 
 def test_a_name_without_a_counterpart_says_why() -> None:
@@ -128,6 +147,24 @@ def test_a_name_without_a_counterpart_says_why() -> None:
      "^add_lora: .* Use rank instead of 'r' .* Use targets instead of 'target_modules'"),
     (lambda: losses.DPO(compute_nll_loss=True, loss_type="ipo"), "Use nll_weight instead .* Use variant instead"),
     (lambda: losses.JSDLoss(jsd_beta=0.5), "^JSDLoss: .* Use beta instead of 'jsd_beta'"),
+    (lambda: layers.Attention(32, 4, num_key_value_heads=1), "^Attention: .* Use num_kv_heads instead"),
+    (lambda: layers.Attention(32, 4, sliding_window=8, attention_bias=True),
+     "Use window instead of 'sliding_window' .* Use qkv_bias and output_bias instead of 'attention_bias'"),
+    (lambda: layers.Router(8, 4, top_k=2), "^Router: .* Use num_experts_per_token instead"),
+    (lambda: layers.LogitRouter(8, 4, num_experts_per_tok=2), "^LogitRouter: .* Use num_experts_per_token instead"),
+    (lambda: layers.RotaryEmbedding(16, base=1e6), "^RotaryEmbedding: .* Use theta instead"),
+    (lambda: layers.GatedDeltaNet(8, num_heads=2), "^GatedDeltaNet: .* Use num_key_heads and num_value_heads instead"),
+    (lambda: layers.LMHead(8, 9)(X, labels=TARGET), "^LMHead: unknown option labels=.* Use target instead"),
+    (lambda: losses.LinearCrossEntropyLoss()(weight=X, _input=X, labels=TARGET),
+     "Use hidden instead of '_input' .* Use target instead of 'labels'"),
+    (lambda: losses.LinearCrossEntropyLoss()(torch.randn(9, 8), X, TARGET), "The hidden states come first"),
+    (lambda: losses.DPO()(torch.randn(9, 8), torch.randn(2, 3, 8), torch.ones(2, 3, dtype=torch.long)),
+     "^dpo_loss: .* The hidden states come first"),
+    (lambda: layers.RMSNorm(CONFIG), "^RMSNorm: got a LlamaConfig; .* Layers take numbers, such as config.hidden_size"),
+    (lambda: layers.GatedMLP(CONFIG), "^GatedMLP: got a LlamaConfig; expected hidden_size, intermediate_size"),
+    (lambda: layers.RotaryEmbedding(CONFIG), "^RotaryEmbedding: got a LlamaConfig"),
+    (lambda: layers.Attention(CONFIG, layer_idx=0), "^Attention: got a LlamaConfig"),
+    (lambda: layers.RotaryEmbedding(config=CONFIG), "layers take numbers, such as config.hidden_size"),
     (lambda: losses.CrossEntropyLoss(logits=X), "^CrossEntropyLoss: unknown option logits=a tensor"),
 ])  # fmt: skip
 def test_options_of_liger_kernel_are_refused_with_ours(call: Callable[[], object], message: str) -> None:
@@ -146,6 +183,7 @@ def test_functions_keep_their_signatures_and_compile() -> None:
     assert "weight_offset" in inspect.signature(kernels.rms_norm).parameters
     assert "weight_offset" in inspect.signature(layers.RMSNorm).parameters
     compiled = torch.compile(lambda x: kernels.cross_entropy(x, TARGET, z_loss=0.1), backend="eager", fullgraph=True)
+    assert "z_loss" in inspect.signature(losses.LinearCrossEntropyLoss.forward).parameters
     assert torch.equal(compiled(X), kernels.cross_entropy(X, TARGET, z_loss=0.1))
 
 

@@ -38,7 +38,7 @@ ARROWS = {
     "text": ("checks entries errors files", ""),
     "vision": ("checks entries errors files text", ""),
     "kernels": ("checks errors exports foreign_names tensor_checks", ""),
-    "layers": ("checks exports kernels tensor_checks", ""),
+    "layers": ("checks errors exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks", ""),
     "train": (
         "adapters checks convert device dtensors entries errors files generate hub kernels layers ligerzoo losses "

@@ -15,7 +15,7 @@ from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.registration import check_arguments, check_unused
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_classifier
 from ligerzoo.entries import Entries
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.registry import ALIASES, ARCHITECTURES
@@ -41,9 +41,9 @@ def architecture_of(model_type: object) -> Architecture:
         if model_type in FAMILIES:
             return FAMILIES[model_type]
     if model_type not in MODEL_TYPES:
-        what = "no such architecture"
-        expected = " or ".join((*MODEL_TYPES, *_REGISTERED))
-        remedy = "If it is a class of your own, call AutoModel.register first."
+        what, own = "no such architecture", "a class of your own after AutoModel.register"
+        expected = " or ".join((own, *MODEL_TYPES, *_REGISTERED))
+        remedy = did_you_mean(model_type, (*MODEL_TYPES, *_REGISTERED))
         raise ConfigError(what, where="model_type", got=repr(model_type), expected=expected, remedy=remedy)
     architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture

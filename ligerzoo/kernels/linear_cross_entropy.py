@@ -35,6 +35,7 @@ from ligerzoo.kernels.loss.chunked_head import (
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import (
+    HIDDEN_FIRST,
     Reduction,
     TokenReduction,
     as_targets,
@@ -226,6 +227,7 @@ def prepare_inputs(name: str, head: HeadInputs, target: Tensor, terms: Terms) ->
             f"target {tuple(target.shape)}, bias {None if bias is None else (*bias.shape, bias.dtype)}",
             where=name,
             expected="(..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype",
+            remedy=HIDDEN_FIRST if weight.shape[:-1] == target.shape else None,
         )
     head = HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     return head, as_targets(name, target, weight.shape[0], terms.ignore_index)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, or_none
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import apply_sinks, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse, follows_cudnn
@@ -30,6 +31,7 @@ from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.tensor_checks import explains_options
 
 _AT_LEAST_1_OR_NONE = or_none(AT_LEAST_1)
 
@@ -64,6 +66,7 @@ class Attention(nn.Module):
     exchanged_heads = 0
     """Heads that processes must divide equally to divide rows, see `RowParts`; 0 if they need not."""
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -98,6 +101,9 @@ class Attention(nn.Module):
             raise ValueError(
                 f"Attention: hidden_size={hidden_size}; expected a multiple of num_heads={num_heads}, or head_dim"
             )
+        if (rotated := getattr(rotary, "dim", 0)) > self.head_dim:
+            what = f"rotary is a {type(rotary).__name__} of {rotated} features"
+            raise LigerzooError(what, where="Attention", expected=f"at most head_dim={self.head_dim}")
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = Linear(hidden_size, self.query_parts * q_size, bias=qkv_bias, device=device, dtype=dtype)
         self.k_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)

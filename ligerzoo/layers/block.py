@@ -6,14 +6,42 @@ such as `Attention`, and `mlp(x, context)`, such as `GatedMLP` or `MoE`.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.errors import WrongTypeError
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.kv_cache import new_layer_cache
 from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.norm import add_and_normalize, normalize
+from ligerzoo.tensor_checks import describe_value
+
+_CALLS = {"self_attn": ("x", "context", "cache"), "linear_attn": ("x", "context", "cache"), "mlp": ("x", "context")}
+"""The arguments with which blocks call their parts; norms get x."""
+
+
+def check_parts(block: nn.Module) -> None:
+    """Raises WrongTypeError if a block of this package cannot call one of its parts.
+
+    Subclasses with a forward may call them in another way.
+    """
+    if type(block).forward.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        return
+    for name, part in block._modules.items():
+        assert part is not None
+        arguments = _CALLS.get(name, ("x",))
+        try:
+            inspect.signature(part.forward).bind(*arguments)
+        except TypeError as error:
+            forward, call = f"forward{inspect.signature(part.forward)}", f"{name}({', '.join(arguments)})"
+            what = f"{name} is {describe_value(part)}, which takes other arguments: {forward}"
+            order = f"{type(block).__name__}{tuple(block._modules)}".replace("'", "")
+            remedy = f"The parts of a block are in this order: {order}"
+            expected, where = f"a module called as {call}", type(block).__name__
+            raise WrongTypeError(what, where=where, expected=expected, remedy=remedy) from error
 
 
 class ResidualBlock(nn.Module):
@@ -53,6 +81,7 @@ class PreNormBlock(ResidualBlock):
         self.self_attn = self_attn
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        check_parts(self)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         normalized, x = normalize(x, self.input_layernorm)
@@ -87,6 +116,7 @@ class LinearAttentionBlock(PreNormBlock):
         self.linear_attn = linear_attn
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        check_parts(self)
 
     @property
     def mixer(self) -> nn.Module:
@@ -159,6 +189,7 @@ class PostNormBlock(ResidualBlock):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
         self.post_feedforward_layernorm = post_feedforward_layernorm
+        check_parts(self)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, context, cache))
@@ -188,6 +219,7 @@ class SandwichBlock(ResidualBlock):
         self.pre_feedforward_layernorm = pre_feedforward_layernorm
         self.mlp = mlp
         self.post_feedforward_layernorm = post_feedforward_layernorm
+        check_parts(self)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         normalized, x = normalize(x, self.input_layernorm)

@@ -24,7 +24,7 @@ from ligerzoo.layers.norm import add_and_normalize
 from ligerzoo.layers.projection import check_features
 from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.tensor_plan import TensorPlan
-from ligerzoo.tensor_checks import describe_value
+from ligerzoo.tensor_checks import describe_value, explains_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ class CrossAttention(Attention):
             and `head_dim` is None. In forward: the context and the cache hold no states.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,

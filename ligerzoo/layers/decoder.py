@@ -14,6 +14,7 @@ from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import check_exact
 from ligerzoo.layers.kv_cache import KVCache, new_layer_cache
+from ligerzoo.tensor_checks import explains_options
 
 
 class Decoder(nn.Module):
@@ -35,6 +36,7 @@ class Decoder(nn.Module):
             takes precedence. See `ligerzoo.memory.apply_activation_plan`.
     """
 
+    @explains_options
     def __init__(
         self,
         embed_tokens: nn.Module,

@@ -30,6 +30,7 @@ from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.tensor_checks import explains_options
 
 _LARGEST_DECAY = 16.0
 """Decay rates of new layers are between 0 and this."""
@@ -47,6 +48,7 @@ class CausalConv1d(nn.Module):
         weight: (C, 1, kernel_size), as in `torch.nn.Conv1d`; the last column is the factor of the token itself.
     """
 
+    @explains_options
     def __init__(
         self,
         channels: int,
@@ -100,6 +102,7 @@ class GatedRMSNorm(nn.Module):
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -157,6 +160,7 @@ class GatedDeltaNet(nn.Module):
         ValueError: a size is not positive, V is not a multiple of K, or `backend` is unknown.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,

@@ -19,6 +19,7 @@ from ligerzoo.layers.linear import INIT_STD, init_matrix, initialize
 from ligerzoo.layers.plain import dequantized
 from ligerzoo.layers.projection import check_features, linear
 from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.tensor_checks import explains_options
 
 
 def scaled_and_capped(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
@@ -51,6 +52,7 @@ class LMHead(nn.Module):
 
     bias: nn.Parameter | None
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -80,6 +82,7 @@ class LMHead(nn.Module):
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
         init_matrix(self.weight, self.bias, std)
 
+    @explains_options
     def forward(
         self,
         hidden: Tensor,

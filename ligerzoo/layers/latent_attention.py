@@ -37,6 +37,7 @@ from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import DECODE_TOKENS, StaticLayerCache
 from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.tensor_checks import explains_options
 
 _MAX_SCORES = 1024 * 1024
 """Largest T * S for which several new tokens attend to latent vectors: fused kernels lack heads of 512 features."""
@@ -65,6 +66,7 @@ class LatentAttention(nn.Module):
     exchanged_heads = 0
     """See `Attention.exchanged_heads`."""
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,

@@ -29,7 +29,7 @@ def initialize(layer: Layer, owner: type[Layer]) -> None:
     A subclass with a constructor has parameters yet to come: it gets the weights of `owner`, and calls its own
     `init_weights` when it is complete.
     """
-    if type(layer).__init__ is owner.__init__:  # type: ignore[misc]
+    if type(layer).__init__ is owner.__init__:
         layer.init_weights()
     else:
         owner.init_weights(layer)

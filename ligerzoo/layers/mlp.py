@@ -65,6 +65,7 @@ class MLP(nn.Module):
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -105,6 +106,7 @@ class UngatedMLP(nn.Module):
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,

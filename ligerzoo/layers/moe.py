@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.errors import WrongTypeError
 from ligerzoo.kernels import decode_experts, experts_mlp
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
@@ -25,6 +26,7 @@ from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.plain import dequantized, is_plain
 from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
 from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.tensor_checks import describe_value, explains_options
 
 _MAX_DECODED_TOKENS = 64
 """Most tokens of a call for which the kernels for decoding are used."""
@@ -57,6 +59,7 @@ class Experts(nn.Module):
         ValueError: a size is not positive, or `activation` or `backend` is unknown.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -130,6 +133,7 @@ class MoE(nn.Module):
         ValueError: j is not in [0, 1).
     """
 
+    @explains_options
     def __init__(self, gate: nn.Module, experts: nn.Module, *, jitter_noise: float = 0.0) -> None:
         super().__init__()
         if not 0 <= jitter_noise < 1:
@@ -153,7 +157,7 @@ class MoE(nn.Module):
         if decoded is not None:
             logits, y = decoded
         else:
-            logits, expert_ids, expert_weights = self.gate(tokens)
+            logits, expert_ids, expert_weights = _routed(self.gate, tokens)
             y = self.experts(tokens, expert_ids, expert_weights)
         if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
@@ -218,6 +222,22 @@ class DeepSeekMoE(MoE):
     def forward(self, x: Tensor, context: RouterLogits | None = None) -> Tensor:
         """x: (..., H) -> (..., H); see `MoE`."""
         return super().forward(x, context) + self.shared_experts(x)  # type: ignore[no-any-return]
+
+
+def _routed(gate: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the result of a router. Raises WrongTypeError, which names its class, for another result."""
+    result = gate(tokens)
+    match result:
+        case (logits, ids, weights) if (
+            ids.shape == weights.shape == (len(tokens), *ids.shape[1:2])
+            and weights.dim() == 2
+            and weights.is_floating_point()
+            and not ids.is_floating_point()
+        ):
+            return logits, ids, weights
+    got = ", ".join(map(describe_value, result)) if type(result) is tuple else describe_value(result)
+    expected = "router logits (T, E), expert ids (T, k) of integers, expert weights (T, k), for tokens (T, H)"
+    raise WrongTypeError(f"the router returns {got}", where=type(gate).__name__, expected=expected)
 
 
 def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -22,6 +22,7 @@ from ligerzoo.layers.rope_scaling import (
     is_theta,
     scaling_error,
 )
+from ligerzoo.tensor_checks import explains_options
 
 
 class RotaryEmbedding(nn.Module):
@@ -41,6 +42,7 @@ class RotaryEmbedding(nn.Module):
             parameter.
     """
 
+    @explains_options
     def __init__(
         self,
         dim: int,

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.errors import warn
 from ligerzoo.kernels import Routing, route, route_sigmoid
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.linear_fp32 import linear_fp32
@@ -18,6 +19,7 @@ from ligerzoo.kernels.route import select_experts, selection_scores
 from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD, init_matrix, initialize
+from ligerzoo.tensor_checks import explains_options
 
 
 class Router(nn.Module):
@@ -28,7 +30,8 @@ class Router(nn.Module):
         num_experts: E.
         num_experts_per_token: k.
         renormalize: divide the k probabilities by their sum, so that a token's weights add up to one. They are then the
-            softmax of the k largest logits.
+            softmax of the k largest logits. The default is True; with k = 1, whose weight is then always 1, so that the
+            loss has no gradient for the router, it warns. Pass False there, as in Switch Transformers.
         bias: add a bias to the logits.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
@@ -36,13 +39,14 @@ class Router(nn.Module):
         ValueError: k is not between 1 and E, or `backend` is unknown.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
         num_experts: int,
         num_experts_per_token: int,
         *,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         bias: bool = False,
         backend: Backend = "auto",
         device: torch.device | str | None = None,
@@ -54,7 +58,7 @@ class Router(nn.Module):
                 f"Router: num_experts_per_token={num_experts_per_token}; expected 1 to num_experts={num_experts}"
             )
         self.num_experts_per_token = num_experts_per_token
-        self.renormalize = renormalize
+        self.renormalize = _renormalizes(self, num_experts_per_token, renormalize)
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
@@ -121,7 +125,7 @@ class SigmoidRouter(_BalancingBias):
         num_experts_per_token: k.
         num_groups: G, number of groups of E / G consecutive experts each.
         num_selected_groups: number of groups from which a token's experts are selected.
-        renormalize: divide the k scores by their sum plus 1e-20.
+        renormalize: divide the k scores by their sum plus 1e-20; see `Router` for k = 1.
         scale: factor of the expert weights, after `renormalize`.
         in_fp32: compute logits in fp32 for every dtype of tokens, instead of in that dtype.
 
@@ -134,6 +138,7 @@ class SigmoidRouter(_BalancingBias):
             groups have a single expert.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -142,7 +147,7 @@ class SigmoidRouter(_BalancingBias):
         *,
         num_groups: int = 1,
         num_selected_groups: int = 1,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         in_fp32: bool = True,
         device: torch.device | str | None = None,
@@ -162,7 +167,8 @@ class SigmoidRouter(_BalancingBias):
             )
         self.num_experts_per_token = num_experts_per_token
         self.num_groups, self.num_selected_groups = num_groups, num_selected_groups
-        self.renormalize, self.scale, self.in_fp32 = renormalize, scale, in_fp32
+        self.renormalize = _renormalizes(self, num_experts_per_token, renormalize)
+        self.scale, self.in_fp32 = scale, in_fp32
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         bias = torch.empty(num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
         self.register_buffer("e_score_correction_bias", bias)
@@ -240,6 +246,7 @@ class BiasedRouter(_BiasedRouter):
         e_score_correction_bias: (1, E), at least fp32 whatever the dtype of the module.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -250,7 +257,8 @@ class BiasedRouter(_BiasedRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, num_experts, num_experts_per_token, device=device, dtype=dtype)
+        sizes = hidden_size, num_experts, num_experts_per_token
+        super().__init__(*sizes, renormalize=True, device=device, dtype=dtype)
         self.min_sum = min_sum
         bias = torch.zeros(1, num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
         self.register_buffer("e_score_correction_bias", bias)
@@ -278,20 +286,21 @@ class LogitRouter(_BiasedRouter):
         hidden_size: H.
         num_experts: E.
         num_experts_per_token: k.
-        renormalize: divide the k weights by their sum.
+        renormalize: divide the k weights by their sum; see `Router` for k = 1.
         balanced: add a bias for balanced load to the logits, for the selection only.
 
     Attributes:
         e_score_correction_bias: (E,), at least fp32 whatever the dtype of the module; None unless `balanced`.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
         num_experts: int,
         num_experts_per_token: int,
         *,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         balanced: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -332,6 +341,7 @@ class GroupedRouter(Router):
         ValueError: k is not between 1 and the number of experts in the selected groups, or E is not a multiple of G.
     """
 
+    @explains_options
     def __init__(
         self,
         hidden_size: int,
@@ -378,6 +388,17 @@ class GroupedRouter(Router):
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
         yield never_exact(self, "a softmax router without groups and a factor")
+
+
+def _renormalizes(router: nn.Module, num_experts_per_token: int, renormalize: bool | None) -> bool:
+    """Returns whether to divide weights by their sum. By default yes, with a warning if that leaves a constant."""
+    if renormalize is None and num_experts_per_token == 1:
+        warn(
+            f"{type(router).__name__}: num_experts_per_token=1: the renormalized weight of a token's expert is "
+            "always 1, so the loss has no gradient for the router. Pass renormalize=False to weight the expert by its "
+            "probability; renormalize=True keeps the weight of 1 without this warning"
+        )
+    return renormalize is not False
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.kernels.loss.reduction import check_target_dtype
+from ligerzoo.kernels.loss.reduction import HIDDEN_FIRST, check_target_dtype
 from ligerzoo.losses.options import LossInputs
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor
 
@@ -35,10 +35,11 @@ def check_inputs(inputs: LossInputs, **tensors: Tensor | None) -> None:
 def check_sequences(inputs: LossInputs, bias: Tensor | None) -> None:
     """Raises as `check_inputs`, and unless hidden states or logits are (B, T, ...) and targets (B, T)."""
     check_inputs(inputs, bias=bias)
-    name, hidden, _, target = inputs
+    name, hidden, weight, target = inputs
     if hidden.dim() != 3 or hidden.shape[:2] != target.shape:
+        remedy = HIDDEN_FIRST if weight is not None and weight.dim() == 3 else None
         what = f"got hidden {tuple(hidden.shape)} and target {tuple(target.shape)}"
-        raise LigerzooError(what, where=name, expected="(B, T, H) and (B, T)")
+        raise LigerzooError(what, where=name, expected="(B, T, H) and (B, T)", remedy=remedy)
 
 
 def check_constants(inputs: LossInputs, **constants: tuple[Tensor | None, Shape]) -> None:

@@ -45,6 +45,15 @@ class TokenLoss(nn.Module):
     def __init_subclass__(cls, function: Callable[..., object]) -> None:
         cls.function = staticmethod(function)
 
+        def forward(self: TokenLoss, *inputs: Tensor, **options: object) -> object:
+            return TokenLoss.forward(self, *inputs, **options)
+
+        signature = inspect.signature(function)  # which `help` shows
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        forward.__doc__ = function.__doc__
+        vars(forward)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])
+        cls.forward = forward  # type: ignore[method-assign]
+
     def __init__(self, **options: object) -> None:
         super().__init__()
         parameters = inspect.signature(self.function).parameters.values()

@@ -1,19 +1,24 @@
-"""Builds models on one device and in one dtype, which constructors do not pass on to their layers."""
+"""Builds models on one device and in one dtype, and says which of their tensors are left without values."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.checks import is_text
+from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.config import require_config
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that have a NaN, which no initialization draws."""
 
 
 class ModelMeta(type):
@@ -71,3 +76,28 @@ class _SkipInitialization(TorchFunctionMode):
         kwargs = kwargs or {}
         is_initialization = getattr(func, "__module__", None) == nn.init.__name__
         return kwargs["tensor"] if is_initialization and kwargs["tensor"].is_meta else func(*args, **kwargs)
+
+
+def forget_values(module: nn.Module) -> None:
+    """Fills the parameters and buffers that a module itself owns with NaN."""
+    with torch.no_grad():
+        for _, tensor in _own_tensors(module):
+            tensor.fill_(math.nan)
+
+
+def require_values(name: str, module: nn.Module) -> None:
+    """Raises LigerzooError if a parameter or buffer that `forget_values` has filled was not set since."""
+    missing = [own for own, tensor in _own_tensors(module) if tensor.isnan().any()]
+    if not missing:
+        return
+    kind, names = type(module).__name__, ", ".join(missing)
+    what = f"init_weights of {kind} has not set {names}, which has no values after to_empty or on meta"
+    remedy = f"Override init_weights(self, std) in {kind}: call super().init_weights(std), and set {names}."
+    raise LigerzooError(what, where=f"{kind} {name!r}", remedy=remedy)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names and values of the tensors of a module; of a DTensor, those of this process."""
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if tensor.dtype in _DTYPES and not tensor.is_meta:
+            yield name, tensor.to_local() if is_dtensor(tensor) else tensor

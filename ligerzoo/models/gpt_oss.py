@@ -84,7 +84,7 @@ class GptOss(MoECausalLM):
 
         def mixture(layer: int) -> MoE:
             sizes = c.hidden_size, c.intermediate_size, c.num_experts
-            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, bias=True)
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=True, bias=True)
             return MoE(router, Experts(*sizes, bias=True, activation=activation))
 
         embedding = Embedding(c.vocab_size, c.hidden_size)

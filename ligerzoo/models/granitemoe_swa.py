@@ -37,7 +37,7 @@ class GraniteMoeSWA(MoECausalLM):
         c = config
 
         def mixture(layer: int) -> MoE:
-            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok)
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=True)
             experts, shared = Experts(c.hidden_size, c.intermediate_size, c.num_experts), c.shared_intermediate_size
             return DeepSeekMoE(router, experts, GatedMLP(c.hidden_size, shared)) if shared else MoE(router, experts)
 

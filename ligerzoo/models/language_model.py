@@ -15,9 +15,8 @@ from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs
 from ligerzoo.layers.context import LAYER_OUTPUTS
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
-from ligerzoo.models.building import ModelMeta
+from ligerzoo.models.building import ModelMeta, forget_values, require_values
 from ligerzoo.models.config import LanguageModelConfig
-from ligerzoo.models.empty import check_values, forget_values
 from ligerzoo.models.hf_interface import HFInterface
 from ligerzoo.models.pretrained import Pretrained
 
@@ -78,12 +77,12 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
                 forget_values(module)
         for _, module in parts:
             if hasattr(module, "init_weights"):
-                module.init_weights(std)  # type: ignore[operator]
+                module.init_weights(std)
             elif self._is_empty and hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
+                module.reset_parameters()
         if self._is_empty:
             for name, module in parts:
-                check_values(name, module)
+                require_values(name, module)
         self._is_empty = False
 
     def _uninitializable(self) -> Iterator[str]:

@@ -52,7 +52,7 @@ class MiniMaxM2(MoECausalLM):
             return Attention(*heads(c), rotary, q_norm=norm(c.num_attention_heads), k_norm=norm(c.kv_heads))
 
         def mixture(layer: int) -> MoE:
-            router = SigmoidRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, in_fp32=False)
+            router = SigmoidRouter(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=True, in_fp32=False)
             experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 

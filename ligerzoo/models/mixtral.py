@@ -52,7 +52,7 @@ class Mixtral(MoECausalLM):
             return Attention(*heads(c), rotary, window=c.sliding_window)
 
         def mixture(layer: int) -> MoE:
-            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok)
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=True)
             experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 

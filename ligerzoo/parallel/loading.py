@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ligerzoo import hub
 from ligerzoo.dtensors import as_shard_of, is_dtensor, shard_of
 from ligerzoo.errors import LigerzooError
+from ligerzoo.models.building import forget_values, require_values
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.empty import check_values, forget_values
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel.mesh import MeshSizes, as_mesh, parallelize
 from ligerzoo.parallel.processes import device_of
@@ -92,7 +92,7 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
             module._buffers[name] = torch.empty_like(buffer, device=device)
         forget_values(module)
         module.init_weights(std)
-        check_values(module_name, module)
+        require_values(module_name, module)
         for name, weight in own.items():
             whole, box = module._parameters[name].detach(), shard_of(weight)
             shard = as_shard_of(weight, whole[box.slices].clone(memory_format=torch.contiguous_format))

@@ -684,14 +684,16 @@ def test_a_second_call_replaces_nothing() -> None:
 
 
 def test_other_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="apply: hf_model is a str; expected a transformers model"):
+    with pytest.raises(TypeError, match=r"apply: hf_model is .*Llama.*; expected .* Load the model first"):
         apply("meta-llama/Llama-3.2-1B")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="apply: norm='no'; expected True or False"):
         apply(tiny("llama"), norm="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="apply: hf_model is a Linear; expected a transformers model"):
         apply(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="apply: hf_model is a str; expected a transformers model"):
-        apply("meta-llama/Llama-3.2-1B")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"apply: hf_model is .*Llama.*; expected .* Load the model first"):
+        apply(transformers.LlamaForCausalLM)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"apply: hf_model is None; expected .* Load the model first"):
+        apply()
     sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     ours = Llama(LlamaConfig(**sizes, num_attention_heads=2))
     for zoo_model in (ours, wrap(ours)):

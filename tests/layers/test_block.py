@@ -1,9 +1,12 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from ligerzoo.errors import LigerzooError, WrongTypeError
 from ligerzoo.layers import (
     Attention,
     Context,
@@ -48,6 +51,37 @@ def test_kernels_add_the_gradients_of_the_residual(pattern: str, device: str, mo
     with Recorder() as recorder:
         torch.autograd.grad(y, x, upstream)
     assert not {"add", "add_"} & {*recorder.names}
+
+
+class OwnMLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("block, message", [
+    (lambda norm, attention: PreNormBlock(norm, attention, norm, OwnMLP()),
+     r"^PreNormBlock: mlp is an OwnMLP, .*forward\(x: .*; expected a module called as mlp\(x, context\)"),
+    (lambda norm, attention: PreNormBlock(attention, norm, norm, GatedMLP(8, 8)),
+     r"input_layernorm is an Attention, .* PreNormBlock\(input_layernorm, self_attn, post_attention_layernorm, mlp"),
+    (lambda norm, attention: SandwichBlock(norm, attention, norm, GatedMLP(8, 8), norm, norm),
+     r"^SandwichBlock: mlp is a RMSNorm.* SandwichBlock\(.*, mlp, post_feedforward_layernorm"),
+])  # fmt: skip
+def test_parts_that_a_block_cannot_call_are_refused(block: Callable[..., object], message: str) -> None:
+    with pytest.raises(WrongTypeError, match=message):
+        block(RMSNorm(8), Attention(8, 2))
+
+
+def test_a_subclass_with_a_forward_calls_its_parts_as_it_likes() -> None:
+    class OwnBlock(PreNormBlock):
+        def forward(self, x: Tensor, context: Context, cache: object = None) -> Tensor:
+            return self.mlp(x)  # type: ignore[no-any-return]
+
+    OwnBlock(RMSNorm(8), Attention(8, 2), RMSNorm(8), OwnMLP())
+
+
+def test_attention_refuses_more_rotated_features_than_a_head_has() -> None:
+    with pytest.raises(LigerzooError, match=r"^Attention: rotary is a RotaryEmbedding of 8 features; expected at most"):
+        Attention(8, 2, rotary=RotaryEmbedding(8))
 
 
 def test_matches_transformers_llama(device: str) -> None:

@@ -16,11 +16,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from ligerzoo.errors import WrongTypeError
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.layers import GatedMLP, set_backend
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
-from ligerzoo.layers.routers import Router
+from ligerzoo.layers.routers import LogitRouter, Router, SigmoidRouter
 
 H, I, E, K, SHARED = 24, 10, 6, 2, 14  # noqa: E741
 
@@ -425,6 +426,30 @@ def test_backend_is_passed_to_the_kernels() -> None:
         mixture(x)
     set_backend(mixture, "torch")
     assert mixture(x).isfinite().all()
+
+
+@pytest.mark.parametrize("change", [
+    lambda logits, ids, weights: (logits, ids),
+    lambda logits, ids, weights: (logits, ids[:, 0], weights[:, 0]),
+    lambda logits, ids, weights: (logits, weights, ids),
+    lambda logits, ids, weights: (logits, ids, weights[:, :1]),
+    lambda logits, ids, weights: logits,
+])  # fmt: skip
+def test_another_result_of_an_own_router_names_its_class(change: Callable[..., object]) -> None:
+    class Mine(Router):
+        def forward(self, x: Tensor) -> Any:
+            return change(*super().forward(x))
+
+    message = r"^Mine: the router returns .* expected router logits \(T, E\), expert ids \(T, k\) of integers, expert w"
+    with pytest.raises(WrongTypeError, match=message):
+        MoE(Mine(8, 4, 2), Experts(8, 4, 4))(torch.randn(5, 8))
+
+
+@pytest.mark.parametrize("kind", [Router, SigmoidRouter, LogitRouter])
+def test_a_renormalized_top_1_weight_warns_unless_chosen(kind: type[nn.Module]) -> None:
+    with pytest.warns(UserWarning, match=f"^{kind.__name__}: num_experts_per_token=1: the renormalized weight"):
+        assert kind(8, 4, 1).renormalize is True
+    assert [kind(8, 4, 1, renormalize=chosen).renormalize for chosen in (False, True)] == [False, True]
 
 
 def test_init_weights() -> None:

@@ -25,6 +25,7 @@ from ligerzoo.layers import (
     Linear,
     LMHead,
     RMSNorm,
+    Router,
     TileEmbedding,
     TilePositionEmbedding,
 )
@@ -234,6 +235,61 @@ def test_layers_of_torch_are_initialized_after_to_empty(make: Any, wrapped: bool
 def test_what_cannot_be_initialized_after_to_empty_is_refused_by_name(make: Any, part: Any, named: str) -> None:
     with pytest.raises(LigerzooError, match=f"^init_weights of {make.__name__}: .*{named}"):
         emptied(make, part, False).init_weights()
+
+
+class TemperatureRouter(Router):
+    """A router with one more parameter, which `init_weights` of `Router` does not set."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, 1, renormalize=False)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("counts", torch.zeros(4), persistent=False)
+        self.init_weights()
+
+
+class InitializedRouter(TemperatureRouter):
+    """Its method, which reads what its constructor makes, sets both as transformers' models do."""
+
+    def init_weights(self, std: float = 0.02) -> None:
+        super().init_weights(std)
+        self.temperature.data.fill_(2)
+        self.counts = torch.zeros(4)
+
+
+def test_parameters_that_no_init_weights_sets_are_refused_by_name_after_to_empty() -> None:
+    model = emptied(Own, TemperatureRouter, False)
+    message = "^TemperatureRouter 'part': init_weights of TemperatureRouter has not set temperature, counts, which"
+    for _ in range(2):
+        with pytest.raises(LigerzooError, match=message):
+            model.init_weights()
+    initialized = emptied(Own, InitializedRouter, True)
+    initialized.init_weights()
+    assert initialized.part.temperature == 2  # type: ignore[union-attr]
+    assert all(tensor.isfinite().all() for tensor in (*initialized.parameters(), *initialized.buffers()))
+    with torch.no_grad():
+        initialized.model.embed_tokens.weight[0] = math.nan
+    initialized.init_weights()  # it has values now, whatever they are
+
+
+def test_constructors_leave_the_parameters_of_a_subclass_to_it() -> None:
+    class Quiet(LMHead):
+        def init_weights(self, std: float = 0.02) -> None:
+            super().init_weights(std / 10)
+
+    class Scaled(Llama):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.gain = nn.Parameter(torch.empty(3))
+            self.init_weights()
+
+        def init_weights(self, std: float | None = None) -> None:
+            super().init_weights(std)
+            nn.init.ones_(self.gain)
+
+    assert InitializedRouter().temperature == 2
+    assert Quiet(64, 64).weight.std().item() == pytest.approx(0.002, rel=0.1)  # no constructor, so it is complete
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    assert (Scaled(LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.5)).gain == 1).all()
 
 
 def test_std_argument_overrides_the_config() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ligerzoo import AutoModel, hub
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.checkpoint import Checkpoint
-from ligerzoo.layers import attention_paths
+from ligerzoo.layers import RMSNorm, attention_paths
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from ligerzoo.parallel import (
     accumulating,
@@ -267,6 +267,18 @@ def initialize(rank: int) -> None:
         loss = model(ids, labels=ids).loss
         loss.backward()
         torch.testing.assert_close(loss, expected(ids, labels=ids).loss, rtol=1e-6, atol=0)
+    model = Llama(tiny(), device="meta")
+    model.model.norm = GainNorm(model.model.norm.hidden_size, device="meta")
+    with pytest.raises(LigerzooError, match=r"GainNorm 'model.norm': init_weights of GainNorm has not set gain, which"):
+        initialize_sharded(shard_model(model))
+
+
+class GainNorm(RMSNorm):
+    """A norm with one more parameter, which its `init_weights` does not set."""
+
+    def __init__(self, hidden_size: int, **factory_kwargs: Any) -> None:
+        super().__init__(hidden_size, **factory_kwargs)
+        self.gain = nn.Parameter(torch.ones(hidden_size, **factory_kwargs))
 
 
 def steps(rank: int, model: CausalLM, optimizer: torch.optim.Optimizer, numbers: range) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from inspect import isclass
 from typing import TypeAlias
 
 import transformers
@@ -23,7 +24,7 @@ from ligerzoo.integrations.kernels.promised import MissingKernelWarning, missing
 from ligerzoo.integrations.kernels.replace import KernelModule, Recognized, Replacement, reason_to_keep
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
 from ligerzoo.integrations.kernels.results import ModelResults, hf_models, run_model
-from ligerzoo.tensor_checks import explains_options
+from ligerzoo.tensor_checks import describe_value, explains_options
 
 Recognizer: TypeAlias = Callable[[nn.Module], Recognized]
 
@@ -32,7 +33,7 @@ NO_KERNEL = "no kernel replaces this class"
 
 @explains_options
 def apply(
-    hf_model: nn.Module,
+    hf_model: nn.Module = None,  # type: ignore[assignment]  # refused with a hint
     norm: bool = True,
     rope: bool = True,
     mlp: bool = True,
@@ -120,14 +121,17 @@ def apply(
 
 
 def _check_model(model: nn.Module) -> None:
-    is_module, what = isinstance(model, nn.Module), f"hf_model is a {type(model).__name__}"
+    is_module, what = isinstance(model, nn.Module), f"hf_model is {describe_value(model)}"
+    if isclass(model):
+        what = f"hf_model is the class {model.__name__}"
     if is_module and any(type(module).__module__.startswith("ligerzoo.layers.") for module in model.modules()):
         what, expected = f"{what} of ligerzoo", "a model that transformers loaded"
         remedy = "The layers of ligerzoo use the kernels already."
         raise WrongTypeError(what, where="apply", expected=expected, remedy=remedy)
     models = hf_models(model) if is_module else []
     if not models:
-        raise WrongTypeError(what, where="apply", expected="a transformers model, or one around it")
+        expected, remedy = "a transformers model, or one around it", "Load the model first: apply(model)"
+        raise WrongTypeError(what, where="apply", expected=expected, remedy=remedy)
     for size in {getattr(module, "_tp_size", None) for module in models} - {None, 1}:
         what = f"the model is sharded over {size} processes (tp_plan)"
         raise LigerzooError(what, where="apply", expected="a whole model")

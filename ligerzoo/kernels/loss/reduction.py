@@ -22,6 +22,10 @@ from ligerzoo.tensor_checks import check_num_items, check_optional_floats, kind_
 Reduction = Literal["mean", "sum", "none"]
 
 
+HIDDEN_FIRST = "The hidden states come first: (hidden, weight, target), not (weight, hidden, target)"
+"""Remedy for arguments in the order of other libraries."""
+
+
 def check_target(name: str, target: Tensor, tokens: torch.Size) -> None:
     """Raises unless the targets are a tensor of integers of shape `tokens`."""
     check_target_dtype(name, target)
