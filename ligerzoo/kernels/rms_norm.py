@@ -44,10 +44,10 @@ def reference(
     """`rms_norm` in plain torch: the specification, the CPU path and the test oracle."""
     wide_x = x.to(accumulation_dtype(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
-    return scaled(normalized, x.dtype, weight, weight_offset, round_before_scale)
+    return norm_output(normalized, x.dtype, weight, weight_offset, round_before_scale)
 
 
-def scaled(
+def norm_output(
     normalized: Tensor, dtype: torch.dtype, weight: Tensor | None, weight_offset: float, round_before_scale: bool
 ) -> Tensor:
     """Returns the output of a norm for an input of this dtype, given the values before they are rounded and scaled."""

@@ -137,7 +137,8 @@ def _connections() -> dict[int, socket.socket]:
         if rank == 0:
             listener.bind((address if is_one_host else "", 0))
             listener.listen(len(hosts))
-        port, token = gather_objects((listener.getsockname()[1], secrets.token_bytes(16)) if rank == 0 else None)[0]
+        port = listener.getsockname()[1] if rank == 0 else 0
+        port, token = gather_objects((port, secrets.token_bytes(16)))[0]
         with failing_together("connecting the processes"):
             if rank == 0:
                 listener.settimeout(_CONNECTING)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -149,6 +149,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+Value = TypeVar("Value")
+
 _control: tuple[Any, Any] | None = None
 
 
@@ -195,11 +197,11 @@ def barrier(what: str, timeout: timedelta = timedelta(minutes=10)) -> None:
         ) from error
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Value) -> list[Value]:
     """Returns the values of all processes, by rank. They are pickled, so pass small ones of Python's own types."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=control_group())
     return values
 

@@ -30,7 +30,7 @@ from ligerzoo.dtensors import is_dtensor
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv
-from ligerzoo.kernels.rms_norm import scaled
+from ligerzoo.kernels.rms_norm import norm_output
 from ligerzoo.layers.embedding import Embedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.norm import AllHeadsRMSNorm
@@ -85,7 +85,7 @@ class _AllHeadsNorm(DividedLayer, AllHeadsRMSNorm):
         heads = x.flatten(-2).to(accumulation_dtype(x.dtype))
         squares = part.share(part.add_parts(heads.square().sum(-1, keepdim=True)))
         normalized = heads * torch.rsqrt(squares / self.hidden_size + self.eps)
-        return scaled(normalized, x.dtype, self.weight, self.weight_offset, self.round_before_scale).view_as(x)
+        return norm_output(normalized, x.dtype, self.weight, self.weight_offset, self.round_before_scale).view_as(x)
 
 
 class _Embedding(DividedLayer, Embedding):
