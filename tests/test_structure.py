@@ -65,3 +65,18 @@ def test_limits_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch, tm
     structure.lower_limits(package(a="from typing import Any\nx: Any = 1"))
     assert structure.limits()["figures"] == {"lines": 2, "Any": 0}
     assert structure.limits()["lines per package"] == {"ligerzoo": 2}
+
+
+def test_exceeded_limits_are_raised_and_others_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = tmp_path / "structure.toml"
+    limits.write_text('[figures]\n"lines" = 1\nAny = 9\n["lines per package"]\nother = 5\n[repeated]\n')
+    monkeypatch.setattr(structure, "LIMITS", limits)
+    monkeypatch.setattr(structure, "modules", lambda: package(a="from typing import Any\nx: Any = 1"))
+    monkeypatch.setattr("sys.argv", ["structure", "--raise"])
+    assert structure.main() == 0
+    assert "figures: lines: 2, limit 1\n" in capsys.readouterr().out
+    assert structure.limits()["figures"] == {"modules": 1, "lines": 2, "Any": 9}
+    assert structure.limits()["lines per package"] == {"ligerzoo": 2, "other": 5}
+    assert structure.exceeded(structure.modules()) == []

@@ -4,19 +4,21 @@ python -m tools.structure              # prints the figures; exits with 1 if one
 python -m tools.structure --names      # also lists repeated names, circles and the largest files
 python -m tools.structure --paths      # also how many functions and files an argument passes (needs farm-studio)
 python -m tools.structure --lower      # lowers the limits to today's figures
+python -m tools.structure --raise      # sets the limits that are exceeded to today's figures, and prints them
 
 A limit may only be raised on purpose: by a commit that says what the package gained for it.
 """
 
 import argparse
 import ast
+import operator
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,11 +208,25 @@ def exceeded(package: Mapping[str, Module]) -> list[str]:
 
 def lower_limits(package: Mapping[str, Module]) -> None:
     """Writes the figures that are below their limits to structure.toml."""
-    text = LIMITS.read_text()
+    _set_limits(package, operator.lt)
+
+
+def raise_limits(package: Mapping[str, Module]) -> None:
+    """Writes the figures that exceed their limits to structure.toml; a package without a limit gets one."""
+    _set_limits(package, operator.gt)
+
+
+def _set_limits(package: Mapping[str, Module], is_changed: Callable[[int, int], bool]) -> None:
+    """Writes the figures to structure.toml for which `is_changed(figure, limit)`."""
+    text, allowed = LIMITS.read_text(), limits()
     for table, values in _measured(package).items():
         for name, value in values.items():
-            if value < limits()[table].get(name, 0):
-                text = re.sub(rf'^("?{re.escape(name)}"?) = \d+$', rf"\1 = {value}", text, flags=re.MULTILINE)
+            if is_changed(value, allowed[table].get(name, 0)):
+                text, found = re.subn(rf'^("?{re.escape(name)}"?) = \d+$', rf"\1 = {value}", text, flags=re.MULTILINE)
+                if not found:
+                    text = re.sub(
+                        rf'^(\["?{re.escape(table)}"?\])$', rf'\1\n"{name}" = {value}', text, flags=re.MULTILINE
+                    )
     LIMITS.write_text(text)
 
 
@@ -227,6 +243,7 @@ def main() -> int:
     parser.add_argument("--names", action="store_true", help="list repeated names, circles and the largest files")
     parser.add_argument("--paths", action="store_true", help="follow arguments through the package")
     parser.add_argument("--lower", action="store_true", help="lower the limits to today's figures")
+    parser.add_argument("--raise", action="store_true", dest="raises", help="raise the limits that are exceeded")
     options = parser.parse_args()
     package = modules()
     for name, value in figures(package).items():
@@ -247,6 +264,10 @@ def main() -> int:
         lower_limits(package)
     problems = exceeded(package)
     print(*problems, sep="\n")
+    if options.raises and problems:
+        raise_limits(package)
+        print("These limits are raised to the figures. Say in the body of the commit what the package gained for it.")
+        return 0
     return 1 if problems else 0
 
 
