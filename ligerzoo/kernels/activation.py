@@ -215,8 +215,7 @@ def activation_linear(
         weight: (H, I), like `torch.nn.Linear.weight`. `a(x)` is rounded to its dtype, or to autocast's dtype under
             autocast.
         bias: (H,) or None.
-        activation: the activation a: "silu", "gelu_tanh", "gelu" (with the error function), "quick_gelu"
-            or "relu2".
+        activation: the activation a, a name of `ACTIVATIONS`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:

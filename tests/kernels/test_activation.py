@@ -100,7 +100,7 @@ def test_mismatched_shapes(weight: Tensor, bias: Any) -> None:
 
 
 def test_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu', 'gelu_tanh', 'gelu', 'quick_"):
+    with pytest.raises(ValueError, match="activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
         activation_linear(torch.ones(3, 3), torch.ones(3, 3), activation="relu")  # type: ignore[arg-type]
 
 
@@ -112,31 +112,31 @@ def test_backend_argument(device: str) -> None:
         assert ("ActivationLinear" in type(node).__name__) == fused
 
 
-MISH: Any = "mish"
+NO_BRANCH: Any = "no_branch"
 
 
 @pytest.fixture
-def _mish(monkeypatch: pytest.MonkeyPatch) -> None:
+def _activation_without_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """An activation in the table, for which there is no Triton code."""
     monkeypatch.setitem(
-        ACTIVATIONS, MISH, ActivationFunction(F.mish, lambda dy, x: torch.ops.aten.mish_backward(dy, x))
+        ACTIVATIONS, NO_BRANCH, ActivationFunction(F.mish, lambda dy, x: torch.ops.aten.mish_backward(dy, x))
     )
 
 
 def test_the_table_has_every_activation() -> None:
-    assert tuple(ACTIVATIONS) == get_args(Activation)
+    assert ACTIVATIONS.keys() == {*get_args(Activation)}
 
 
-@pytest.mark.usefixtures("_mish")
+@pytest.mark.usefixtures("_activation_without_branch")
 def test_an_activation_without_triton_code_does_not_compile() -> None:
     from triton.errors import TritonError
 
     x, weight = torch.ones(3, 16), torch.ones(5, 16)
     ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     for call in (
-        lambda: activation_linear(x, weight, activation=MISH),
-        lambda: glu(x, x, activation=MISH),
-        lambda: experts_mlp(x, ids, weights, torch.ones(1, 10, 16), weight.T[None], activation=MISH),
+        lambda: activation_linear(x, weight, activation=NO_BRANCH),
+        lambda: glu(x, x, activation=NO_BRANCH),
+        lambda: experts_mlp(x, ids, weights, torch.ones(1, 10, 16), weight.T[None], activation=NO_BRANCH),
     ):
         with nullcontext() if INTERPRETING else compiling_for_hopper(), pytest.raises(TritonError) as error:
             call()
@@ -146,9 +146,9 @@ def test_an_activation_without_triton_code_does_not_compile() -> None:
         assert "activation has no branch" in str(cause)
 
 
-@pytest.mark.usefixtures("_mish")
+@pytest.mark.usefixtures("_activation_without_branch")
 def test_an_activation_of_the_table_has_its_own_gradient_in_plain_torch(device: str) -> None:
     gate, up, dy = numbers(4, 7, device=device), numbers(4, 7, device=device), numbers(4, 7, device=device).detach()
     expected = torch.autograd.grad(F.mish(gate) * up, [gate, up], dy)
-    for got, gradient in zip(gated_backward(dy, gate, up, gating(MISH)), expected, strict=True):
+    for got, gradient in zip(gated_backward(dy, gate, up, gating(NO_BRANCH)), expected, strict=True):
         torch.testing.assert_close(got.detach(), gradient)

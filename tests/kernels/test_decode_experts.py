@@ -285,7 +285,7 @@ def test_the_routing_is_checked() -> None:
     for other in (logits[:2], logits[:, :3]):
         with pytest.raises(ValueError, match=r"^decode_experts: routing is of \d tokens .* expected the result of"):
             decode_experts(x, route(other, 2), gate_up, down)
-    with pytest.raises(ValueError, match=r"^activation='relu'; expected one of 'silu'"):
+    with pytest.raises(ValueError, match=r"^activation='relu'; expected one of .*'silu'"):
         decode_experts(x, route(logits, 2), gate_up, down, activation="relu")  # type: ignore[arg-type]
 
 
