@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Protocol, TypeGuard, get_args, get_type_hints
+from typing import Any, ClassVar, Never, Protocol, TypeGuard, get_args, get_type_hints
 
 from ligerzoo.checks import FLAG, is_list, is_number, is_text, one_of
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, Scaling, is_positive, is_rotary_dim, is_theta, scaling_error
 from ligerzoo.tensor_checks import describe_value
 
 _LARGEST_SIZE = 2**31 - 1
+
+WRAP_FOR_TRAINER = "Give the Trainer ligerzoo.integrations.transformers.wrap(model)."
 
 field_types: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 """Returns the types of a config's fields, by name. Cached: evaluating the annotations takes most of a check."""
@@ -187,6 +189,14 @@ class DecoderConfig:
         refuse_unless(is_rotary_dim(self.rotary_size), "head_dim", self.rotary_size, expected, what)
         if self.rope_scaling is not None and (error := scaling_error(self.rope_scaling, self.rotary_size)):
             raise ConfigError(error, where="rope_scaling")
+
+    @property
+    def get_text_config(self) -> Never:
+        """Raises AttributeError: only trainers ask for this name of transformers' configs, and other libraries if it is
+        there.
+        """
+        what = "a model without transformers' interface cannot be trained by TRL's trainers"
+        raise AttributeError(str(LigerzooError(what, where=type(self).__name__, remedy=WRAP_FOR_TRAINER)))
 
     @property
     def all_layers(self) -> int:

@@ -13,7 +13,7 @@ from ligerzoo.dtensors import is_sharded
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.layers import Decoder
-from ligerzoo.models.config import LanguageModelConfig
+from ligerzoo.models.config import WRAP_FOR_TRAINER, LanguageModelConfig
 
 
 class HFInterface(nn.Module):
@@ -47,8 +47,7 @@ class HFInterface(nn.Module):
         The Trainer recognizes its own models only, by their class.
         """
         what = "a model without transformers' interface cannot be trained by its Trainer"
-        remedy = "Give the Trainer ligerzoo.integrations.transformers.wrap(model)."
-        raise LigerzooError(what, where=type(self).__name__, remedy=remedy)
+        raise LigerzooError(what, where=type(self).__name__, remedy=WRAP_FOR_TRAINER)
 
     @property
     def base_model(self) -> Decoder:

@@ -1,6 +1,8 @@
 """TRL's trainers on wrapped models, compared with the same scripts on transformers' own models."""
 
 import copy
+import json
+import re
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,6 +26,7 @@ from trl import (
     SFTTrainer,
 )
 
+from ligerzoo import AutoModel, cli
 from ligerzoo.errors import LigerzooError
 from tests.covering import long_cases, representatives
 from tests.integrations.clients import (
@@ -41,6 +44,9 @@ from tests.integrations.clients import (
 from tests.models.comparing import raw_bytes
 
 datasets.disable_progress_bars()
+
+ROOT = Path(__file__).parents[2]
+LLAMA = next((ROOT / "ligerzoo").rglob("tiny-python-llama"))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),  # torch, when accelerate trains on a CPU
@@ -172,6 +178,36 @@ def test_checkpoints(model_type: str, checkpoints: dict[str, Path], tmp_path: Pa
     assert raw_bytes(resumed.model.state_dict()) == raw_bytes(ours(last).state_dict())
     resumed.save_model(str(tmp_path / "saved"))
     assert_loads_in_transformers(tmp_path / "saved", resumed.model, tmp_path / "again")
+
+
+def test_the_options_of_the_guide_train_as_the_defaults_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, with data of one batch: the order of the samples differs."""
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"^ligerzoo (train .* --output trl .*) --mixed-precision$", guide, re.MULTILINE)
+    data = [{"prompt": f"def f{n}(", "completion": "x):\n    return x" + "\n" * n} for n in range(8)]
+    Path("train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in data))
+    assert cli.main(command.replace("meta-llama/Llama-3.2-1B", str(LLAMA)).split()) == 0
+    logged = [line for line in map(json.loads, Path("trl/log.jsonl").read_text().splitlines()) if "loss" in line]
+    got = [[line[name] for line in logged] for name in ("loss", "grad_norm", "lr")]
+
+    config = SFTConfig("theirs", bf16=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)
+    trainer = SFTTrainer(str(LLAMA), args=config, train_dataset=datasets.Dataset.from_list(data))
+    trainer.train()
+    logged = trainer.state.log_history[:-1]
+    expected = [[line[name] for line in logged] for name in ("loss", "grad_norm", "learning_rate")]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
+    assert trainer.model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_a_model_that_is_not_wrapped_is_refused(trainer: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoints["llama"])
+    assert not hasattr(model.config, "get_text_config")  # PEFT and accelerate ask for it
+    with pytest.raises(AttributeError, match=r"LlamaConfig: .*Give the Trainer .*wrap\(model\)"):
+        trained(
+            trainer, model, tmp_path, datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+        )
 
 
 def test_predictions_and_metrics(checkpoints: dict[str, Path], tmp_path: Path) -> None:
