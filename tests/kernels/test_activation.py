@@ -100,7 +100,7 @@ def test_mismatched_shapes(weight: Tensor, bias: Any) -> None:
 
 
 def test_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
+    with pytest.raises(ValueError, match=r"activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
         activation_linear(torch.ones(3, 3), torch.ones(3, 3), activation="relu")  # type: ignore[arg-type]
 
 

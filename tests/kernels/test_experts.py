@@ -302,7 +302,7 @@ def test_expert_ids_of_a_floating_dtype() -> None:
 
 
 def test_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
+    with pytest.raises(ValueError, match=r"activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
         experts_mlp(*make(5, 33, 17, 3, 2, torch.float32, "cpu"), activation="relu")
 
 

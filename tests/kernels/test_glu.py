@@ -216,7 +216,7 @@ def test_mismatched_gate_and_up(function: Any, up: Tensor) -> None:
 
 def test_unknown_activations() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match="activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
+    with pytest.raises(ValueError, match=r"activation='relu'; expected one of .*'silu', 'gelu_tanh', 'gelu', 'quick_"):
         glu(x, x, activation="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='approximate=\'Tanh\'; expected "tanh" or "none"'):
         geglu(x, x, approximate="Tanh")  # type: ignore[arg-type]
