@@ -208,7 +208,7 @@ def test_routers_of_users_add_it_too() -> None:
             [Records(True)],
             r"output_router_logits: unknown number of experts.*select \[\]; .*AskingConfig",
         ),
-        (AskingConfig, [layers_of_library(1), layers_of_library(2)], r"output_router_logits: .*select \[1, 2\];"),
+        (AskingConfig, [layers_of_library(2), layers_of_library(3)], r"output_router_logits: .*select \[2, 3\];"),
         (
             WeightedConfig,
             [layers_of_library(), MoE(Router(16, 3, 2), Experts(16, 8, 3))],
