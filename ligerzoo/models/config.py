@@ -192,9 +192,7 @@ class DecoderConfig:
 
     @property
     def get_text_config(self) -> Never:
-        """Raises AttributeError: only trainers ask for this name of transformers' configs, and other libraries if it is
-        there.
-        """
+        """Raises AttributeError, which `hasattr` of other libraries expects: only TRL's trainers ask without it."""
         what = "a model without transformers' interface cannot be trained by TRL's trainers"
         raise AttributeError(str(LigerzooError(what, where=type(self).__name__, remedy=WRAP_FOR_TRAINER)))
 
