@@ -372,13 +372,13 @@ def test_a_gated_mlp_saves_no_product_of_gate_and_up(monkeypatch: pytest.MonkeyP
 
 
 def test_decoding_is_captured_only_while_adapters_are_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ligerzoo.generate import graphs
+    from ligerzoo.layers import capture
 
     model = llama()
     adapters.add_lora(model, dropout=0.1)
-    is_known = partial(graphs._is_known, device=torch.device("cpu"))
-    assert all(map(is_known, model.modules()))
+    can_decode = partial(capture._can_decode, device=torch.device("cpu"))
+    assert all(map(can_decode, model.modules()))
     with adapters.adapters_disabled(model):
-        assert not all(map(is_known, model.modules()))
-    assert not all(map(is_known, model.train().modules()))
+        assert not all(map(can_decode, model.modules()))
+    assert not all(map(can_decode, model.train().modules()))
     assert not can_capture(model)  # on a CPU
