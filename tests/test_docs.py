@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ligerzoo import AutoModel, adapters, cli
+from ligerzoo import AutoModel, Tokenizer, adapters, cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -248,3 +248,12 @@ def test_the_activation_of_the_guide_passes_the_tests_of_kernels(tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 250  # type: ignore[index]
+
+
+def test_the_chat_template_of_the_first_fine_tune() -> None:
+    source = re.search(r"```jinja\n(.*?)```", (ROOT / "docs/first-fine-tune.md").read_text(), re.DOTALL)
+    assert source is not None
+    tokenizer = Tokenizer.from_pretrained(ROOT / "ligerzoo/demo/assets/tiny-python-llama")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(turns, chat_template=source[1], tokenize=False)
+    assert text == "<s>user: Hi</s>assistant: Hello</s>"

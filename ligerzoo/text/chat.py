@@ -19,7 +19,7 @@ from ligerzoo.text.truncation import Truncation, TruncationStrategy, truncation_
 
 _NO_TEMPLATE = (
     "Base models have none: use the instruction-tuned variant of the model, or pass the source of a template as "
-    "chat_template."
+    "chat_template; `ligerzoo train` reads it with --chat-template FILE."
 )
 _SET_BY_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of templates that options set."""
