@@ -254,6 +254,6 @@ def test_the_chat_template_of_the_first_fine_tune() -> None:
     source = re.search(r"```jinja\n(.*?)```", (ROOT / "docs/first-fine-tune.md").read_text(), re.DOTALL)
     assert source is not None
     tokenizer = Tokenizer.from_pretrained(ROOT / "ligerzoo/demo/assets/tiny-python-llama")
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    text = tokenizer.apply_chat_template(turns, chat_template=source[1], tokenize=False)
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(conversation, chat_template=source[1], tokenize=False)
     assert text == "<s>user: Hi</s>assistant: Hello</s>"
