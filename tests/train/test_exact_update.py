@@ -164,7 +164,7 @@ class Tokens:
 
 
 SOURCE = Source("prompts.jsonl", 0, "byte")
-PLACEMENTS = 15  # of each of 12 cases; each is of five kinds
+PLACEMENTS = 15  # of each of 20 cases: 300, each of five kinds
 
 
 @pytest.fixture(params=list(MODELS))
