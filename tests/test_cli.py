@@ -309,6 +309,7 @@ TRAINING_VALUES = {
     "--seed": ["-1", "x", str(2**63)],
     "--lr": ["0", "-1", "nan", "inf", "x"],
     "--max-grad-norm": ["-1", "nan", "x"],
+    "--mesh": [""],
     "--train-only": [""],
     "--lora-targets": [""],
     "--chat-template": [""],

@@ -134,7 +134,7 @@ def packing_pays(batches: Sequence[DocumentBatch], rows: Sequence[Sequence[Span]
 
     On the same GPU FlexAttention, compiled for one shape, takes 0.070 ms for a million pairs, 0.073 ms for 1000 tokens,
     and 0.126 ms; for any shape it takes up to 1.4 times as long. Both take less time for fewer features, except for
-    what a batch takes, which is that of the host. Compared with batches of these costs it takes 1.2 times that: the rule
+    what a batch takes, which is that of the host. Compared with such batches it takes 1.2 times that: the rule
     chooses the faster way, forward and backward, in 29 of the 30 rows of docs/benchmarks.md.
 
     Args:

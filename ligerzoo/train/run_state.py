@@ -357,7 +357,11 @@ class RunState:
             with failing_together(f"saving {target}"):
                 self._check_directory()
             yield
+        except CheckpointError:
+            self._check_directory()  # which explains the error, if it was deleted meanwhile
+            raise
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
+            self._check_directory()
             last = newest_checkpoint(self.output)
             whole = f" {last} is whole: continue from it with --resume." if last else ""
             what, got = "cannot be saved, so the run stops", " ".join(str(error).split())

@@ -123,9 +123,10 @@ def test_a_directory_that_disappears_ends_the_run(
 ) -> None:  # fmt: skip
     def delete() -> None:
         if (tmp_path / "run" / "log.jsonl").exists():
-            shutil.rmtree(tmp_path / "run")
+            gone = (tmp_path / "run").rename(tmp_path / "gone")  # at once: a checkpoint may be written meanwhile
+            shutil.rmtree(gone, ignore_errors=True)
             if recreated:
-                (tmp_path / "run").mkdir()
+                (tmp_path / "run").mkdir(exist_ok=True)
 
     owner = RunLog if moment == "step" else RunState
     monkeypatch.setattr(owner, moment, calling_first(delete, getattr(owner, moment)))
