@@ -78,7 +78,7 @@ class InputProperties(NamedTuple):
 
     Attributes:
         has_padding: whether `attention_mask` masks a token.
-        has_segments: whether a row of `position_ids` has several segments, see `has_segments`.
+        has_segments: whether a row of `position_ids` has several segments, see `begins_segment`.
         starts: which tokens begin a segment, (B or 1, T) bool, on the CPU; None if attention may not depend on it, as
             in a graph that runs for other rows, too.
     """
@@ -99,11 +99,6 @@ def assuming_inputs(properties: InputProperties) -> Iterator[None]:
         yield
     finally:
         _ASSUMED.reset(token)
-
-
-def has_segments(position_ids: Tensor) -> bool:
-    """Whether a row of position ids, (B or 1, T), has several segments. A host sync on a GPU."""
-    return any_true(begins_segment(position_ids))
 
 
 class Context:

@@ -30,7 +30,7 @@ from torch.cuda import CUDAGraph
 from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, one_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
-from ligerzoo.layers.context import InputProperties, assuming_inputs, begins_segment, has_segments
+from ligerzoo.layers.context import InputProperties, assuming_inputs, begins_segment
 from ligerzoo.models.output import CausalLMOutput
 from ligerzoo.tensor_checks import check_num_items
 from ligerzoo.train.capturable import (
@@ -88,20 +88,18 @@ class _StepInputs:
     @cached_property
     def properties(self) -> InputProperties:
         """What selects the attention kernels: one answer for all micro-batches. Reads values."""
-        padding, segments = False, False
-        for inputs in map(_tensors, self.batches):
-            mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-            padding = padding or (mask is not None and mask.dim() == 2 and not bool(mask.all()))
-            if position_ids is not None and position_ids.dim() == 2 and mask is None:
-                segments = segments or has_segments(position_ids)
-        return InputProperties(padding, segments)
+        masks = (_tensors(inputs).get("attention_mask") for inputs in self.batches)
+        padding = any(mask is not None and mask.dim() == 2 and not bool(mask.all()) for mask in masks)
+        return InputProperties(padding, any(starts is not None and bool(starts.any()) for starts in self._starts))
 
-    def properties_of(self, inputs: Inputs) -> InputProperties:
+    def properties_of(self, index: int) -> InputProperties:
         """What selects the attention kernels of one micro-batch, with the beginnings of its documents."""
-        position_ids = _tensors(inputs).get("position_ids")
-        if position_ids is None or position_ids.dim() != 2:
-            return self.properties
-        return self.properties._replace(starts=begins_segment(position_ids).cpu())
+        return self.properties._replace(starts=self._starts[index])
+
+    @cached_property
+    def _starts(self) -> list[Tensor | None]:
+        """Which tokens of each micro-batch begin a segment; None where position ids do not say it."""
+        return [_starts(_tensors(inputs)) for inputs in self.batches]
 
     @cached_property
     def layouts(self) -> tuple[Hashable, ...]:
@@ -119,6 +117,13 @@ class _StepInputs:
         tensors = _tensors(self.batches[0])
         x = tensors.get("input_ids", tensors.get("inputs_embeds"))
         return 0 if x is None else x.shape[0] * x.shape[1]
+
+
+def _starts(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    position_ids = tensors.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2 or "attention_mask" in tensors:
+        return None
+    return begins_segment(position_ids).cpu()
 
 
 def _layout(inputs: Inputs) -> Hashable:
@@ -325,7 +330,7 @@ class CapturedStep:
         divisor = None if step.num_items is None else self._new_divisor(step.num_items)
         is_never_captured = self._lasting_obstacle(step) is not None
         for index, inputs in self._seeded(step.batches):
-            properties = step.properties_of(inputs) if is_never_captured else step.properties
+            properties = step.properties_of(index) if is_never_captured else step.properties
             self._forward_backward(self._on_device(inputs), divisor, step, properties, is_first=index == 0)
         self._update()
         self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
