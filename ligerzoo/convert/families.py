@@ -4,7 +4,7 @@ Checkpoints of MoE models store one tensor per expert and projection. Checkpoint
 in-memory layout have our stacked tensors.
 """
 
-from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, Architecture
+from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, SILU, Architecture
 from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
 from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename
 from ligerzoo.entries import Entries
@@ -189,6 +189,14 @@ _DENSE = (
     # A missing `sliding_window` means 4096; null means full attention. `layer_types` selects the window per layer, as
     # in Ministral; so does transformers' AutoConfig.
     Architecture("mistral", write_entries=_without_null_types),
+    # A text model has the decoder's part of the files of a model with images.
+    Architecture(
+        "muse_glimmer_text",
+        "MuseGlimmerForCausalLM",
+        accepted={"hidden_activation": SILU, "partial_rotary_factor": (1.0,)},
+        layouts=lambda config: (Layout(prefixes=(("model.", "model.", "model.language_model.", ""),)),),
+        extra_tensors=rf"{ROTARY_BUFFERS}|model\.(vision_tower|vision_adapter|vision_projection)\..+",
+    ),
     Architecture("nanochat", accepted={"hidden_act": ("relu2",)}),
     Architecture("olmo2"),
     Architecture("qwen2"),

@@ -7,6 +7,7 @@ Attention
     Attention                             attention with grouped queries
     SinkAttention                         attention with sinks
     GatedAttention                        attention with an output gate
+    GateProjectionAttention               an output gate with its own projection
     AllHeadsRMSNorm                       norms of queries and keys over all heads
     RotaryNormAttention                   norms of queries and keys after rotation
     LatentAttention                       latent attention (MLA)
@@ -60,6 +61,7 @@ Blocks
 Embeddings, decoder and head
     Embedding                             embeddings of tokens
     ScaledEmbedding                       embeddings times a constant (Gemma)
+    NormalizedEmbedding                   embeddings with a norm
     Linear                                a linear layer
     Decoder                               a whole decoder
     BlockStack                            blocks alone
@@ -111,7 +113,13 @@ All layers
 from typing import TYPE_CHECKING
 
 from ligerzoo.exports import renamed
-from ligerzoo.layers.attention import Attention, GatedAttention, RotaryNormAttention, SinkAttention
+from ligerzoo.layers.attention import (
+    Attention,
+    GatedAttention,
+    GateProjectionAttention,
+    RotaryNormAttention,
+    SinkAttention,
+)
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import (
@@ -133,7 +141,7 @@ from ligerzoo.layers.cross_attention import (
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
 from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
-from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
@@ -189,6 +197,7 @@ __all__ = [
     "DeepStackVisionTower",
     "Embedding",
     "Experts",
+    "GateProjectionAttention",
     "GatedAttention",
     "GatedDeltaNet",
     "GatedMLP",
@@ -211,6 +220,7 @@ __all__ = [
     "Mask",
     "MergerMLP",
     "MoE",
+    "NormalizedEmbedding",
     "PatchEmbedding",
     "PatchMerger",
     "PoolingProjector",

@@ -285,3 +285,43 @@ class GatedAttention(Attention):
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))  # type: ignore[no-untyped-call]
         out = self.mix(q, k, v, context, cache)
         return self.o_proj((out * gate.sigmoid()).flatten(-2))  # type: ignore[no-any-return]
+
+
+class GateProjectionAttention(Attention):
+    """`GatedAttention` whose gate has its own projection (Muse Glimmer).
+
+    Args:
+        hidden_size: H.
+        num_heads: N.
+        arguments: the other positional arguments of `Attention`.
+        gate_size: G, gates of each head: D, one for each feature, or 1; None for D.
+        options: keyword arguments of `Attention`.
+
+    Attributes:
+        gate_proj: (N * G, H), without bias.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *arguments: Any, gate_size: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(hidden_size, num_heads, *arguments, **options)
+        device, dtype = options.get("device"), options.get("dtype")
+        gates = num_heads * (self.head_dim if gate_size is None else gate_size)
+        self.gate_proj = Linear(hidden_size, gates, bias=False, device=device, dtype=dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns the features of `Attention.project`, and the gates (B, T, N * G) before the sigmoid."""
+        check_features(self, x, self.hidden_size)
+        return project(x, self.q_proj, self.k_proj, self.v_proj, self.gate_proj, backend=self.backend)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """x: (B, T, H) -> (B, T, H); see `Attention.forward`."""
+        *features, gate = self.project(x)
+        q, k, v = map(self.heads, features)
+        out = self.mix(q, k, v, context, cache)
+        return self.o_proj((out * gate.view(*out.shape[:-1], -1).sigmoid()).flatten(-2))  # type: ignore[no-any-return]
+
+    def tensor_plan(self) -> TensorPlan:
+        """See `Attention.tensor_plan`."""
+        plan = super().tensor_plan()
+        return replace(plan, columns=(*plan.columns, "gate_proj"))

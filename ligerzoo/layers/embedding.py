@@ -54,3 +54,29 @@ class ScaledEmbedding(Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale}"
+
+
+class NormalizedEmbedding(Embedding):
+    """Embedding whose rows are normalized after the lookup (Muse Glimmer).
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: H.
+        norm: norm of H features, such as `RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        norm: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.norm = norm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: token ids, (...) -> (..., H)."""
+        return self.norm(super().forward(input))  # type: ignore[no-any-return]

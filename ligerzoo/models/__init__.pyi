@@ -71,6 +71,8 @@ from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
 from ligerzoo.models.mllama import Mllama as _Mllama
 from ligerzoo.models.mllama import MllamaConfig as MllamaConfig
 from ligerzoo.models.mllama_vision import MllamaVisionConfig as MllamaVisionConfig
+from ligerzoo.models.muse_glimmer_text import MuseGlimmerText as _MuseGlimmerText
+from ligerzoo.models.muse_glimmer_text import MuseGlimmerTextConfig as MuseGlimmerTextConfig
 from ligerzoo.models.nanochat import NanoChat as _NanoChat
 from ligerzoo.models.nanochat import NanoChatConfig as NanoChatConfig
 from ligerzoo.models.olmo2 import Olmo2 as _Olmo2
@@ -223,6 +225,9 @@ class Mixtral(_Mixtral):
 
 class Mllama(_Mllama):
     def __init__(self, config: MllamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class MuseGlimmerText(_MuseGlimmerText):
+    def __init__(self, config: MuseGlimmerTextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class NanoChat(_NanoChat):
     def __init__(self, config: NanoChatConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "mllama": "Mllama",
+    "muse_glimmer_text": "MuseGlimmerText",
     "nanochat": "NanoChat",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",

@@ -17,6 +17,7 @@ from ligerzoo.errors import ConfigError
         ("deepseek_v2", "mlp_bias", True), ("mellum", "rope_theta", 7.0), ("mellum", "rope_scaling", {"factor": 2.0}),
         ("mellum", "use_sliding_window", False), ("flint", "partial_rotary_factor", 0.5),
         ("granite_swa", "partial_rotary_factor", 0.5), ("kolibri1", "mlp_only_layers", [0]),
+        ("muse_glimmer_text", "partial_rotary_factor", 0.5), ("muse_glimmer_text", "hidden_activation", "gelu"),
     ],
 )  # fmt: skip
 def test_refused_by_name(model_type: str, name: str, value: object) -> None:
@@ -42,3 +43,11 @@ def test_groups_of_a_deepseek_v2_with_too_few_experts_are_refused() -> None:
     entries = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 1, "num_experts_per_tok": 9}
     with pytest.raises(ConfigError, match="topk_group: more experts per token than the selected groups have"):
         architecture_of("deepseek_v2").config_from_hf(entries)
+
+
+@pytest.mark.parametrize("thetas", [[0, 7.0], [0, 1e4, 1e4], 1e4])
+def test_bases_of_single_layers_that_transformers_ignores(thetas: object) -> None:
+    """Where a layer of Muse Glimmer has a base, transformers rotates by that of all layers."""
+    entries = {"num_hidden_layers": 2, "layer_rope_theta": thetas}
+    with pytest.raises(ConfigError, match="layer_rope_theta: invalid rotary bases; .* each 0 or rope_theta, 10000.0"):
+        architecture_of("muse_glimmer_text").config_from_hf(entries)

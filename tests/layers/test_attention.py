@@ -18,6 +18,7 @@ from ligerzoo.layers import (
     Context,
     Decoder,
     GatedMLP,
+    GateProjectionAttention,
     KVCache,
     PreNormBlock,
     RMSNorm,
@@ -270,3 +271,15 @@ def test_threads_leave_the_choice_of_kernels_as_it_was() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(overlap, (True, False)))
     assert kernels_of_torch() == before
+
+
+@pytest.mark.parametrize("gate_size", [None, 1])
+def test_the_output_of_attention_times_a_projected_gate(gate_size: int | None) -> None:
+    """For each feature of a head, or one for all of them; the gate has no bias where the others have one."""
+    options = {"rotary": RotaryEmbedding(6), "qkv_bias": True}
+    gated, plain = GateProjectionAttention(24, 4, 2, gate_size=gate_size, **options), Attention(24, 4, 2, **options)
+    plain.load_state_dict({**plain.state_dict(), **gated.state_dict(), "o_proj.weight": torch.eye(24)}, strict=False)
+    x = torch.randn(2, 9, 24)
+    gate = gated.gate_proj(x).sigmoid()
+    expected = plain(x, Context(x)) * (gate if gate_size is None else gate.repeat_interleave(6, -1))
+    torch.testing.assert_close(gated(x, Context(x)), gated.o_proj(expected))

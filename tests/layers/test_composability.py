@@ -17,10 +17,12 @@ from ligerzoo.layers import (
     Decoder,
     Experts,
     GatedMLP,
+    GateProjectionAttention,
     KVCache,
     LayerNorm,
     LMHead,
     MoE,
+    NormalizedEmbedding,
     PostNormBlock,
     PreNormBlock,
     RMSNorm,
@@ -68,7 +70,7 @@ def models(draw: st.DrawFn, fewest: int = 2, most: int = 3) -> Model:
 
     def attention() -> Attention:
         with_norms = draw(st.booleans())
-        return Attention(
+        return draw(st.sampled_from([Attention, GateProjectionAttention]))(
             H, heads, kv_heads, head_dim, draw(st.sampled_from([rotary, rotary, None])),
             q_norm=make_norm(head_dim) if with_norms else None, k_norm=make_norm(head_dim) if with_norms else None,
             window=draw(st.sampled_from([None, 1, 3, 8])), softcap=draw(st.sampled_from([None, 2.0])),
@@ -82,7 +84,8 @@ def models(draw: st.DrawFn, fewest: int = 2, most: int = 3) -> Model:
         routed = Router(H, 4, 2, renormalize=draw(st.booleans())), Experts(H, 8, 4)
         return MoE(*routed) if kind == "mixture" else SharedExpertMoE(*routed, GatedMLP(H, 8), nn.Linear(H, 1))
 
-    embedding = ScaledEmbedding(V, H, 4.0) if draw(st.booleans()) else nn.Embedding(V, H)
+    embeddings = ScaledEmbedding(V, H, 4.0), NormalizedEmbedding(V, H, RMSNorm(H)), nn.Embedding(V, H)
+    embedding = draw(st.sampled_from(embeddings))
     layers = [
         make_block(lambda: make_norm(H), attention(), feed_forward()) for _ in range(draw(st.integers(fewest, most)))
     ]

@@ -120,6 +120,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     ],
     "mixtral": [{}, sized(MISTRAL, 6144, 16384, 48, 8)],
     "mllama": [{}, sized(LLAMA_3, 8192, 28672, 64, 8)],
+    "muse_glimmer_text": [{}],
     "nanochat": [sized(65536, 1280, 5120, 10, 10), sized(65536, 2048, 8192, 16, 16)],
     "olmo2": [
         sized(100352, 2048, 8192, 16), sized(100352, 4096, 11008, 32), sized(100352, 5120, 13824, 40),
