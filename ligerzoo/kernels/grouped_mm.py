@@ -176,8 +176,8 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
     (n_rows, n_inner), (n_groups, _, n_cols) = x.shape, w.shape
     if triton and n_groups == 1:
         return x @ w[0]
-    y = x.new_empty((n_rows, n_cols))
     if not triton:
+        y = x.new_empty((n_rows, n_cols))
         for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
             torch.mm(x[start:end], w[group], out=y[start:end])
         return y
@@ -185,6 +185,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
     stored = w.mT if is_transposed else w.contiguous()
     if n_rows >= _LARGE_GROUP * n_groups and _suits_torch(x, stored, n_groups):
         return F.grouped_mm(x, stored.mT if is_transposed else stored, offs=ends)
+    y = x.new_empty((n_rows, n_cols))
     if n_rows > 0:
         rows, cols, inner, warps, stages = _tile(x.dtype)
         programs = (n_rows // rows + n_groups) * cdiv(n_cols, cols)
