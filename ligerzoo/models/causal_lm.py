@@ -15,8 +15,6 @@ from ligerzoo.layers import (
     Decoder,
     KVCache,
     LMHead,
-    Router,
-    SigmoidRouter,
     load_balancing_loss,
     shifted_labels,
 )
@@ -183,12 +181,13 @@ class CausalLM(Generative, LanguageModel):
         selected: int | None = getattr(self.config, "num_experts_per_tok", None)
         if selected is not None:
             return selected
-        found = {m.num_experts_per_token for m in self.modules() if isinstance(m, Router | SigmoidRouter)}
+        name = "num_experts_per_token"
+        found: set[int] = {getattr(module, name) for module in self.modules() if hasattr(module, name)}
         if len(found) != 1:
             what = "unknown number of experts per token"
-            got = f"a config without num_experts_per_tok, and routers that select {sorted(found)}"
-            expected = "this field, or one number in all routers"
-            remedy = f"Add the field to {type(self.config).__name__}, or override aux_loss."
+            got = f"a config without num_experts_per_tok, and routers with {name} {sorted(found)}"
+            expected = "this field, or this attribute with one value"
+            remedy = f"Add one to {type(self.config).__name__} or to the router, or override aux_loss."
             raise LigerzooError(what, where="output_router_logits", got=got, expected=expected, remedy=remedy)
         return found.pop()
 

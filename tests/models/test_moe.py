@@ -191,6 +191,9 @@ def test_models_of_users_add_the_load_balancing_loss(config: Any, weight: float,
 def test_routers_of_users_add_it_too() -> None:
     model, tokens = Own(WeightedConfig(), Records(True)), torch.randint(31, (2, 9))
     assert model(tokens, labels=tokens).aux_loss > 0.5
+    router = Records(True)
+    router.num_experts_per_token = 2
+    assert Own(AskingConfig(), router)(tokens, labels=tokens).aux_loss > 0.5
     Own.aux_loss_weight, before = 7.0, Own.aux_loss_weight
     try:
         assert Own(AskingConfig(), Records(True)).aux_loss_weight == 7.0
@@ -206,9 +209,9 @@ def test_routers_of_users_add_it_too() -> None:
         (
             AskingConfig,
             [Records(True)],
-            r"output_router_logits: unknown number of experts.*select \[\]; .*AskingConfig",
+            r"output_router_logits: unknown number of experts.*_token \[\]; .*AskingConfig",
         ),
-        (AskingConfig, [layers_of_library(2), layers_of_library(3)], r"output_router_logits: .*select \[2, 3\];"),
+        (AskingConfig, [layers_of_library(2), layers_of_library(3)], r"output_router_logits: .*_token \[2, 3\];"),
         (
             WeightedConfig,
             [layers_of_library(), MoE(Router(16, 3, 2), Experts(16, 8, 3))],
