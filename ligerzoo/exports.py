@@ -21,8 +21,8 @@ def renamed(module: str, names: Mapping[str, str] | None = None) -> Callable[[st
     """
 
     def __getattr__(name: str) -> NoReturn:
-        new = names.get(name) if names else None
-        _raise_missing(module, name, f"It is {new} now" if new else our_public_name(name), sys._getframe(1))
+        caller, new = sys._getframe(1), names.get(name) if names else None
+        _raise_missing(module, name, f"It is {new} now" if new else _remedy(name, caller), caller)
 
     return __getattr__
 
@@ -43,7 +43,8 @@ def lazy(
             return getattr(import_module(modules[name]), name)
         if name in submodules:
             return import_module(f"{package}.{name}")
-        _raise_missing(package, name, our_public_name(name), sys._getframe(1))
+        caller = sys._getframe(1)
+        _raise_missing(package, name, _remedy(name, caller), caller)
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules, *submodules})
@@ -61,6 +62,20 @@ def foreign_modules(package: str) -> None:
         module = ModuleType(f"{package}.{name}", f"liger_kernel.{name}: nothing is here, see docs/coming-from.md.")
         vars(module)["__getattr__"] = _foreign(module.__name__)
         sys.modules[module.__name__] = module
+
+
+_EXPORTING = "models layers kernels losses generate adapters hub memory parallel train.optimizers".split()
+
+
+def _remedy(name: str, caller: FrameType) -> str | None:
+    """Returns where a name is that another package exports, or our name for a foreign one; None if neither is known."""
+    if name.startswith("_") or caller.f_code.co_filename.startswith("<frozen importlib"):  # looks for a submodule
+        return None
+    for package in _EXPORTING:
+        module = import_module(f"ligerzoo.{package}")
+        if name in getattr(module, "__all__", vars(module)):
+            return f"It is in ligerzoo.{package}"
+    return our_public_name(name)
 
 
 def _foreign(module: str) -> Callable[[str], NoReturn]:

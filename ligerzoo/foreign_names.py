@@ -159,13 +159,23 @@ _FOR_WRAPPED = "ligerzoo.integrations.transformers.wrap(model)"
 
 _NAMES = {
     "ligerzoo.AutoModel": "AutoModelForCausalLM AutoModelForImageTextToText AutoModelForVision2Seq LLM",
+    "ligerzoo.AutoModel and its generate, or the pipeline itself with " + _FOR_WRAPPED + ",": "pipeline",
+    "the class of transformers, which takes a ligerzoo.Tokenizer,": (
+        "DataCollatorForLanguageModeling DataCollatorWithPadding TextIteratorStreamer"
+    ),
+    "the options of model.generate": "GenerationConfig",
+    "model.new_cache() or ligerzoo.layers.KVCache": "DynamicCache StaticCache HybridCache SlidingWindowCache",
+    "ligerzoo.integrations.torchao": "BitsAndBytesConfig",
+    "torch.manual_seed": "set_seed",
     "ligerzoo.Tokenizer": "AutoTokenizer PreTrainedTokenizerFast",
     "ligerzoo.Processor": "AutoProcessor",
     "ligerzoo.hub.read_config": "AutoConfig",
     "ligerzoo.adapters.add_lora": "LoraConfig get_peft_model FastLanguageModel FastVisionModel LoRALinear",
     "ligerzoo.adapters.load_adapter": "PeftModel PeftModelForCausalLM",
     "`ligerzoo train`, or the trainer itself with " + _FOR_WRAPPED + ",": (
-        "Trainer SFTTrainer DPOTrainer KTOTrainer ORPOTrainer CPOTrainer GRPOTrainer GKDTrainer LigerORPOTrainer"
+        "Trainer SFTTrainer DPOTrainer KTOTrainer ORPOTrainer CPOTrainer GRPOTrainer GKDTrainer LigerORPOTrainer "
+        "RewardTrainer Seq2SeqTrainer TrainingArguments SFTConfig DPOConfig KTOConfig ORPOConfig CPOConfig GRPOConfig "
+        "GKDConfig RewardConfig"
     ),
     "ligerzoo.integrations": "transformers",
     "ligerzoo.kernels": "functional ops",
@@ -272,8 +282,9 @@ _ENDINGS = {
     "DecoderLayer": "ligerzoo.layers.PreNormBlock",
     "Attention": "ligerzoo.layers.Attention",
     "MLP": "ligerzoo.layers.GatedMLP",
+    "Model": "ligerzoo.AutoModel",
 }
-"""Endings of the names of transformers' layers, such as LlamaRMSNorm, and ours."""
+"""Endings of the names of transformers' classes, such as LlamaRMSNorm, and ours."""
 
 _MODULES = {
     "transformers": (
@@ -311,6 +322,9 @@ _REASONS = {
     "ligerzoo has no integration with Megatron-Core": "apply_liger_kernel_to_megatron",
     "ligerzoo uses the cache manager of Triton": "apply_liger_triton_cache_manager LigerTritonFileCacheManager",
     "ligerzoo needs no transformers": "is_transformers_available",
+    "ligerzoo has causal language models and their classifiers": (
+        "AutoModelForSeq2SeqLM AutoModelForMaskedLM AutoModelForTokenClassification AutoModelForQuestionAnswering"
+    ),
 }
 
 

@@ -94,6 +94,14 @@ HEAD = losses.HeadOptions
     ("ligerzoo.models", "LlamaForCausalLM", "ligerzoo.AutoModel"),
     ("ligerzoo.adapters", "LoraConfig", "ligerzoo.adapters.add_lora"),
     ("ligerzoo.hub", "Origin", "LoadedFrom"),
+    ("ligerzoo", "pipeline", r"ligerzoo.AutoModel and its generate, or the pipeline itself with .*wrap\(model\)"),
+    ("ligerzoo", "TextStreamer", "It is in ligerzoo.generate$"),
+    ("ligerzoo", "shard_model", "It is in ligerzoo.parallel$"),
+    ("ligerzoo.losses", "cross_entropy", "It is in ligerzoo.kernels$"),
+    ("ligerzoo.train", "SFTConfig", "`ligerzoo train`"),
+    ("ligerzoo.train", "Muon", "It is in ligerzoo.train.optimizers$"),
+    ("ligerzoo.integrations.transformers", "AutoModelForSeq2SeqLM", "ligerzoo has causal language models"),
+    ("ligerzoo.models", "LlamaModel", "ligerzoo.AutoModel"),
 ])  # fmt: skip
 def test_packages_answer_as_attributes_and_in_imports(package: str, name: str, answer: str) -> None:
     module = importlib.import_module(package)
@@ -191,6 +199,11 @@ def test_functions_keep_their_signatures_and_compile() -> None:
 def test_dir_of_lazy_packages_has_their_names(package: ModuleType) -> None:
     assert set(package.__all__) <= set(dir(package))
     assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_importing_a_submodule_does_not_look_for_its_name_elsewhere() -> None:
+    code = "import sys; from ligerzoo.train import run_options; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_packages_are_attributes_after_import_ligerzoo() -> None:

@@ -41,7 +41,7 @@ ARROWS = {
     "layers": ("checks errors exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks", ""),
     "train": (
-        "adapters checks convert device dtensors entries errors files generate hub kernels layers ligerzoo losses "
+        "adapters checks convert device dtensors entries errors exports files generate hub kernels layers ligerzoo losses "
         "memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
         "",
     ),

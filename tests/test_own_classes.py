@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -609,6 +610,8 @@ def test_classes_that_are_not_registered(tmp_path: Path) -> None:
         Scaled(ScaledConfig(**SIZES)).save_pretrained(tmp_path / "scaled")
     with pytest.raises(ConfigError, match=r"ScaledConfig: no model class is known for this config class.*register"):
         AutoModel.from_config(ScaledConfig(**SIZES))
+    with pytest.raises(ConfigError, match=r"^LlamaConfig: .*ligerzoo.from_transformers\(model\)"):
+        AutoModel.from_config(transformers.LlamaConfig())
     assert not list(tmp_path.iterdir())
     assert type(AutoModel.from_config(LlamaConfig(**SIZES))) is Llama
 

@@ -92,6 +92,8 @@ def architecture_for_config(config_class: type) -> Architecture:
     what = "no model class is known for this config class"
     expected = "the config class of a model in ligerzoo.models, or a registered one"
     remedy = f'Call AutoModel.register({config_class.__name__}, <model class>, model_type="...").'
+    if config_class.__module__.startswith("transformers."):
+        remedy = "Convert a model of transformers by ligerzoo.from_transformers(model)."
     raise ConfigError(what, where=config_class.__name__, expected=expected, remedy=remedy)
 
 

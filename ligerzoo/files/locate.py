@@ -3,6 +3,7 @@
 `huggingface_hub` is imported only to download.
 """
 
+import contextlib
 import glob
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
-from ligerzoo.errors import CheckpointError
+from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import weight_files
 from ligerzoo.files.layout import INDEX_FILE
 from ligerzoo.files.transformers_options import HUB_DEFAULTS, HubOptions
@@ -21,6 +22,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
 """A repository with only the second is an adapter without its base model."""
 
+_CHECKPOINT_OF_RUN, _LOG_OF_RUN = re.compile(r"checkpoint-(\d{1,18})"), "log.jsonl"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -52,10 +54,12 @@ def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_option
         hub_options: see `HubOptions`.
 
     Raises:
-        CheckpointError: The directory or repository doesn't exist or cannot be reached.
+        CheckpointError: The directory or repository doesn't exist or cannot be reached; or the directory has the
+            checkpoints of a run, but not its model.
     """
     assert all(pattern.endswith((".json", ".safetensors", ".jinja")) for pattern in patterns)
     if os.path.isdir(name_or_path):  # False for a path that is too long; Path.is_dir raises
+        _refuse_unfinished_run(Path(name_or_path))
         return Path(name_or_path)
     if os.path.isfile(name_or_path) or str(name_or_path).lower().endswith((".gguf", ".safetensors")):
         what = "a file" if os.path.isfile(name_or_path) else "no such file"
@@ -77,3 +81,17 @@ def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_option
         where = name_or_path
         remedy = "Check the name, the network connection and, for a gated or private repository, the token."
         raise CheckpointError(what, where=where, got=f"{type(error).__name__}: {reason}", remedy=remedy) from error
+
+
+def _refuse_unfinished_run(directory: Path) -> None:
+    """Refuses the directory of a run, or of a Trainer of transformers, that has checkpoints but no model yet."""
+    with contextlib.suppress(OSError):
+        names = set(os.listdir(directory))
+        steps = [int(match[1]) for match in map(_CHECKPOINT_OF_RUN.fullmatch, names) if match]
+        if names.isdisjoint((*CONFIG_FILES, "tokenizer.json")) and (steps or _LOG_OF_RUN in names):
+            what, got = "the directory of a run that has not finished", first_names(sorted(names))
+            remedy = "Continue the run with --resume."
+            if steps:
+                newest = directory / f"checkpoint-{max(steps)}"
+                remedy = f"Load {newest}, its newest checkpoint, or continue the run with --resume."
+            raise CheckpointError(what, where=directory, got=got, expected="a model", remedy=remedy)

@@ -49,6 +49,16 @@ class HFInterface(nn.Module):
         what = "a model without transformers' interface cannot be trained by its Trainer"
         raise LigerzooError(what, where=type(self).__name__, remedy=WRAP_FOR_TRAINER)
 
+    def can_generate(self) -> bool:
+        """Raises LigerzooError: only transformers' pipelines ask, and they read more of its interface."""
+        what = "a model without transformers' interface cannot be used in its pipelines"
+        remedy = "Give the pipeline ligerzoo.integrations.transformers.wrap(model)."
+        raise LigerzooError(what, where=type(self).__name__, remedy=remedy)
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Returns the number of parameters, or of those that are trained. Tied ones count once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+
     @property
     def base_model(self) -> Decoder:
         """The decoder; the name that transformers uses."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ligerzoo.checks import is_list
+from ligerzoo.checks import TEXT, check, is_list
 from ligerzoo.errors import TokenizerError, unknown_names
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoder import Encoder, refuse_unknown
@@ -95,6 +95,17 @@ class ChatRenderer(Encoder):
     def __init__(self, files: TokenizerFiles) -> None:
         super().__init__(files)
         self.chat_templates = files.chat_templates()
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the default chat template, None without one. Assigning one does `set_chat_template`."""
+        default = self.chat_templates.get("default")
+        return None if default is None else default.source
+
+    @chat_template.setter
+    def chat_template(self, source: str) -> None:
+        check(None, TEXT, chat_template=source)
+        self.set_chat_template(source, "chat_template")
 
     def set_chat_template(self, source: str, where: str) -> None:
         """Replaces all chat templates by one, which `save_pretrained` writes.

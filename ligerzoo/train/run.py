@@ -118,6 +118,8 @@ class Run:
             options, self.meta_model, self.device, frozen=frozen, accumulate=data.accumulates, images=data.has_images
         )
         done = f"; {self.state.step:,} steps are done" if self.state.step else ""
+        if options.resume and not self.state.step:
+            done = f"; --resume found no checkpoint in {self.output}, so step 1 is the first"
         processes.say(run_model.describe_model(self.meta_model, self.device))
         processes.say(f"{data.describe_steps(self._steps)}{done}")
         processes.say(describe_update(options, self.meta_model))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ligerzoo
-from ligerzoo.errors import CheckpointError
+from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files import checkpoint, checkpoint_writer
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.checkpoint_writer import write_checkpoint
@@ -397,6 +397,24 @@ def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"'pytorch_model.bin'.*Only safetensors files are read.*convert it"):
         Checkpoint(tmp_path)
+
+
+def test_the_directory_of_a_run_that_has_not_finished(tmp_path: Path) -> None:
+    message = "the directory of a run that has not finished; got {}; expected a model. {}ontinue the run with --resume."
+    for load in (ligerzoo.Tokenizer, ligerzoo.AutoModel):
+        (tmp_path / "log.jsonl").touch()
+        with pytest.raises(CheckpointError, match=message.format("'log.jsonl'", "C")):
+            load.from_pretrained(tmp_path)
+        for step in (900, 1000):
+            (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match=message.format(".*", f"Load {tmp_path / 'checkpoint-1000'}, its .*c")):
+            load.from_pretrained(tmp_path)
+        (tmp_path / "config.json").touch()
+        with pytest.raises(LigerzooError, match="tokenizer.json|not a valid JSON"):
+            load.from_pretrained(tmp_path)
+        for name in ("checkpoint-900", "checkpoint-1000"):
+            (tmp_path / name).rmdir()
+        (tmp_path / "config.json").unlink()
 
 
 def test_missing_shard_is_named(sharded: Path) -> None:

@@ -9,6 +9,8 @@ pytest.importorskip("accelerate")
 
 from transformers import pipeline
 
+from ligerzoo import AutoModel
+from ligerzoo.errors import LigerzooError
 from tests.integrations.clients import COMPARED, PLACEHOLDERS, Writer, ours, processor, theirs, tokenizer
 
 # transformers reads config.json of version 4.
@@ -34,6 +36,15 @@ def test_text_generation(model_type: str, checkpoints: dict[str, Path]) -> None:
         options = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": PLACEHOLDERS}
         found.append([generate(text, **options, **more) for text, more in CALLS])
     assert found[0] == found[1]
+
+
+def test_a_model_that_is_not_wrapped_is_refused(checkpoints: dict[str, Path]) -> None:
+    model = AutoModel.from_pretrained(checkpoints["llama"])
+    with pytest.raises(LigerzooError, match=r"^Llama: .* cannot be used in its pipelines. Give .*wrap\(model\)"):
+        pipeline("text-generation", model=model, tokenizer=tokenizer(), device="cpu")
+    model.lm_head.requires_grad_(False)
+    assert model.num_parameters() == ours(checkpoints["llama"]).num_parameters()
+    assert model.num_parameters(only_trainable=True) == model.num_parameters() - model.lm_head.weight.numel()
 
 
 def test_an_assistant(checkpoints: dict[str, Path]) -> None:

@@ -299,6 +299,17 @@ def test_the_pattern_takes_time_that_does_not_depend_on_the_number_of_texts() ->
     assert pattern_of(["a" * length for length in range(1, 1500)]).fullmatch("a" * 1499)
 
 
+def test_the_template_is_an_attribute() -> None:
+    tokenizer = Tokenizer({"tokenizer.json": Backend(models.WordLevel({"a": 0}, "a")).to_str().encode()}, "here")
+    assert tokenizer.chat_template is None
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == [0]
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    assert tokenizer.files.contents["chat_template.jinja"] == b"{{ messages[0].content }}"
+    with pytest.raises(TypeError, match="chat_template=None; expected a text"):
+        tokenizer.chat_template = None  # type: ignore[assignment]
+
+
 def test_without_special_tokens_all_is_text() -> None:
     tokenizer = Tokenizer({"tokenizer.json": Backend(models.WordLevel({"a": 0}, "a")).to_str().encode()}, "here")
     tokenizer.set_chat_template("{{ messages[0].content }}", "here")

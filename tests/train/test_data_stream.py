@@ -449,6 +449,8 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").unlink()
     (tmp_path / "a.jsonl").write_text('{"conversations": []}')
     refused('not a record of a known kind.*"value" becomes "content"', tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"instruction": "a", "input": "", "output": "b"}')
+    refused("not a record of a known kind.*instruction and input in the first content", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('{"prompt": null, "completion": "b"}')
     refused("a.jsonl:1: the field 'prompt' is null; got values of 'completion'", tmp_path / "a.jsonl")
     refused("listed twice", [tmp_path / "a.jsonl", tmp_path])

@@ -272,6 +272,9 @@ def test_a_dry_run_writes_nothing(
     assert shown.count("[[") == shown.count("]]") == shown.count(f"{data}:") == 3
     assert "60 samples" in shown
     assert not (tmp_path / "run").exists()
+    assert "--resume" not in shown
+    assert cli.main([*arguments(options(checkpoint, data, tmp_path / "run", resume=True)), "--dry-run"]) == 0
+    assert f"768 in all; --resume found no checkpoint in {tmp_path / 'run'}, so step" in capsys.readouterr().out
 
 
 def test_evaluation_is_logged_with_samples(checkpoint: Path, data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Ligerzoo models in transformers: `wrap` and auto classes. Needs transformers, which `[integrations]` installs."""
 
+from ligerzoo.exports import renamed
 from ligerzoo.integrations.transformers.wrapping import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -8,3 +9,5 @@ from ligerzoo.integrations.transformers.wrapping import (
 )
 
 __all__ = ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "wrap"]
+
+__getattr__ = renamed(__name__)

@@ -154,6 +154,11 @@ def record_kind(record: Fields) -> Kind:
             'Write {"messages": [{"role": "user", "content": ...}, ...]}: "from" becomes "role", with "human" as '
             '"user" and "gpt" as "assistant"; "value" becomes "content".'
         )
+    elif "instruction" in present:
+        remedy = (
+            'Write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, with '
+            "instruction and input in the first content, and output in the second; or prompt and completion."
+        )
     else:
         remedy = next(filter(None, (did_you_mean(name, required) for name in record if name not in required)), None)
     expected = "; or ".join(" and ".join(names.required) for names in FIELDS.values())

@@ -1,5 +1,6 @@
 """Optimizers, learning-rate schedules, gradient clipping and weight averaging, each usable alone in any loop."""
 
+from ligerzoo.exports import renamed
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES
 from ligerzoo.train.optimizers.ema import EMA
 from ligerzoo.train.optimizers.fp8_adamw import Fp8AdamW
@@ -35,3 +36,5 @@ __all__ = [
     "set_lr",
     "share_unchanged",
 ]
+
+__getattr__ = renamed(__name__)
