@@ -64,14 +64,14 @@ def foreign_modules(package: str) -> None:
         sys.modules[module.__name__] = module
 
 
-_EXPORTING = "models layers kernels losses generate adapters hub memory parallel train.optimizers".split()
+_EXPORTING = "models layers kernels losses generate adapters hub memory parallel train.optimizers"
 
 
 def _remedy(name: str, caller: FrameType) -> str | None:
     """Returns where a name is that another package exports, or our name for a foreign one; None if neither is known."""
     if name.startswith("_") or caller.f_code.co_filename.startswith("<frozen importlib"):  # looks for a submodule
         return None
-    for package in _EXPORTING:
+    for package in _EXPORTING.split():
         module = import_module(f"ligerzoo.{package}")
         if name in getattr(module, "__all__", vars(module)):
             return f"It is in ligerzoo.{package}"

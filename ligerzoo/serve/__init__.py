@@ -9,6 +9,7 @@
     options       sampling options of one request, and what a client may choose
     prompts       texts and conversations -> checked token ids
     engine_thread the thread that drives the scheduler for asynchronous callers
+    metrics       counters, as Prometheus reads them
     continuation  tokens -> text, up to a stop string
     batch         continues the prompts of a JSONL file
 

@@ -21,7 +21,7 @@ from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.generate import Request as GenerationRequest
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
 from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError
-from ligerzoo.serve.fields import STRING, Fields, Json, checked, parse_object
+from ligerzoo.serve.fields import STRING, Fields, Json, parse_object, read
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Endpoint, TextCompletion, detokenize_request, tokenize_request
@@ -43,7 +43,7 @@ class Service:
     Args:
         engine: runs the requests.
         encoder: encodes and checks the prompts.
-        name: the model's name, which requests must have.
+        name: the model's name; requests have it or none.
         max_body: largest size of a request's body in bytes.
 
     Attributes:
@@ -56,6 +56,7 @@ class Service:
         # Only texts to tokenize may be longer than the context, and take long: they do not keep prompts waiting.
         self._preparing, self._writing, self._tokenizing = Threads(8), Threads(8), Threads(2)
         self.bodies = Bodies(max_body, _MAX_BODIES * max_body)
+        self._name = name
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
 
     def app(self) -> Starlette:
@@ -63,6 +64,7 @@ class Service:
         app = Starlette(
             routes=[
                 Route("/health", self.health),
+                Route("/metrics", self.metrics),
                 Route("/v1/models", self.list_models),
                 Route("/v1/models/{name:path}", self.show_model),
                 Route("/v1/chat/completions", partial(self._respond, Chat), methods=["POST"]),
@@ -85,6 +87,9 @@ class Service:
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self._engine.is_running else 503)
 
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._engine.metrics_text(), media_type="text/plain; version=0.0.4")
+
     async def list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model]})
 
@@ -93,11 +98,10 @@ class Service:
         return JSONResponse(self._model)
 
     async def _convert(self, function: Callable[[Fields, PromptEncoder], Json], request: Request) -> Response:
-        """Responds to a request that needs the tokenizer only, whose `model` may be absent."""
+        """Responds to a request that needs the tokenizer only."""
 
         def respond(body: bytes) -> Response:
-            fields = self._read(body, is_model_required=False)
-            return _json_response(function(fields, self._encoder))
+            return _json_response(function(self._read(body), self._encoder))
 
         async with self.bodies.receive(request) as body:
             return await self._tokenizing.run(respond, body)
@@ -120,17 +124,16 @@ class Service:
         call = kind.read(self._read(body), self._encoder, self._engine.max_requests)
         return call, call.requests(self._encoder, self._engine), Outputs(call, self._encoder)
 
-    def _read(self, body: bytes, *, is_model_required: bool = True) -> Fields:
-        """Returns the fields of a body for this model."""
+    def _read(self, body: bytes) -> Fields:
+        """Returns the fields of a body for this model, which is the default of `model`."""
         check_values(body)
         fields = parse_object(body, "body")
-        if fields.get("model") is not None or is_model_required:
-            self._check_model(checked(fields.get("model"), "model", STRING._replace(expected=repr(self._model["id"]))))
-        return fields
+        self._check_model(read(fields, "model", STRING._replace(expected=repr(self._name)), self._name))
+        return {**fields, "model": self._name}
 
     def _check_model(self, name: str) -> None:
-        if name != self._model["id"]:
-            raise ModelNotFoundError(404, f"model: no such model; got {quote(name)}; expected {self._model['id']!r}")
+        if name != self._name:
+            raise ModelNotFoundError(404, f"model: no such model; got {quote(name)}; expected {self._name!r}")
 
 
 class Outputs:
@@ -238,7 +241,7 @@ def _json_response(content: object) -> Response:
 
 _ENDPOINTS = (
     "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, GET /v1/models, "
-    "GET /v1/models/NAME or GET /health"
+    "GET /v1/models/NAME, GET /metrics or GET /health"
 )
 
 

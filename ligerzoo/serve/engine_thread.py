@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Request, Scheduler, Update
+from ligerzoo.serve.metrics import Metrics
 
 log = logging.getLogger("ligerzoo.serve")
 
@@ -42,12 +44,14 @@ class Job:
         accepted: done when the scheduler has all requests.
         unfinished: positions of the requests whose last token does not exist yet. Only these count for
             `EngineThread.max_requests`: others do not wait for a caller that does not read its results.
+        waiting: positions of the unfinished requests without a token.
     """
 
     def __init__(self, engine: EngineThread, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.unfinished = set(range(len(requests)))
+        self.unfinished, self.waiting = set(range(len(requests))), set(range(len(requests)))
+        self._submitted = time.monotonic()
         self._results: asyncio.Queue[tuple[int, Update] | GenerationError] = asyncio.Queue()
         self._engine = engine
         self._unread = set(range(len(requests)))
@@ -66,22 +70,41 @@ class Job:
     def put(self, result: tuple[int, Update] | GenerationError) -> None:
         """Adds a result for the caller."""
         if isinstance(result, GenerationError):
-            self.unfinished.clear()
-        elif result[1].finish_reason is not None:
-            self.unfinished.discard(result[0])
+            self._finish(self.unfinished, "error")
+        else:
+            position, update = result
+            if position in self.unfinished and not update.is_prompt:
+                self._count_tokens(position, len(update.tokens))
+            if update.finish_reason is not None:
+                self._finish({position}, update.finish_reason)
         self._results.put_nowait(result)
 
+    def _count_tokens(self, position: int, number: int) -> None:
+        metrics = self._engine.metrics
+        metrics.new_tokens += number
+        if position in self.waiting:
+            self.waiting.discard(position)
+            metrics.first_tokens += 1
+            metrics.first_token_seconds += time.monotonic() - self._submitted
+
+    def _finish(self, positions: set[int], reason: str) -> None:
+        ended, metrics = positions & self.unfinished, self._engine.metrics
+        metrics.finished[reason] += len(ended)
+        metrics.request_seconds += len(ended) * (time.monotonic() - self._submitted)
+        self.unfinished, self.waiting = self.unfinished - ended, self.waiting - ended
+
     def cancel(self, position: int) -> None:
-        """Ends a request. Does nothing if it has finished."""
+        """Ends a request, whose text is complete. Does nothing if it has finished."""
         self._unread.discard(position)
         if position in self.unfinished:
-            self.unfinished.discard(position)
+            self._finish({position}, "stop")
             self._engine.cancel(self, [position])
 
     def close(self) -> None:
         """Ends all requests of the job, and makes room for others."""
         self._engine.cancel(self, self.unfinished)
-        self.unfinished, self._unread = set(), set()
+        self._finish(self.unfinished, "abort")
+        self._unread = set()
         self._engine.release(self)
 
 
@@ -96,10 +119,11 @@ class EngineThread:
         max_requests: as given.
         request: returns a request for `submit`, see `Scheduler.request`; in any thread.
         device: device of the model.
+        metrics: counters of the requests; of the event loop.
     """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler], *, max_requests: int) -> None:
-        self.max_requests = max_requests
+        self.max_requests, self.metrics = max_requests, Metrics()
         self._jobs: set[Job] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -133,7 +157,7 @@ class EngineThread:
             LigerzooError: the scheduler refuses a request now.
             GenerationError: the scheduler cannot be made.
         """
-        if sum(len(job.unfinished) for job in self._jobs) + len(requests) > self.max_requests:
+        if self._unfinished() + len(requests) > self.max_requests:
             raise OverloadedError
         self._loop = asyncio.get_running_loop()
         job = Job(self, requests)
@@ -144,7 +168,16 @@ class EngineThread:
         except BaseException:
             job.close()
             raise
+        self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
         return job
+
+    def metrics_text(self) -> str:
+        """Returns the counters in the format of Prometheus."""
+        waiting = sum(len(job.waiting) for job in self._jobs)
+        return self.metrics.text(waiting=waiting, running=self._unfinished() - waiting)
+
+    def _unfinished(self) -> int:
+        return sum(len(job.unfinished) for job in self._jobs)
 
     def cancel(self, job: Job, positions: Iterable[int]) -> None:
         """Removes requests of a job from the scheduler."""

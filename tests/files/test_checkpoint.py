@@ -407,10 +407,12 @@ def test_the_directory_of_a_run_that_has_not_finished(tmp_path: Path) -> None:
             load.from_pretrained(tmp_path)
         for step in (900, 1000):
             (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
-        with pytest.raises(CheckpointError, match=message.format(".*", f"Load {tmp_path / 'checkpoint-1000'}, its .*c")):
+        with pytest.raises(
+            CheckpointError, match=message.format(".*", f"Load {tmp_path / 'checkpoint-1000'}, its .*c")
+        ):
             load.from_pretrained(tmp_path)
         (tmp_path / "config.json").touch()
-        with pytest.raises(LigerzooError, match="tokenizer.json|not a valid JSON"):
+        with pytest.raises(LigerzooError, match=r"tokenizer\.json|not a valid JSON"):
             load.from_pretrained(tmp_path)
         for name in ("checkpoint-900", "checkpoint-1000"):
             (tmp_path / name).rmdir()

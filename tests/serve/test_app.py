@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.models import Llama
+from ligerzoo.serve.metrics import REASONS
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.serve.serving import Served, connection, post, serving
 
@@ -359,6 +361,13 @@ def test_a_context_that_is_too_long(client: Any) -> None:
         assert "expected at most 512 in total" in caught.value.body["message"]
 
 
+def test_the_model_is_the_default(client: Any, served: Served) -> None:
+    named = client.completions.create(prompt="x", **GREEDY)
+    for fields in ({"temperature": 0, "max_tokens": 16}, {**GREEDY, "model": None}):
+        status, content = post(served, json.dumps({**fields, "prompt": "x"}))
+        assert (status, content["model"], content["choices"][0]["text"]) == (200, "demo", named.choices[0].text)
+
+
 def test_an_unknown_model(client: Any) -> None:
     for call in (
         lambda: client.completions.create(model="other", prompt="x"),
@@ -381,7 +390,6 @@ def test_an_unknown_model(client: Any) -> None:
         (b'{"model": "demo", "prompt": "x", "temperature": NaN}', "NaN is not a JSON number"),
         (b'{"model": "demo", "prompt": "x", "temperature": 1e999}', "temperature: invalid value"),
         (b'{"model": "demo", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "body: not valid JSON"),
-        (b'{"prompt": "x"}', "model: invalid value"),
         (b'{"model": 7, "prompt": "x"}', "model: invalid value"),
         (b'{"model": "demo"}', "prompt: invalid value"),
     ],
@@ -391,6 +399,43 @@ def test_malformed_bodies(served: Served, body: bytes, message: str) -> None:
     assert status == 400
     assert message in content["error"]["message"]
     assert set(content["error"]) == {"message", "type", "param", "code"}
+
+
+def metrics(served: Served) -> dict[str, float]:
+    link = connection(served)
+    link.request("GET", "/metrics")
+    response = link.getresponse()
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = response.read().decode().splitlines()
+    link.close()
+    names = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert all(re.fullmatch(r'(\w+?)(_sum|_count)?({reason="\w+"})?', name)[1] in names for name in values)  # type: ignore[index]
+    return {name.removeprefix("ligerzoo_"): float(value) for name, value in values.items()}
+
+
+def test_metrics(served: Served) -> None:
+    model, tokenizer = served.model, served.tokenizer
+    with serving(model, tokenizer) as own, openai.OpenAI(base_url=own.url, api_key="none", max_retries=0) as client:
+        assert set(metrics(own).values()) == {0.0}
+        text = client.completions.create(prompt="import ", **GREEDY).choices[0].text
+        client.completions.create(prompt="import ", stop=text[4:6], n=2, **GREEDY)
+        own.pause.set()
+        stream = client.completions.create(prompt="import ", stream=True, **GREEDY)
+        assert metrics(own)["requests_waiting"] == 1
+        own.pause.clear()
+        next(iter(stream))
+        stream.close()
+        deadline = time.monotonic() + 20
+        while (found := metrics(own))["requests_running"]:
+            assert time.monotonic() < deadline
+        ended = {reason: found[f'requests_finished_total{{reason="{reason}"}}'] for reason in REASONS}
+        assert ended | {"length": 1, "abort": 1} == {"stop": 2, "length": 1, "abort": 1, "error": 0}
+        assert ended["length"] + ended["abort"] == 2  # the stream may have ended before it was closed
+        assert found["prompt_tokens_total"] == 4 * len(tokenizer.encode("import "))
+        assert found["new_tokens_total"] > 16
+        assert found["first_token_seconds_count"] == found["request_seconds_count"] == 4
+        assert 0 < found["first_token_seconds_sum"] < found["request_seconds_sum"]
 
 
 def test_unknown_paths_methods_and_types(served: Served) -> None:
