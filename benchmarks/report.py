@@ -19,6 +19,7 @@ from benchmarks.chart import Bar, Group, bar_chart
 from benchmarks.exact_report import mixture_figures, packed_figures, start_figures, update_chart, update_figures
 from benchmarks.generation_report import generation_chart, generation_figures
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
+from benchmarks.meshes_report import mesh_figures
 from benchmarks.readme_report import peer_table
 from benchmarks.row import OURS, compare
 from benchmarks.sharded_report import sharded_figures
@@ -35,7 +36,7 @@ TRAINERS = {
 LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shape in MXFP4"}
 ATTENTION = ("attention_sinks", "latent_attention")
 SUITES = (
-    "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "memory",
+    "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "meshes", "memory",
     "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, "delta_rule", "exact_updates", "packed_attention",
     "exact_mixtures", "starts",
 )  # fmt: skip
@@ -308,6 +309,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
         ("training", training_figures),
         ("training_80gb", partial(training_figures, title="Training on GPUs of 80 GB", chart="training_80gb")),
         ("sharded_training", sharded_figures),
+        ("meshes", mesh_figures),
         ("memory", memory_figures),
         ("generation", generation_figures),
         ("starts", start_figures),
