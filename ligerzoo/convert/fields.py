@@ -179,7 +179,7 @@ def rope_fields(raw: Entries, default_theta: float = 10000.0) -> RopeFields:
     rope_type = first_given(scaling, "rope_type", "type")
     if rope_type is None:
         rope_type = "default"
-    for name in ("rope_type", "type", "partial_rotary_factor"):
+    for name in ("rope_type", "type", *(["partial_rotary_factor"] if rope_type != "proportional" else [])):
         scaling.pop(name, None)
     theta = _first_not_null(("rope_theta", part.get("rope_theta")) for part in (scaling, raw))
     scaling.pop("rope_theta", None)

@@ -68,7 +68,7 @@ def head_shapes(model: CausalLM) -> list[HeadShape]:
             hasattr(part, "sinks"),
         )
         for part in model.modules()
-        if isinstance(part, Attention) and part.head_dim in HEAD_SIZES
+        if isinstance(part, Attention) and part.head_dim in HEAD_SIZES and part.key_projections
     )
     return list(dict.fromkeys(found))
 

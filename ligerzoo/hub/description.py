@@ -101,9 +101,15 @@ def read_description(
             expected = f"an option of from_pretrained or a field of {config_class.__name__}"
             raise ConfigError("unknown", where=name, expected=expected, remedy=nearest)
         config = architecture.config_from_hf(raw, config_class, overrides)
-        refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))  # null is false in transformers
+        refuse_other_direction(raw, config)
         stored_dtype(raw)  # raises if it is invalid
         return Description(path, raw, architecture, config, quantization, overrides)
+
+
+def refuse_other_direction(raw: Entries, config: object) -> None:
+    """Raises ConfigError if config.json asks for attention to later tokens, and the config of our model does not."""
+    is_causal = getattr(config, "is_causal", True)
+    refuse({"is_causal": True, **raw}, "is_causal", unless=(True, is_causal))  # null is false in transformers
 
 
 def read_config(name_or_path: str | Path, **hub_options: Unpack[HubOptions]) -> Any:

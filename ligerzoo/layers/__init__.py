@@ -8,6 +8,9 @@ Attention
     SinkAttention                         attention with sinks
     GatedAttention                        attention with an output gate
     GateProjectionAttention               an output gate with its own projection
+    SharingAttention                      norms of values, and sharing of keys and values
+    TiedValueAttention                    keys as values
+    SharedKeysAttention                   attention to the keys and values of an earlier layer
     AllHeadsRMSNorm                       norms of queries and keys over all heads
     RotaryNormAttention                   norms of queries and keys after rotation
     LatentAttention                       latent attention (MLA)
@@ -43,6 +46,7 @@ Mixtures of experts
     Router                                a softmax router
     SigmoidRouter                         a router without softmax (sigmoid, balancing bias)
     LogitRouter                           a router that selects by logits
+    ScaledRouter                          a softmax router of normalized tokens, with factors
     BiasedRouter                          a softmax router with a balancing bias
     GroupedRouter                         a softmax router within groups of experts
     DeepSeekMoE                           shared experts
@@ -53,6 +57,9 @@ Blocks
     PreNormBlock                          norms before the branches (pre-norm)
     PostNormBlock                         norms after the branches (OLMo 2)
     SandwichBlock                         norms before and after (sandwich)
+    ScaledSandwichBlock                   a sandwich times a number
+    ParallelMixture                       a mixture of experts parallel to the MLP of a block
+    LayerInput                            a further input of a block
     ScaledPreNormBlock                    branches times a constant (muP)
     GatedPreNormBlock                     branches times a learned gate
     LinearAttentionBlock                  a block of linear attention
@@ -64,6 +71,8 @@ Embeddings, decoder and head
     NormalizedEmbedding                   embeddings with a norm
     Linear                                a linear layer
     Decoder                               a whole decoder
+    PerLayerDecoder                       a decoder with per-layer embeddings
+    PerLayerInputs                        the inputs of its blocks
     BlockStack                            blocks alone
     LMHead                                the head, with a loss that never holds all logits
     shifted_labels                        the targets of labels
@@ -151,6 +160,13 @@ from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
+from ligerzoo.layers.per_layer_inputs import (
+    LayerInput,
+    ParallelMixture,
+    PerLayerDecoder,
+    PerLayerInputs,
+    ScaledSandwichBlock,
+)
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
     InterleavedSectionedRotaryEmbedding,
@@ -160,7 +176,8 @@ from ligerzoo.layers.rotary import (
     interleaved,
     sectioned,
 )
-from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, LogitRouter, Router, SigmoidRouter
+from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, LogitRouter, Router, ScaledRouter, SigmoidRouter
+from ligerzoo.layers.shared_attention import SharedKeysAttention, SharingAttention, TiedValueAttention
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
@@ -212,6 +229,7 @@ __all__ = [
     "LMHead",
     "LatentAttention",
     "LayerCache",
+    "LayerInput",
     "LayerNorm",
     "LayerOutputs",
     "Linear",
@@ -221,8 +239,11 @@ __all__ = [
     "MergerMLP",
     "MoE",
     "NormalizedEmbedding",
+    "ParallelMixture",
     "PatchEmbedding",
     "PatchMerger",
+    "PerLayerDecoder",
+    "PerLayerInputs",
     "PoolingProjector",
     "PostNormBlock",
     "PreNormBlock",
@@ -237,12 +258,17 @@ __all__ = [
     "SandwichBlock",
     "ScaledEmbedding",
     "ScaledPreNormBlock",
+    "ScaledRouter",
+    "ScaledSandwichBlock",
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
+    "SharedKeysAttention",
+    "SharingAttention",
     "SigmoidRouter",
     "SinkAttention",
     "StaticLayerCache",
     "StaticRecurrentLayerCache",
+    "TiedValueAttention",
     "TileEmbedding",
     "TileMask",
     "TilePositionEmbedding",

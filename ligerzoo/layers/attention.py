@@ -19,7 +19,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse, follows_cudnn
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
-from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache
+from ligerzoo.layers.cache import KeysAndValues, LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD, Linear, initialize
@@ -63,6 +63,11 @@ class Attention(nn.Module):
     query_parts: ClassVar[int] = 1
     """Outputs of `q_proj` of each head, as multiples of D."""
 
+    key_projections: ClassVar[tuple[str, ...]] = ("k_proj", "v_proj")
+    """The projections to keys and values that the layer has."""
+
+    k_proj: Linear
+    v_proj: Linear
     exchanged_heads = 0
     """Heads that processes must divide equally to divide rows, see `RowParts`; 0 if they need not."""
 
@@ -106,8 +111,8 @@ class Attention(nn.Module):
             raise LigerzooError(what, where="Attention", expected=f"at most head_dim={self.head_dim}")
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = Linear(hidden_size, self.query_parts * q_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.k_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.v_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
+        for name in self.key_projections:
+            setattr(self, name, Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype))
         self.o_proj = Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
 
@@ -127,7 +132,11 @@ class Attention(nn.Module):
         q, k = self.position(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
-        heads = q.shape[2]
+        return self.attend_to(q, KeysAndValues(k, v, cache), context)
+
+    def attend_to(self, q: Tensor, keys: KeysAndValues, context: Context) -> Tensor:
+        """Attends from queries with positions, (B, T, N, D), to all keys and values -> (B, T, N, D)."""
+        (k, v, cache), heads = keys, q.shape[2]
         q, k, v = context.parts.to_heads(q, k, v)
         mask = context.whole.mask(
             k.shape[1],
@@ -148,11 +157,13 @@ class Attention(nn.Module):
             return self.apply_rotary(q, k, context)
 
         rotated = normalize_and_rotate(q, k)
-        if q_norm is None or k_norm is None or not is_recording():
+        if not is_recording():
             return rotated
+        norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+        is_normalized = len(norms) == (2 if self.key_projections else 1)
         # Backward keeps the inputs of a norm. Rotation alone keeps neither inputs nor outputs.
-        if all(is_plain(norm, RMSNorm, AllHeadsRMSNorm) for norm in (q_norm, k_norm)):
-            recomputable(rotated, normalize_and_rotate, q, k, q_norm.weight, k_norm.weight)
+        if is_normalized and all(is_plain(norm, RMSNorm, AllHeadsRMSNorm) for norm in norms):
+            recomputable(rotated, normalize_and_rotate, q, k, *(norm.weight for norm in norms))
         return rotated
 
     def heads(self, features: Tensor) -> Tensor:
@@ -162,7 +173,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
         check_features(self, x, self.hidden_size)
-        return project(x, self.q_proj, self.k_proj, self.v_proj, backend=self.backend)
+        projections = (getattr(self, name) for name in ("q_proj", *self.key_projections))
+        return project(x, *projections, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""

@@ -225,4 +225,8 @@ class SandwichBlock(ResidualBlock):
         normalized, x = normalize(x, self.input_layernorm)
         attended = self.post_attention_layernorm(self.self_attn(normalized, context, cache))
         normalized, x = add_and_normalize(x, attended, self.pre_feedforward_layernorm)
-        return x + self.post_feedforward_layernorm(self.mlp(normalized, context))  # type: ignore[no-any-return]
+        return x + self.post_feedforward_layernorm(self.feed_forward(normalized, x, context))  # type: ignore[no-any-return]
+
+    def feed_forward(self, normalized: Tensor, x: Tensor, context: Context) -> Tensor:
+        """Returns the output of the second branch before its norm, from the hidden states with and without a norm."""
+        return self.mlp(normalized, context)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, 
 from __future__ import annotations
 
 import copy
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -127,6 +127,20 @@ class LayerCache:
     def make_writable(self) -> None:
         """See `KVCache.make_writable`."""
         self._keys, self._values = writable(self._keys), writable(self._values)
+
+
+class KeysAndValues(NamedTuple):
+    """What the queries of a layer attend to.
+
+    Attributes:
+        keys: (B, S, K, D).
+        values: (B, S, K, D).
+        cache: the cache to which the new ones were appended; None without one.
+    """
+
+    keys: Tensor
+    values: Tensor
+    cache: LayerCache | None
 
 
 class TokenCache(LayerCache):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import any_true, under_transform
-from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.cache import KeysAndValues, LayerCache
 from ligerzoo.layers.context_inputs import check_context_inputs
 from ligerzoo.layers.documents import Documents, segments, spans, unpadded
 from ligerzoo.layers.kv_cache import KVCache
@@ -71,6 +71,13 @@ class AddedFeatures(TokenInputs, Protocol):
 
     def add(self, x: Tensor, block: int) -> Tensor:
         """Returns the output of the block with this index plus its features; x: (B, T, H) -> (B, T, H)."""
+
+
+class BlockInputs(TokenInputs, Protocol):
+    """Further inputs of blocks, as `PerLayerInputs`."""
+
+    def of_block(self, block: int) -> Tensor:
+        """Returns the input of the block with this index, (B, T, P)."""
 
 
 class InputProperties(NamedTuple):
@@ -135,6 +142,8 @@ class Context:
             token itself.
         cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
+        block_inputs: inputs of blocks in addition to hidden states; initially None, for none.
+        shared_keys: keys and values of layers that later layers attend to as well, by name; initially empty.
         outputs: as given.
         documents: what attends to each other in packed or padded rows; None if the host does not know it.
         parts: as given.
@@ -159,6 +168,8 @@ class Context:
     position_ids: Tensor
     cross_attention_inputs: TokenInputs | None
     deepstack: AddedFeatures | None
+    block_inputs: BlockInputs | None
+    shared_keys: dict[str, KeysAndValues]
     outputs: LayerOutputs
     parts: RowParts
     _whole: Context | None
@@ -226,7 +237,8 @@ class Context:
         if position_ids is None:
             position_ids = self.token_positions() if exact else self._segment_positions()
         self.position_ids = position_ids
-        self.cross_attention_inputs = self.deepstack = None
+        self.cross_attention_inputs = self.deepstack = self.block_inputs = None
+        self.shared_keys = {}
         self.outputs = LayerOutputs(router_logits=[]) if outputs is None else outputs
         self._rotations, self._masks = {}, {}
 
@@ -292,7 +304,10 @@ class Context:
         rotations, masks = self._rotations, self._masks
         if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
             rotations, masks = dict(rotations), dict(masks)
-        return self.replace(outputs=self.outputs.of_block(), _rotations=rotations, _masks=masks)
+        shared_keys = dict(self.shared_keys)
+        return self.replace(
+            outputs=self.outputs.of_block(), shared_keys=shared_keys, _rotations=rotations, _masks=masks
+        )
 
     @property
     def whole(self) -> Context:
@@ -303,10 +318,12 @@ class Context:
         """Returns the tokens of this process, of (B, T, ...), and their context, which lacks masks: see `whole`."""
         if self.parts.count == 1:
             return x, self
-        own, parts, given = self.parts.own(x), self.parts, (self.deepstack, self.cross_attention_inputs)
-        deepstack, inputs = (one if one is None else one.own(parts, self.rows, self.tokens) for one in given)
-        changes = {"position_ids": parts.own(self.position_ids, dim=-1), "deepstack": deepstack}
-        return own, self.replace(_whole=self, tokens=own.shape[1], cross_attention_inputs=inputs, **changes)
+        own, parts = self.parts.own(x), self.parts
+        changes: dict[str, object] = {"position_ids": parts.own(self.position_ids, dim=-1)}
+        for name in ("deepstack", "cross_attention_inputs", "block_inputs"):
+            given = getattr(self, name)
+            changes[name] = None if given is None else given.own(parts, self.rows, self.tokens)
+        return own, self.replace(_whole=self, tokens=own.shape[1], **changes)
 
     def gather_outputs(self) -> None:
         """Gathers what layers stored of the tokens of this process."""

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligerzoo.kernels.recompute import Recompute, recomputing
 from ligerzoo.kernels.row_sums import split_row_sums
+from ligerzoo.layers.cache import KeysAndValues
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import check_exact
 from ligerzoo.layers.kv_cache import KVCache, new_layer_cache
@@ -89,6 +90,11 @@ class Decoder(nn.Module):
             states[-1] = x
         return x
 
+    @property
+    def embedding_tables(self) -> tuple[nn.Embedding, ...]:
+        """Embeddings of token ids other than `embed_tokens`."""
+        return ()
+
     def new_cache(
         self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
     ) -> KVCache:
@@ -135,9 +141,10 @@ def run_blocks(
         outputs.hidden_states.append(x)
     for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
         if level is Recompute.BLOCK:
-            x, stored = checkpoint(
+            x, stored, shared_keys = checkpoint(
                 _forward, layer, x, context, use_reentrant=False, preserve_rng_state=not _is_capturing(x)
             )
+            context.shared_keys.update(shared_keys)
             for name, tensors in stored.items():
                 getattr(outputs, name).extend(tensors)
         elif level is Recompute.NOTHING:
@@ -192,9 +199,11 @@ class BlockStack(nn.Module):
         return x, [outputs[index] for index in intermediate_layers]
 
 
-def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Returns the layer's output and what it appended to the context's lists; leaves `context` unchanged."""
-    context = context.fork()
+def _forward(
+    layer: nn.Module, x: Tensor, context: Context
+) -> tuple[Tensor, dict[str, list[Tensor]], dict[str, KeysAndValues]]:
+    """Returns the layer's output and what it stored in the context; leaves `context` unchanged."""
+    before, context = context.shared_keys, context.fork()
     with recomputing(Recompute.BLOCK):  # recomputation stops before the MLP, see `kernels.recompute`
         x = layer(x, context)
-    return x, context.outputs.stored()
+    return x, context.outputs.stored(), {n: keys for n, keys in context.shared_keys.items() if n not in before}

@@ -339,7 +339,8 @@ class KVCache:
                 raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
             lengths -= tokens
             return
-        layers = [layer for layer in self._self_attention if layer.length > 0]  # one without attention appends nothing
+        # A layer without keys and values appends nothing, and `set_length` gives it a length.
+        layers = [layer for layer in self._self_attention if layer.length > 0 and layer.rows is not None]
         for layer in layers:
             layer.check_removal(tokens)
         for layer in layers:

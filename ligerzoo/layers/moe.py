@@ -157,7 +157,7 @@ class MoE(nn.Module):
         if decoded is not None:
             logits, y = decoded
         else:
-            logits, expert_ids, expert_weights = _routed(self.gate, tokens)
+            logits, expert_ids, expert_weights = routed(self.gate, tokens)
             y = self.experts(tokens, expert_ids, expert_weights)
         if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
@@ -224,7 +224,7 @@ class DeepSeekMoE(MoE):
         return super().forward(x, context) + self.shared_experts(x)  # type: ignore[no-any-return]
 
 
-def _routed(gate: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def routed(gate: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result of a router. Raises WrongTypeError, which names its class, for another result."""
     result = gate(tokens)
     match result:

@@ -19,7 +19,7 @@ Scaling = Mapping[str, Any]
 
 _OPTIONAL_PARAMETERS = (
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim",
+    "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
 MAX_ROTARY_DIM = 2**16
 """Largest number of rotated features per head."""
@@ -92,6 +92,13 @@ def _dynamic(rope: Rope, frequencies: Tensor, longest: Tensor) -> Tensor:
     exponent = dim / max(dim - 2, 1)  # the only frequency of a single pair is 1 for every theta
     stretched = default_frequencies(dim, theta * (rope.factor * used / max_position - (rope.factor - 1)) ** exponent)
     return torch.where(longest > max_position, stretched, frequencies)
+
+
+def _proportional(rope: Rope) -> Tensor:
+    """Gemma 4: rotates the pairs of high frequency, a fraction `partial_rotary_factor` of all, and not the others."""
+    frequencies = rope.frequencies() / (rope.scaling.get("factor") or 1.0)
+    frequencies[int((rope.scaling.get("partial_rotary_factor") or 1.0) * rope.dim // 2) :] = 0
+    return frequencies
 
 
 def _llama3(rope: Rope) -> Tensor:
@@ -177,6 +184,7 @@ ROPE_TYPES: Mapping[str, RopeType] = {
     "default": RopeType(),
     "linear": RopeType(("factor",), _linear),
     "dynamic": RopeType(("factor",), choose=_dynamic, max_independent_length=lambda rope: rope.max_position),
+    "proportional": RopeType((), _proportional),
     "llama3": RopeType(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "yarn": RopeType(("factor",), _yarn, _yarn_attention_factor),
     "longrope": RopeType(
@@ -209,6 +217,9 @@ def scaling_error(scaling: object, dim: int) -> str | None:
             is_valid, expected = is_positive(value), "a positive number"
         if not is_valid:
             return f"invalid {name} of rope type {rope_type}; got {_short(value)}; expected {expected}"
+    if (scaling.get("partial_rotary_factor") or 0) > 1:
+        got = _short(scaling["partial_rotary_factor"])
+        return f"invalid partial_rotary_factor of rope type {rope_type}; got {got}; expected at most 1"
     if not isinstance(scaling.get("truncate"), bool | None):
         return f"invalid truncate of rope type {rope_type}; got {_short(scaling['truncate'])}; expected true or false"
     if scaling.get("mscale_all_dim") and rope_type != "default" and scaling.get("factor") is None:

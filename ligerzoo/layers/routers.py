@@ -11,14 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.checks import check, integer
 from ligerzoo.errors import warn
-from ligerzoo.kernels import Routing, route, route_sigmoid
+from ligerzoo.kernels import Routing, rms_norm, route, route_sigmoid
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.linear_fp32 import linear_fp32
 from ligerzoo.kernels.route import select_experts, selection_scores
 from ligerzoo.kernels.row_sums import unsplit_linear
 from ligerzoo.layers.exactness import Obstacle, never_exact
-from ligerzoo.layers.linear import INIT_STD, init_matrix, initialize
+from ligerzoo.layers.linear import INIT_STD, Linear, init_matrix, initialize
 from ligerzoo.tensor_checks import explains_options
 
 
@@ -388,6 +389,71 @@ class GroupedRouter(Router):
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
         yield never_exact(self, "a softmax router without groups and a factor")
+
+
+class ScaledRouter(nn.Module):
+    """Selects k of E experts for normalized tokens, and scales their weights (Gemma 4).
+
+    With p = softmax(proj(norm(x) * scale / sqrt(H))), the experts with the k largest p are selected, and weighted by p,
+    divided by its sum over the k, times a learned factor of the expert. The norm has no weight.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_token: k.
+        eps: of the norm.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Attributes:
+        proj: to the logits.
+        scale: (H,).
+        per_expert_scale: (E,).
+    """
+
+    @explains_options
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        eps: float = 1e-6,
+        *,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check("ScaledRouter", integer(1, num_experts), num_experts_per_token=num_experts_per_token)
+        self.num_experts_per_token, self.eps = num_experts_per_token, eps
+        self.backend: Backend = check_backend(backend)
+        self.proj = Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.scale = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.per_expert_scale = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
+        initialize(self, ScaledRouter)
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the scales to 1, whatever `std` is."""
+        nn.init.ones_(self.scale)
+        nn.init.ones_(self.per_expert_scale)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Probabilities (T, E), fp32, which transformers calls logits; expert ids (T, k), the most probable first;
+            expert weights (T, k), fp32.
+        """
+        normalized = rms_norm(x, None, self.eps, backend=self.backend)
+        logits = self.proj(normalized * self.scale * x.shape[-1] ** -0.5)
+        ids, weights = select_experts(logits, self.num_experts_per_token, renormalize=True, backend=self.backend)
+        return router_probabilities(logits), ids, weights * self.per_expert_scale[ids]
+
+    def exact_obstacles(self) -> Iterator[Obstacle]:
+        """See `Attention.exact_obstacles`."""
+        yield never_exact(self, "a softmax router without scales")
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts_per_token}, eps={self.eps}"
 
 
 def _renormalizes(router: nn.Module, num_experts_per_token: int, renormalize: bool | None) -> bool:

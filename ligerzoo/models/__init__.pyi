@@ -28,6 +28,8 @@ from ligerzoo.models.gemma3 import Gemma3Config as Gemma3Config
 from ligerzoo.models.gemma3 import Gemma3VisionConfig as Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text as _Gemma3Text
 from ligerzoo.models.gemma3_text import Gemma3TextConfig as Gemma3TextConfig
+from ligerzoo.models.gemma4_text import Gemma4Text as _Gemma4Text
+from ligerzoo.models.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
 from ligerzoo.models.glm import Glm as _Glm
 from ligerzoo.models.glm import GlmConfig as GlmConfig
 from ligerzoo.models.glm4 import Glm4 as _Glm4
@@ -162,6 +164,9 @@ class Gemma3(_Gemma3):
 
 class Gemma3Text(_Gemma3Text):
     def __init__(self, config: Gemma3TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Gemma4Text(_Gemma4Text):
+    def __init__(self, config: Gemma4TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Glm(_Glm):
     def __init__(self, config: GlmConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

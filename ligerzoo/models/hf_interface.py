@@ -113,7 +113,8 @@ class HFInterface(nn.Module):
                     "not a number of tokens", where=name, got=repr(number), expected="an integer, 1 or more"
                 )
         embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
-        modules = [module for module in (embedding, head) if module is not None]
+        tables = self.model.embedding_tables
+        modules = [module for module in (embedding, head, *tables) if module is not None]
         parameters = (getattr(module, name, None) for name in ("weight", "bias") for module in modules)
         weights = [parameter for parameter in parameters if parameter is not None]
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
@@ -134,10 +135,12 @@ class HFInterface(nn.Module):
             )
         for weight in dict.fromkeys(weights):  # a tied weight once
             _resize_rows(weight, size)
-        embedding.num_embeddings = size
+        for table in (embedding, *tables):
+            table.num_embeddings = size
         names = (name for name, module in self.named_modules() if module in modules)
         self.replaced_weights |= dict.fromkeys(names)
-        self.config = dataclasses.replace(self.config, vocab_size=size)  # type: ignore[type-var]
+        sizes = {name: size for name in ("vocab_size", "vocab_size_per_layer_input") if hasattr(self.config, name)}
+        self.config = dataclasses.replace(self.config, **sizes)  # type: ignore[type-var]
         return embedding
 
     @property

@@ -184,7 +184,7 @@ class MoECausalLM(CausalLM):
 class DeepSeekMoECausalLM(CausalLM):
     """A causal language model with MoE layers, without a load-balancing loss."""
 
-    config: RoutedConfig
+    config: DecoderConfig
 
     def aux_loss(self, context: Context) -> Tensor | None:
         """Returns None: `output_router_logits` adds no loss."""

@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
     "gemma3_text": "Gemma3Text",
+    "gemma4_text": "Gemma4Text",
     "glm": "Glm",
     "glm4": "Glm4",
     "glm4_moe": "Glm4Moe",

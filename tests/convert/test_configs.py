@@ -58,15 +58,23 @@ def test_class_attributes_are_the_defaults_of_fields(model_type: str) -> None:
 
 def value_of(config: Any, name: str) -> Any:
     """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
-    parts = [config.get_text_config(), config]
+    parts = parts_of(config)
     if name == "tie_word_embeddings" and config.model_type.startswith("qwen3") and parts[0] is not config:
         parts.reverse()  # only the entry of the top level has an effect
     fields = [(part, n) for part in parts for n in RENAMED.get(name, (name,))]
     return next((value for part, n in fields if (value := getattr(part, n, None)) is not None), MEANT.get(name))
 
 
+def parts_of(config: Any) -> list[Any]:
+    """Returns the decoder's part and the whole, with sizes of Gemma 4 that full-attention layers replace."""
+    parts = [config.get_text_config(), config]
+    for part in parts:
+        part.allow_global_per_layer_attribute_access = True
+    return parts
+
+
 def has(config: Any, name: str) -> bool:
-    return name in RENAMED or hasattr(config, name) or hasattr(config.get_text_config(), name)
+    return name in RENAMED or any(hasattr(part, name) for part in parts_of(config))
 
 
 def with_entries(config: Mapping[str, Any], **entries: Any) -> dict[str, Any]:

@@ -51,6 +51,16 @@ QWEN_LARGE = 152064
 QWEN3_5 = 248320
 GLM = 151552
 
+GEMMA_4 = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA_4_MIXTURE = {
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 704,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+}
+
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "apertus": [sized(131072, 4096, 21504, 32, 8), sized(131072, 8192, 43008, 64, 8)],
     "granite_swa": [{}],
@@ -90,6 +100,10 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         sized(GEMMA_3 + 64, 5376, 21504, 32, 16, head_dim=128, vision_config=SIGLIP),
     ],
     "gemma3_text": [sized(GEMMA_3, 640, 2048, 4, 1), sized(GEMMA_3, 1152, 6912, 4, 1)],
+    "gemma4_text": [
+        sized(GEMMA_3, 2560, 10240, 8, 2, num_kv_shared_layers=2, **GEMMA_4),
+        sized(GEMMA_3, 2816, 2112, 16, 8, hidden_size_per_layer_input=0, **GEMMA_4, **GEMMA_4_MIXTURE),
+    ],
     "glm": [{}],
     "glm4": [{}, sized(GLM, 6144, 23040, 48, 2)],
     "glm4_moe": [

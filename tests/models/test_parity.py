@@ -43,7 +43,7 @@ KEPT_IN_FP32 = (
 )
 """Ends of the names of tensors that loading and saving leave in fp32."""
 
-ROUNDED_OTHERWISE = "flint", "granite_swa", "granitemoe_swa", "kolibri1", "muse_glimmer_text"
+ROUNDED_OTHERWISE = "flint", "gemma4_text", "granite_swa", "granitemoe_swa", "kolibri1", "muse_glimmer_text"
 """Types whose sinks, experts or factors of queries transformers rounds elsewhere in half precision."""
 
 

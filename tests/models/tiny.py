@@ -106,12 +106,16 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
             if is_recurrent and (values := well_conditioned(name, noise)) is not None:
                 parameter.copy_(values)
                 continue
-            is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
+            is_scale = re.search(r"(norm(_?\d|_pre|_post)?|ln_q)\.weight$|\.router\.(per_expert_)?scale$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
-        for name, bias in model.named_buffers():
+            if name.endswith("self_attn.q_norm.weight") and config["model_type"].startswith("gemma4"):
+                parameter *= 0.15  # there, scores have no scale
+        for name, buffer in model.named_buffers():
             if stays_fp32(name, config):
-                bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

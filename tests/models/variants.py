@@ -21,6 +21,10 @@ def variant(
     return Tiny(f"{base['model_type']} {name}", config, **options)
 
 
+ROUTERS = ".gate.weight", ".router.proj.weight"
+"""Ends of the names of the matrices of routers."""
+
+
 def with_steady_mixtures(tensors: Tensors) -> Tensors:
     """Changes MoE weights so that routing and logits are stable under bf16 rounding.
 
@@ -31,7 +35,7 @@ def with_steady_mixtures(tensors: Tensors) -> Tensors:
     features. Routers read them and give the experts well-separated logits, in another order for each value of the bits.
     Expert outputs are scaled down.
     """
-    experts = max((len(tensor) for name, tensor in tensors.items() if name.endswith(".gate.weight")), default=1)
+    experts = max((len(tensor) for name, tensor in tensors.items() if name.endswith(ROUTERS)), default=1)
     bits = (experts - 1).bit_length()
 
     def signs(numbers: int) -> Tensor:
@@ -42,9 +46,13 @@ def with_steady_mixtures(tensors: Tensors) -> Tensors:
             tensor[:, :bits] = 2 * signs(len(tensor))
         elif name.endswith("layernorm.weight"):
             tensor[:bits] = 1
-        elif name.endswith((".o_proj.weight", ".down_proj.weight", ".experts.down_proj")):
+        elif name.endswith(
+            (".o_proj.weight", ".down_proj.weight", ".experts.down_proj", "per_layer_projection.weight")
+        ):
             tensor[..., :bits, :] = 0
-        elif name.endswith(".gate.weight"):
+        elif name.endswith(".router.scale"):
+            tensor[:bits] = tensor.shape[0] ** 0.5
+        elif name.endswith(ROUTERS):
             tensor[:, bits:] *= 0.05
             tensor[:, :bits] = 0.4 * 2.0 ** torch.arange(bits) * signs(len(tensor))
         elif name.endswith(".linear_fc2.weight") and "merger" in name:
