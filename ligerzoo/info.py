@@ -40,6 +40,8 @@ PARTS = {
     "vision_tower.": "vision tower",
     "vision_model.": "vision tower",
     "multi_modal_projector.": "projector",
+    "vision_adapter.": "projector",
+    "vision_projection.": "projector",
     "embed_tokens": "embedding",
     "lm_head": "head",
     "score.weight": "head",

@@ -110,7 +110,8 @@ def test_logits_and_gradients_without_copies(tiny: Tiny) -> None:
     got = under_their_names(ours, gradients(ours), expected_gradients)
     assert got.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
-        if "vision_tower" in name and name.endswith("k_proj.bias"):  # its exact gradient is zero
+        is_rotated = tiny.config["model_type"] == "muse_glimmer"
+        if "vision_tower" in name and name.endswith("k_proj.bias") and not is_rotated:  # its exact gradient is zero
             largest = TOLERANCE * expected_gradients[name.replace("bias", "weight")].abs().max()
             assert max(got[name].abs().max(), gradient.abs().max()) <= largest
         else:

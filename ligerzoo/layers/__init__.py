@@ -102,6 +102,8 @@ Images
     MergerMLP                             the same as one MLP
     VisionTower                           a vision tower for images and videos of any size
     WindowedVisionTower                   a vision tower with windows
+    RasterVisionTower                     a vision tower of patches row by row
+    PositionedPatchEmbedding              patches with learned positions
     DeepStackVisionTower                  a vision tower with features of inner blocks (DeepStack)
     DeepStack                             features that are added between blocks
     ResampledPositionEmbedding            learned positions for images of any size
@@ -167,6 +169,7 @@ from ligerzoo.layers.per_layer_inputs import (
     PerLayerInputs,
     ScaledSandwichBlock,
 )
+from ligerzoo.layers.raster_vision import PositionedPatchEmbedding, RasterVisionTower
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
     InterleavedSectionedRotaryEmbedding,
@@ -245,9 +248,11 @@ __all__ = [
     "PerLayerDecoder",
     "PerLayerInputs",
     "PoolingProjector",
+    "PositionedPatchEmbedding",
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "RasterVisionTower",
     "RecurrentLayerCache",
     "ResampledPositionEmbedding",
     "ReversedRotaryEmbedding",

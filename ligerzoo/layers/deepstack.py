@@ -53,11 +53,12 @@ class DeepStack(NamedTuple):
 class ResampledPositionEmbedding(Embedding):
     """Learned embedding of positions on a square grid, resampled bilinearly to the grid of each image.
 
-    The corners of both grids coincide, as with `align_corners=True` of `torch.nn.functional.interpolate`.
-
     Args:
         side: positions per side of the learned grid.
         embed_dim: E.
+        align_corners: the centers of the corners of both grids coincide, as in `torch.nn.functional.interpolate`;
+            otherwise their edges do, and what is beyond the centers of the learned grid's corners blends with 0, as in
+            `torch.nn.functional.grid_sample`.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class ResampledPositionEmbedding(Embedding):
         side: int,
         embed_dim: int,
         *,
+        align_corners: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(side**2, embed_dim, device=device, dtype=dtype)
-        self.side = side
+        self.side, self.align_corners = side, align_corners
 
     def forward(self, positions: Tensor, sizes: Tensor) -> Tensor:  # type: ignore[override]
         """Interpolates in fp32. Returns (N, E) fp32.
@@ -78,10 +80,17 @@ class ResampledPositionEmbedding(Embedding):
             positions: (2, N) int64, row and column of each patch.
             sizes: (2, N) int64, rows and columns of the patch's image.
         """
-        source = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        if self.align_corners:
+            source = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        else:
+            source = (positions.float() + 0.5) * self.side / sizes - 0.5
         low = source.floor()
-        taps = low.long(), (low.long() + 1).clamp(max=self.side - 1)
         weights = 1 - (source - low), source - low
+        taps = low.long(), low.long() + 1
+        if not self.align_corners:
+            inside = [(tap >= 0) & (tap < self.side) for tap in taps]
+            weights = weights[0] * inside[0], weights[1] * inside[1]
+        taps = taps[0].clamp(min=0), taps[1].clamp(max=self.side - 1)
         result: Tensor | None = None
         for (row, _), (row_weight, _) in zip(taps, weights, strict=True):
             for (_, column), (_, column_weight) in zip(taps, weights, strict=True):
@@ -162,7 +171,7 @@ class DeepStackVisionTower(VisionTower):
 
         The arguments are those of `VisionTower.forward`.
         """
-        patches, is_first, positions = self._check_frames(patches, grid_thw)
+        patches, is_first, positions = self.checked(patches, grid_thw, self.merge_size)
         frames = PatchSegments(is_first, positions, patches.device)
         image = image_of_patch(grid_thw.to(positions.device), len(patches))
         sizes = grid_thw.to(positions.device)[:, 1:].T[:, image]

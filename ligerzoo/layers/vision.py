@@ -144,16 +144,21 @@ class VisionTower(nn.Module):
         Raises:
             ValueError: the number of patches or a side does not match the grids.
         """
-        patches, is_first, positions = self._check_frames(patches, grid_thw)
+        patches, is_first, positions = self.checked(patches, grid_thw, self.merge_size)
         frames = PatchSegments(is_first, positions, patches.device)
         x = frames.batch(self.patch_embed(patches))
         x = run_blocks(self.blocks, x, frames.context, checkpoints=self.gradient_checkpointing)
         return self.merger(x)  # type: ignore[no-any-return]
 
-    def _check_frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def checked(self, patches: Tensor, grid_thw: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Checks the grids. Returns the patches, see `validated`, and their `patch_positions`.
 
         Positions are on the CPU, except under torch.compile.
+
+        Args:
+            patches: see `forward`, as for `grid_thw`.
+            grid_thw: t, h and w of each image.
+            side: side of the blocks of patches that order them; 1 for row by row.
         """
         if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
             raise ValueError(f"grid_thw has shape {tuple(grid_thw.shape)}; expected (images, 3): t, h and w of each")
@@ -168,7 +173,7 @@ class VisionTower(nn.Module):
                 f"and h and w to be multiples of {self.merge_size}"
             ),
         )
-        return patches, *patch_positions(grid, count, self.merge_size)
+        return patches, *patch_positions(grid, count, side)
 
 
 class WindowedVisionTower(VisionTower):
@@ -190,7 +195,7 @@ class WindowedVisionTower(VisionTower):
 
     def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
         """See `VisionTower.forward`."""
-        patches, is_first, positions = self._check_frames(patches, grid_thw)
+        patches, is_first, positions = self.checked(patches, grid_thw, self.merge_size)
         order, is_first_in_window = window_order(is_first, positions, self.window * self.merge_size)
         frames, windows = (
             PatchSegments(first, positions[:, order], patches.device) for first in (is_first, is_first_in_window)

@@ -73,8 +73,11 @@ from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
 from ligerzoo.models.mllama import Mllama as _Mllama
 from ligerzoo.models.mllama import MllamaConfig as MllamaConfig
 from ligerzoo.models.mllama_vision import MllamaVisionConfig as MllamaVisionConfig
+from ligerzoo.models.muse_glimmer import MuseGlimmer as _MuseGlimmer
+from ligerzoo.models.muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from ligerzoo.models.muse_glimmer_text import MuseGlimmerText as _MuseGlimmerText
 from ligerzoo.models.muse_glimmer_text import MuseGlimmerTextConfig as MuseGlimmerTextConfig
+from ligerzoo.models.muse_glimmer_vision import MuseGlimmerVisionConfig as MuseGlimmerVisionConfig
 from ligerzoo.models.nanochat import NanoChat as _NanoChat
 from ligerzoo.models.nanochat import NanoChatConfig as NanoChatConfig
 from ligerzoo.models.olmo2 import Olmo2 as _Olmo2
@@ -230,6 +233,9 @@ class Mixtral(_Mixtral):
 
 class Mllama(_Mllama):
     def __init__(self, config: MllamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class MuseGlimmer(_MuseGlimmer):
+    def __init__(self, config: MuseGlimmerConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class MuseGlimmerText(_MuseGlimmerText):
     def __init__(self, config: MuseGlimmerTextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from ligerzoo.layers import MLP, LayerNorm, SectionedRotaryEmbedding, VisionTower
 from ligerzoo.models.config import rotary_arguments
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
-from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, patch_merger, tower_parts
+from ligerzoo.models.vision_lm import (
+    SectionedVisionLM,
+    SectionedVisionLMConfig,
+    VisionTowerConfig,
+    patch_merger,
+    tower_parts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,7 @@ class Qwen2VLVisionConfig(VisionTowerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VisionLMConfig(Qwen2Config, VisionLMConfig):
+class Qwen2VisionLMConfig(Qwen2Config, SectionedVisionLMConfig):
     """Configuration of Qwen2 with a vision tower.
 
     Defaults: those of transformers' Qwen2VLTextConfig and Qwen2_5_VLTextConfig, close to the 72B models.
@@ -61,7 +67,7 @@ class Qwen2VisionLMConfig(Qwen2Config, VisionLMConfig):
     max_window_layers: int = field(default=80, metadata={"least": 0})
 
 
-class Qwen2VisionLM(VisionLM):
+class Qwen2VisionLM(SectionedVisionLM):
     """Qwen2 with a language-model head and a vision tower; the arguments are those of `VisionLM`."""
 
     def __init__(self, config: Qwen2VisionLMConfig, visual: VisionTower) -> None:

@@ -16,7 +16,7 @@ from ligerzoo.layers import (
 )
 from ligerzoo.layers.rotary import are_interleaved_sections
 from ligerzoo.models.config import are_indices, refuse_unless, rotary_arguments
-from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
+from ligerzoo.models.vision_lm import SectionedVisionLM, SectionedVisionLMConfig, VisionTowerConfig, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Qwen3VLVisionConfig(Qwen3VisionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VisionLMConfig(VisionLMConfig):
+class Qwen3VisionLMConfig(SectionedVisionLMConfig):
     """Configuration of Qwen3 or Qwen3.5 with a vision tower.
 
     Attributes:
@@ -93,7 +93,7 @@ class Qwen3VisionLMConfig(VisionLMConfig):
         refuse_unless(is_valid, "mrope_section", sections, expected, "invalid sections")
 
 
-class Qwen3VisionLM(VisionLM):
+class Qwen3VisionLM(SectionedVisionLM):
     """Qwen3 or Qwen3.5 with a vision tower; the arguments are those of `VisionLM`.
 
     Text separates the frames of a video.

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "mllama": "Mllama",
+    "muse_glimmer": "MuseGlimmer",
     "muse_glimmer_text": "MuseGlimmerText",
     "nanochat": "NanoChat",
     "olmo2": "Olmo2",
@@ -66,6 +67,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 VISION_CONFIGS = {
     "Gemma3VisionConfig": "gemma3",
     "MllamaVisionConfig": "mllama_vision",
+    "MuseGlimmerVisionConfig": "muse_glimmer_vision",
     "Qwen2VLVisionConfig": "qwen2_vl",
     "Qwen2_5VLVisionConfig": "qwen2_5_vl",
     "Qwen3VLVisionConfig": "qwen3_vision",

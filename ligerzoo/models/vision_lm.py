@@ -1,4 +1,4 @@
-"""Shared by Qwen's models with images and videos, at positions in time, height and width."""
+"""Shared by models with images and videos of any size: Qwen's, at positions in time, height and width, and others."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ligerzoo.layers import (
     Decoder,
     DeepStack,
     Grids,
+    LMHead,
     PatchEmbedding,
     PatchMerger,
     PreNormBlock,
@@ -71,9 +72,9 @@ class VisionTowerConfig(ABC):
         """Features of a patch."""
 
     @property
-    @abstractmethod
-    def token_features(self) -> int:
-        """Features of an output token; equals the decoder's `hidden_size`."""
+    def token_features(self) -> int | None:
+        """Features of an output token, which equal the decoder's `hidden_size`; None for a tower of any number."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +83,36 @@ class VisionLMConfig(DecoderConfig):
 
     Attributes:
         vision_config: config of the vision tower.
-        mrope_section: feature pairs of a head that rotate by time, height and width.
         image_token_id: placeholder token that image embeddings replace.
         video_token_id: placeholder token that video embeddings replace.
+    """
+
+    vision_config: VisionTowerConfig
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+
+    def validate(self) -> None:
+        super().validate()
+        features, size = self.vision_config.token_features, self.hidden_size
+        what = "the tower's output features differ from the decoder's"
+        refuse_unless(features in (None, size), "vision_config", features, f"hidden_size, {size}", what)
+
+    @property
+    def all_layers(self) -> int:
+        return self.num_hidden_layers + self.vision_config.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class SectionedVisionLMConfig(VisionLMConfig):
+    """Config of a decoder with positions in time, height and width, and a vision tower.
+
+    Attributes:
+        mrope_section: feature pairs of a head that rotate by time, height and width.
         vision_start_token_id: token before an image or video; unused by the model.
         vision_end_token_id: token after an image or video; unused by the model.
     """
 
-    vision_config: VisionTowerConfig
     mrope_section: Sequence[int] = field(default_factory=lambda: [16, 24, 24])
-    image_token_id: int = 151655
-    video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
 
@@ -102,13 +122,6 @@ class VisionLMConfig(DecoderConfig):
         is_valid = are_indices(sections) and len(sections) == 3 and sum(sections) == pairs
         expected = f"three integers, 0 or more, that add up to {pairs}, half of the rotated features"
         refuse_unless(is_valid, "mrope_section", sections, expected, "invalid sections")
-        features, size = self.vision_config.token_features, self.hidden_size
-        what = "the tower's output features differ from the decoder's"
-        refuse_unless(features == size, "vision_config", features, f"hidden_size, {size}", what)
-
-    @property
-    def all_layers(self) -> int:
-        return self.num_hidden_layers + self.vision_config.depth
 
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
@@ -120,24 +133,34 @@ class VisionLM(CausalLM):
 
     Args:
         config: config of the architecture.
-        model: token ids to final hidden states, with a rotary embedding of three axes.
-        visual: the vision tower.
+        model: token ids to final hidden states.
+        lm_head: see `CausalLM`.
+        parts: the vision tower, with the name `tower_name`, and further modules.
 
     Attributes:
         separates_frames: in prompts, text separates the frames of a video, which have the positions of images.
-        frames_advance: positions after a video continue after its last frame, as in transformers 4, instead of only
-            after its last row or column, as in transformers 5.
     """
 
     config: VisionLMConfig
-    visual: VisionTower
+    tower_name: ClassVar[str] = "visual"
     separates_frames = False
-    frames_advance = False
     inputs_per_video: ClassVar[tuple[str, ...]] = ("frame_interval",)
     """Model inputs with an entry for each video."""
 
-    def __init__(self, config: VisionLMConfig, model: Decoder, visual: VisionTower) -> None:
-        super().__init__(config, model, visual=visual)
+    def __init__(
+        self, config: VisionLMConfig, model: Decoder, lm_head: LMHead | None = None, **parts: nn.Module
+    ) -> None:
+        super().__init__(config, model, lm_head, **parts)
+
+    @property
+    def tower(self) -> VisionTower:
+        """The vision tower."""
+        tower: VisionTower = getattr(self, self.tower_name)
+        return tower
+
+    def embed_patches(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
+        """Returns the embeddings of images, (N / m^2, H), and DeepStack features, if any; see `VisionTower.forward`."""
+        return self.tower(patches, grid_thw)  # type: ignore[no-any-return]
 
     @property
     def placeholders(self) -> Mapping[int, str]:
@@ -157,9 +180,6 @@ class VisionLM(CausalLM):
     ) -> Tensor:
         """Embeds tokens, images and videos: (B, T) token ids -> (B, T, H). Embeddings (B, T, H) are returned unchanged.
 
-        Sets the context's positions on three axes, unless they were given. With images, position ids on one axis only
-        mark the segments of a packed row.
-
         Args:
             x: `input_ids` or `inputs_embeds` of `forward`.
             context: positions and mask of these tokens.
@@ -176,7 +196,7 @@ class VisionLM(CausalLM):
         """
         if self.separates_frames and frame_interval is not None:
             raise ValueError("frame_interval: got a value; expected None, since timestamps in the text separate frames")
-        c, m, one = self.config, self.visual.merge_size, torch.ones((), device=x.device)
+        c, m, one = self.config, self.tower.merge_size, torch.ones((), device=x.device)
         kinds = (
             (c.image_token_id, pixel_values, image_grid_thw, one),
             (c.video_token_id, pixel_values_videos, video_grid_thw, one if frame_interval is None else frame_interval),
@@ -194,14 +214,14 @@ class VisionLM(CausalLM):
             mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
             is_separate = self.separates_frames and token_id == c.video_token_id
             grids.append(Grids(mask, grid // grid.new_tensor([1, m, m]), interval, is_separate))
-            output = self.visual(patches, grid)  # (N, H), or (1 + L, N, H) with DeepStack features
+            output = self.embed_patches(patches, grid)  # (N, H), or (1 + L, N, H) with DeepStack features
             tokens, *features = output.view(-1, *output.shape[-2:])
             embeddings = scatter_embeddings(embeddings, mask, tokens, grids[-1].runs)
             deepstack.append((masked_index(mask, len(tokens)), *features))
         if any(features for _, *features in deepstack):
             index, *levels = (torch.cat(tensors) for tensors in zip(*deepstack, strict=True))
             context.deepstack = DeepStack(index, levels)
-        self._set_positions(context, grids)
+        self.set_positions(context, grids)
         return embeddings
 
     def repeat_rows(
@@ -216,7 +236,7 @@ class VisionLM(CausalLM):
                 continue
             mask = input_ids == token_id if attention_mask is None else (input_ids == token_id) & attention_mask.bool()
             sizes = grid.prod(1)
-            items = repeated_items(mask, sizes // self.visual.merge_size**2, repeats)
+            items = repeated_items(mask, sizes // self.tower.merge_size**2, repeats)
             pieces = repeated[patches].split(sizes.tolist())
             repeated[patches], repeated[grid_name] = torch.cat([pieces[item] for item in items]), grid[items]
             for name in others:
@@ -225,7 +245,40 @@ class VisionLM(CausalLM):
         types = repeated.get("mm_token_type_ids")
         return repeated if types is None else {**repeated, "mm_token_type_ids": types.repeat_interleave(repeats, 0)}
 
-    def _set_positions(self, context: Context, grids: list[Grids]) -> None:
+    def set_positions(self, context: Context, grids: list[Grids]) -> None:
+        """Sets the context's positions of the tokens of images and videos; they have those of text by default.
+
+        Args:
+            context: positions and mask of the tokens.
+            grids: the images, and the videos, if the batch has some.
+        """
+
+
+class SectionedVisionLM(VisionLM):
+    """`VisionLM` with positions on three axes, time, height and width; its decoder has a rotary embedding for them.
+
+    `embed` sets these positions in the context, unless they were given. With images, position ids on one axis only mark
+    the segments of a packed row.
+
+    Args:
+        config: config of the architecture.
+        model: token ids to final hidden states.
+        visual: the vision tower.
+
+    Attributes:
+        frames_advance: positions after a video continue after its last frame, as in transformers 4, instead of only
+            after its last row or column, as in transformers 5.
+    """
+
+    config: SectionedVisionLMConfig
+    visual: VisionTower
+    frames_advance = False
+
+    def __init__(self, config: SectionedVisionLMConfig, model: Decoder, visual: VisionTower) -> None:
+        super().__init__(config, model, visual=visual)
+
+    def set_positions(self, context: Context, grids: list[Grids]) -> None:
+        """See `VisionLM.set_positions`."""
         cache, token_positions = context.cache, context.token_positions()
         before = None if cache is None else cache.position_offset
         if context.position_ids.ndim == 3:
@@ -258,6 +311,16 @@ def tower_parts(
         mlp: builds the MLP of a block.
         patch_bias: add a bias to the patch embedding.
     """
+    c = config
+    patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
+    embedding = PatchEmbedding(patch, c.patch_features, bias=patch_bias)
+    return embedding, tower_blocks(c, norm, mlp)
+
+
+def tower_blocks(
+    config: VisionTowerConfig, norm: Callable[[], nn.Module], mlp: Callable[[], nn.Module]
+) -> list[PreNormBlock]:
+    """Builds the blocks of a vision tower. The arguments are those of `tower_parts`."""
     c, features = config, config.patch_features
     rotary = AxialRotaryEmbedding(2, features // c.num_heads, in_fp32=True)
 
@@ -265,9 +328,7 @@ def tower_parts(
         attention = Attention(features, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True)
         return PreNormBlock(norm(), attention, norm(), mlp())
 
-    patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
-    embedding = PatchEmbedding(patch, features, bias=patch_bias)
-    return embedding, [block() for _ in range(c.depth)]
+    return [block() for _ in range(c.depth)]
 
 
 def patch_merger(config: VisionTowerConfig, norm: nn.Module) -> PatchMerger:

@@ -12,7 +12,7 @@ from ligerzoo.checks import integer
 from ligerzoo.vision.io import check_size, pillow
 from ligerzoo.vision.settings import POSITIVE, Settings
 
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its resampling filters; preprocessor_config.json uses them
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of its resampling filters; preprocessor_config.json uses them
 
 RGB = tuple[float, float, float]
 CLIP_MEAN: RGB = (0.48145466, 0.4578275, 0.40821073)

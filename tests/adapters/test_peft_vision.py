@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
 
-TOWERS = {"gemma3": "vision_tower", "mllama": "vision_model"}
+TOWERS = {"gemma3": "vision_tower", "mllama": "vision_model", "muse_glimmer": "vision_tower"}
 """Names of the vision towers; others are named "visual"."""
 
 

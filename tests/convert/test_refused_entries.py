@@ -49,5 +49,5 @@ def test_groups_of_a_deepseek_v2_with_too_few_experts_are_refused() -> None:
 def test_bases_of_single_layers_that_transformers_ignores(thetas: object) -> None:
     """Where a layer of Muse Glimmer has a base, transformers rotates by that of all layers."""
     entries = {"num_hidden_layers": 2, "layer_rope_theta": thetas}
-    with pytest.raises(ConfigError, match="layer_rope_theta: invalid rotary bases; .* each 0 or rope_theta, 10000.0"):
+    with pytest.raises(ConfigError, match=r"layer_rope_theta: invalid rotary bases; .* each 0 or rope_theta, 10000\.0"):
         architecture_of("muse_glimmer_text").config_from_hf(entries)

@@ -27,9 +27,9 @@ def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
 def apart(row: Row, vision_config: Mapping[str, Any]) -> Row:
     """Returns the row with videos as the model reads them: Qwen3-VL has text, a timestamp, before each frame.
 
-    So has Qwen3.5. Their towers have learned positions.
+    So have Qwen3.5 and Muse Glimmer. Their towers have learned positions.
     """
-    if "num_position_embeddings" not in vision_config:
+    if not vision_config.keys() & {"num_position_embeddings", "position_side", "pos_emb_height"}:
         return row
     pieces: Row = []
     for piece in row:
@@ -73,7 +73,8 @@ class Prompt:
 
 
 def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left") -> Prompt:
-    m = vision_config["spatial_merge_size"]
+    v = {"in_channels": 3, "temporal_patch_size": vision_config.get("patch_temporal"), **vision_config}
+    m = v.get("spatial_merge_size") or v["merge_size"]
     texts: list[list[int]] = []
     grids: dict[int, list[Grid]] = {IMAGE: [], VIDEO: []}
     for row in rows:
@@ -92,7 +93,7 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
     ids = torch.tensor([pad + text if side == "left" else text + pad for text, pad in both])
     both = zip(texts, pads, strict=True)
     mask = [[0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + pad for text, pad in both]
-    size = vision_config["in_channels"] * vision_config["temporal_patch_size"] * vision_config["patch_size"] ** 2
+    size = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2
     vision = {}
     names = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
     for kind, (pixels, grid) in names.items():

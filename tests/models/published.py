@@ -9,6 +9,7 @@ from torch import nn
 from ligerzoo.convert import architecture_of
 from ligerzoo.models import (
     Gemma3VisionConfig,
+    MuseGlimmerVisionConfig,
     Qwen2_5VLVisionConfig,
     Qwen2VLVisionConfig,
     Qwen3VisionConfig,
@@ -134,6 +135,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     ],
     "mixtral": [{}, sized(MISTRAL, 6144, 16384, 48, 8)],
     "mllama": [{}, sized(LLAMA_3, 8192, 28672, 64, 8)],
+    "muse_glimmer": [{"vision_config": MuseGlimmerVisionConfig(depth=2)}],
     "muse_glimmer_text": [{}],
     "nanochat": [sized(65536, 1280, 5120, 10, 10), sized(65536, 2048, 8192, 16, 16)],
     "olmo2": [

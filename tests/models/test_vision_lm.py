@@ -1,4 +1,4 @@
-"""Qwen's vision models against transformers: every tiny checkpoint on text, images, videos and padded batches."""
+"""Models of images of any size against transformers: every tiny checkpoint on text, images, videos, padded batches."""
 
 import copy
 import dataclasses
@@ -18,10 +18,11 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
-from ligerzoo.layers import Context, GatedDeltaNet
-from ligerzoo.models import Qwen2_5VL, Qwen3_5, Qwen3VL
+from ligerzoo.layers import Context, GatedDeltaNet, GateProjectionAttention
+from ligerzoo.models import MuseGlimmer, Qwen2_5VL, Qwen3_5, Qwen3VL
 from ligerzoo.models.vision_lm import VisionLM
 from tests.models import (
+    tiny_muse_glimmer,
     tiny_qwen2_5_vl,
     tiny_qwen2_vl,
     tiny_qwen3_5,
@@ -47,12 +48,14 @@ from tests.models.tiny import Tiny, random_model
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5)
+DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5, tiny_muse_glimmer)
 FAMILIES = (*DENSE, tiny_qwen3_vl_moe, tiny_qwen3_5_moe)
 ON_THE_HUB = [family.CHECKPOINTS[0] for family in DENSE]  # the MoEs differ in the MLPs only
+SECTIONED = ON_THE_HUB[:4]  # with positions on three axes
 # Qwen3.5 has the tower and the positions of Qwen3-VL.
 ONCE_PER_TOWER = [*ON_THE_HUB[:3], pytest.param(ON_THE_HUB[3], marks=pytest.mark.thorough)]
-LATER_ON_THE_HUB = [pytest.param(ON_THE_HUB[0], marks=pytest.mark.thorough), *ONCE_PER_TOWER[1:]]
+THOROUGH = [pytest.param(row, marks=pytest.mark.thorough) for row in (ON_THE_HUB[0], ON_THE_HUB[4])]
+LATER_ON_THE_HUB = [*THOROUGH, *ONCE_PER_TOWER[1:]]
 FIRST_ON_THE_HUB = [ON_THE_HUB[0], *(pytest.param(row, marks=pytest.mark.thorough) for row in ON_THE_HUB[1:])]
 
 every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
@@ -98,8 +101,13 @@ def prompt_for(model: VisionLM, rows: list[Row], side: str = "left") -> Prompt:
     return Prompt(cpu_prompt.ids.to(model.device), cpu_prompt.mask.to(model.device), vision)
 
 
+def types_for(theirs: PreTrainedModel, p: Prompt) -> dict[str, Tensor]:
+    """Returns the input from which transformers' models with positions on three axes compute these."""
+    return {"mm_token_type_ids": p.types} if p.vision and hasattr(theirs.model, "get_rope_index") else {}
+
+
 def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
-    types = {"mm_token_type_ids": p.types} if p.vision else {}
+    types = types_for(theirs, p)
     if getattr(theirs.config.get_text_config(), "output_router_logits", False):
         options = {"output_router_logits": True, **options}  # transformers 5.17 does not read the config's entry
     return theirs(input_ids=p.ids, attention_mask=p.mask, **p.vision, **types, **options)
@@ -141,7 +149,7 @@ def assert_same_training(ours: VisionLM, theirs: PreTrainedModel, rows: list[Row
     expected_gradients = gradients(theirs)
     got = under_their_names(ours, gradients(ours), expected_gradients)
     assert got.keys() == expected_gradients.keys()
-    assert any("visual" in name for name in expected_gradients) == bool(p.vision)
+    assert any("vis" in name for name in expected_gradients) == bool(p.vision)  # visual, vision_tower
     for name, gradient in expected_gradients.items():
         assert_close(got[name], gradient, f"gradient of {name}")
 
@@ -163,7 +171,8 @@ def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
 def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
     ours, theirs = bf16_models
     exact = copy.deepcopy(theirs).float()
-    is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
+    # transformers rounds convolutions and gates, and scaled queries, more often.
+    rounds_otherwise = any(isinstance(m, GatedDeltaNet | GateProjectionAttention) for m in ours.modules())
 
     def draw() -> tuple[Tensor, Tensor, Tensor]:
         p = prompt_for(ours, rows)
@@ -171,7 +180,7 @@ def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str,
         assert got.dtype == expected.dtype == torch.bfloat16
         return got, expected, theirs_on(exact, p).logits[p.mask == 1]
 
-    if device == "cpu" and not is_recurrent:
+    if device == "cpu" and not rounds_otherwise:
         with rounding_as_eager():
             assert_same_bf16(*draw()[:2])
     assert_errors_as_small(draw, device, draws=4)
@@ -184,7 +193,7 @@ def test_greedy_generation(models: tuple[VisionLM, PreTrainedModel], name: str) 
     ours, theirs = models
     p = prompt_for(ours, PROMPTS[name])
     got = ours.generate(p.ids, p.mask, max_new_tokens=8, eos_token_id=[], **p.vision)
-    types = {"mm_token_type_ids": p.types} if p.vision else {}
+    types = types_for(theirs, p)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
     if hasattr(ours.config, "output_router_logits"):
         options["output_router_logits"] = False  # transformers cannot compute the loss of new tokens with padding
@@ -291,6 +300,7 @@ def test_positions_as_in_transformers_4(model: VisionLM, rows: list[Row]) -> Non
         assert offset[i].item() == max(map(max, row_positions)) + 1 - len(row_positions)
 
 
+@pytest.mark.parametrize("hub_row", SECTIONED, indirect=True, ids=lambda row: row.config["model_type"])
 @torch.no_grad()
 def test_adjacent_images(model: VisionLM) -> None:
     """Grids separate them."""
@@ -299,6 +309,7 @@ def test_adjacent_images(model: VisionLM) -> None:
     assert got[:, 0].T.tolist() == [[0] * 3, [1] * 3, [2] * 3, [2, 3, 2], [4] * 3, [4, 4, 5], [6] * 3]
 
 
+@pytest.mark.parametrize("hub_row", SECTIONED, indirect=True, ids=lambda row: row.config["model_type"])
 @torch.no_grad()
 def test_given_position_ids(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
@@ -386,7 +397,7 @@ def test_packed(model: VisionLM, by_positions: bool) -> None:
     with torch.no_grad():
         context = Context(both.ids, **packing)
         model.embed(both.ids, context, **both.vision)
-        assert (context.position_ids[:, 0, [0, lengths[0]]] == 0).all()
+        assert (context.position_ids[..., 0, [0, lengths[0]]] == 0).all()
         got = model(both.ids, **packing, **both.vision).logits.split(lengths, 1)
         for part, alone in zip(got, (a, b), strict=True):
             assert_close(part, model(**alone).logits, "logits")
@@ -405,7 +416,7 @@ def test_gradient_checkpointing(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
     inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.vision}
     calls: list[nn.Module] = []
-    blocks = [*model.visual.blocks, *model.model.layers]
+    blocks = [*model.tower.blocks, *model.model.layers]
     hooks = [block.register_forward_pre_hook(lambda block, _: calls.append(block)) for block in blocks]
     found, counts = [], []
     for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
@@ -416,7 +427,7 @@ def test_gradient_checkpointing(model: VisionLM) -> None:
     model.gradient_checkpointing_disable()
     for hook in hooks:
         hook.remove()
-    once = [2] * len(model.visual.blocks) + [1] * len(model.model.layers)  # the tower runs for images and for videos
+    once = [2] * len(model.tower.blocks) + [1] * len(model.model.layers)  # the tower runs for images and for videos
     assert counts == [once, [2 * count for count in once]]
     assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
     for name, gradient in found[0].items():
@@ -427,13 +438,13 @@ def test_frozen_tower(model: VisionLM) -> None:
     p = prompt_for(model, [[5, image(2, 3), 20]])
     inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.vision}
     whole = all_gradients(model, **inputs)
-    model.visual.requires_grad_(False)
+    model.tower.requires_grad_(False)
     try:
-        assert not model.visual(p.vision["pixel_values"], p.vision["image_grid_thw"]).requires_grad
+        assert not model.tower(p.vision["pixel_values"], p.vision["image_grid_thw"]).requires_grad
         got = all_gradients(model, **inputs)
     finally:
-        model.visual.requires_grad_(True)
-    assert got.keys() == {name for name in whole if not name.startswith("visual.")}
+        model.tower.requires_grad_(True)
+    assert got.keys() == {name for name in whole if not name.startswith(f"{model.tower_name}.")}
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, whole[name])
 
@@ -451,7 +462,7 @@ def test_frozen_tower(model: VisionLM) -> None:
 def test_compiled(model: VisionLM, backend: str) -> None:
     """Full graph: images of one size, then of others; after Qwen2-VL, a padded batch with videos."""
     batches = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]]
-    if isinstance(model, Qwen2_5VL | Qwen3VL | Qwen3_5):
+    if isinstance(model, Qwen2_5VL | Qwen3VL | Qwen3_5 | MuseGlimmer):
         batches = [PROMPTS["a padded batch"]]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -509,7 +520,8 @@ def test_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     assert AutoModel.from_pretrained(tmp_path).config == config
     theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
-    assert any(name.endswith("visual.blocks.0.attn.qkv.weight") for name in stored_tensors(tmp_path))
+    names = "visual.blocks.0.attn.qkv.weight", "vision_tower.layers.0.attn.q_proj.weight"
+    assert any(name.endswith(names) for name in stored_tensors(tmp_path))
     ids = torch.arange(9)[None]
     assert_close(model(ids).logits, theirs(ids).logits, "logits")
 
@@ -561,7 +573,7 @@ def test_placeholders_without_their_input(model: VisionLM) -> None:
         model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
     assert model.modalities[-1] == "mm_token_type_ids"
     with pytest.raises(
-        LigerzooError, match=r"images: not an option of generate or input of Qwen.*; expected .*pixel_values"
+        LigerzooError, match=r"images: not an option of generate or input of (Qwen|Muse).*; expected .*pixel_values"
     ):
         model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
@@ -588,6 +600,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("changes, named", INVALID)
+@pytest.mark.parametrize("hub_row", SECTIONED, indirect=True, ids=lambda row: row.config["model_type"])
 def test_invalid_configs(hub_row: Tiny, changes: dict[str, Any], named: str) -> None:
     text = {name: value for name, value in changes.items() if name in ("hidden_size", "mrope_section")}
     if "mrope_section" in text:
@@ -604,7 +617,9 @@ def test_invalid_configs(hub_row: Tiny, changes: dict[str, Any], named: str) -> 
 def test_more_blocks_than_tensors(hub_row: Tiny, tmp_path: Path) -> None:
     hub_row.write(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["vision_config"]["depth"] = 10**9
+    for name in raw["vision_config"].keys() & {"depth", "num_hidden_layers"}:
+        raw["vision_config"][name] = 10**9
+    raw["vision_config"].pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="fewer tensors than layers"):
         AutoModel.from_pretrained(tmp_path)

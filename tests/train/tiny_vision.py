@@ -21,6 +21,9 @@ from ligerzoo.models import (
     Mllama,
     MllamaConfig,
     MllamaVisionConfig,
+    MuseGlimmer,
+    MuseGlimmerConfig,
+    MuseGlimmerVisionConfig,
     Qwen2_5VL,
     Qwen2_5VLConfig,
     Qwen2VL,
@@ -41,25 +44,33 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
 QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-KINDS = [*QWENS, "gemma3", "mllama"]
+KINDS = [*QWENS, "muse_glimmer", "gemma3", "mllama"]
 
 _QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TOKENS = {
     **dict.fromkeys(QWENS, _QWEN_TOKENS),
+    "muse_glimmer": ["<|eot|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|video|>"],
     "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     "mllama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>"],
 }
 """Special tokens, from id 256 on."""
 
-END = {**dict.fromkeys(QWENS, "<|im_end|>"), "gemma3": "<end_of_turn>", "mllama": "<|eot_id|>"}
+END = {
+    **dict.fromkeys(QWENS, "<|im_end|>"),
+    "muse_glimmer": "<|eot|>",
+    "gemma3": "<end_of_turn>",
+    "mllama": "<|eot_id|>",
+}
 BOS = {"gemma3": "<bos>", "mllama": "<|begin_of_text|>"}
 PLACEHOLDERS = {
     **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
+    "muse_glimmer": "<|patch|>",
     "gemma3": "<start_of_image>",
     "mllama": "<|image|>",
 }
 HEADERS = {
     **dict.fromkeys(QWENS, ("<|im_start|>", "\n")),
+    "muse_glimmer": ("", ": "),
     "gemma3": ("<start_of_turn>", "\n"),
     "mllama": ("<|start_header_id|>", "<|end_header_id|>"),
 }
@@ -70,6 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "qwen3_5": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "qwen3_5_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
+    "muse_glimmer": {"processor_class": "MuseGlimmerProcessor", "patch_size": 4, "max_image_tokens": 16},
     "gemma3": {"processor_class": "Gemma3Processor", "size": {"height": 24, "width": 24}},
     "mllama": {"processor_class": "MllamaProcessor", "size": {"height": 12, "width": 12}},
 }
@@ -158,6 +170,15 @@ def new_model(kind: str) -> CausalLM:
                 sizes = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16}
                 vision_25 = Qwen2_5VLVisionConfig(**tower, **sizes, fullatt_block_indexes=[1])
                 model = Qwen2_5VL(Qwen2_5VLConfig(**text, vision_config=vision_25))
+        case "muse_glimmer":
+            adapter = {"position_side": 3, "hidden_size": 16, "intermediate_size": 24}
+            adapted = MuseGlimmerVisionConfig(depth=2, num_heads=2, patch_size=4, **adapter)
+            glimmer = MuseGlimmerConfig(
+                **_TEXT, vocab_size=264, head_dim=8, sliding_window=8, image_token_id=ids["<|patch|>"],
+                video_token_id=ids["<|video|>"], eos_token_id=ids["<|eot|>"], vision_config=adapted,
+                out_hidden_size=64, projector_hidden_size=20,
+            )  # fmt: skip
+            model = MuseGlimmer(glimmer)
         case "gemma3":
             siglip = Gemma3VisionConfig(
                 hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=24,
