@@ -6,6 +6,7 @@ torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ def start_processes(device: str | torch.device | None = None, *, timeout: timede
         own = torch.device("cuda", numbers["LOCAL_RANK"])
         torch.cuda.set_device(own)
     if not dist.is_initialized():
+        _warn_of_restarts()
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo", timeout=timeout, device_id=own if kind == "cuda" else None
         )
@@ -112,6 +114,20 @@ def start_processes(device: str | torch.device | None = None, *, timeout: timede
         expected = f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']}"
         raise ConfigError(what, where="torch.distributed", got=got, expected=expected)
     return Processes(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], own)
+
+
+def _warn_of_restarts() -> None:
+    """Warns that processes which torchrun starts again may read the addresses of those before them, and wait forever.
+
+    Its agents keep one store for all attempts (PyTorch issue 135712).
+    """
+    restarts, shares = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
+    if restarts not in (None, "0") and shares == "True" and os.environ.get("RANK") == "0":
+        warnings.warn(
+            f"torchrun --max-restarts {restarts}: processes that it starts again may wait for those before them; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun",
+            stacklevel=3,
+        )
 
 
 def stop_processes() -> None:

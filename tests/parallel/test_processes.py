@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Llama, LlamaConfig
@@ -60,6 +61,19 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="more processes than GPUs on this host; got 3; expected less than 2"):
         start_processes("cuda")
+
+
+def test_restarts_with_the_store_of_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's variables without and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    for name, value in {**WHOLE, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="--max-restarts 3: .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        start_processes("cpu")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    start_processes("cpu")
 
 
 @pytest.mark.parametrize("error", [ValueError("a"), KeyboardInterrupt(), SystemExit(1)])

@@ -164,6 +164,7 @@ class Hosts:
     ) -> None:
         port, log = free_port(), directory / f"{Path(given['output']).name}.txt"
         local, agents = environment() | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}, []
+        local["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with log.open("a") as file:
             for _ in range(hosts):
                 torchrun = [
