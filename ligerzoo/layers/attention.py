@@ -30,7 +30,7 @@ from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.layers.static_cache import StaticLayerCache
-from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.layers.tensor_plan import Heads, TensorPlan
 from ligerzoo.tensor_checks import explains_options
 
 _AT_LEAST_1_OR_NONE = or_none(AT_LEAST_1)
@@ -208,9 +208,17 @@ class Attention(nn.Module):
 
     def tensor_plan(self) -> TensorPlan:
         """Divides the heads over the processes of tensor parallelism."""
-        heads = self.k_proj.out_features // self.head_dim
+        count, kv_count = (x // self.head_dim for x in (self.o_proj.in_features, self.k_proj.out_features))
         norms = tuple(name for name in ("q_norm", "k_norm") if getattr(getattr(self, name), "spans_heads", False))
-        return TensorPlan({"key-value heads": heads}, ("q_proj", "k_proj", "v_proj"), ("o_proj",), norms=norms)
+        heads = Heads(self.k_proj.out_features, kv_count)
+        return TensorPlan(
+            {"heads": count},
+            ("q_proj", "k_proj", "v_proj"),
+            ("o_proj",),
+            norms=norms,
+            shared={"key-value heads": kv_count},
+            heads=dict.fromkeys(("k_proj", "v_proj", *(name for name in norms if name == "k_norm")), heads),
+        )
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""

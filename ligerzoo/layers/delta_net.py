@@ -29,7 +29,7 @@ from ligerzoo.layers.linear import INIT_STD, Linear, initialize
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
-from ligerzoo.layers.tensor_plan import TensorPlan
+from ligerzoo.layers.tensor_plan import Heads, TensorPlan
 from ligerzoo.tensor_checks import explains_options
 
 _LARGEST_DECAY = 16.0
@@ -235,12 +235,14 @@ class GatedDeltaNet(nn.Module):
 
     def tensor_plan(self) -> TensorPlan:
         """Divides the heads over the processes of tensor parallelism."""
-        sizes = self.key_size, self.key_size, self.value_size
+        keys = Heads(self.key_size, self.exchanged_heads)
+        values = Heads(self.value_size, self.value_size // self.value_head_dim)
         return TensorPlan(
-            {"key heads": self.exchanged_heads},
+            {"value heads": values.number},
             ("in_proj_z", "in_proj_b", "in_proj_a"),
             ("out_proj",),
-            fused={"in_proj_qkv": sizes, "conv1d": sizes},
+            shared={"key heads": keys.number},
+            fused=dict.fromkeys(("in_proj_qkv", "conv1d"), (keys, keys, values)),
             own=("A_log", "dt_bias"),
         )
 
@@ -284,14 +286,15 @@ class GatedDeltaNet(nn.Module):
         A_log: Tensor = self.A_log
         dt_bias: Tensor = self.dt_bias
         if parts.count > 1:
-            *heads, b, a = parts.to_heads(*self._heads(qkv), b[..., None], a[..., None])
+            channels = self._channels(weight, 0, b.shape[2])
+            *heads, b, a = parts.to_heads(*self._heads(qkv, b.shape[2]), b[..., None], a[..., None])
             qkv, b, a = torch.cat([part.flatten(2) for part in heads], 2), b.squeeze(3), a.squeeze(3)
-            weight = torch.cat([parts.own_heads(part) for part in self._channels(weight, 0)])
+            weight = torch.cat([parts.own_heads(part) for part in channels])
             A_log, dt_bias = parts.own_heads(A_log), parts.own_heads(dt_bias)
         g, beta = delta_gates(a, b, A_log, dt_bias, backend=self.backend)
         if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not qkv.requires_grad:
             conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x), 1))
-            q, k, v = self._heads(self.conv1d.step(qkv, conv_state))
+            q, k, v = self._heads(self.conv1d.step(qkv, conv_state), b.shape[2])
             o = gated_delta_step(q, k, v, g, beta, state, backend=self.backend)
             cache.count(1)
         else:
@@ -302,7 +305,7 @@ class GatedDeltaNet(nn.Module):
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
             result = gated_delta_rule(
-                *self._heads(mixed),
+                *self._heads(mixed, b.shape[2]),
                 g,
                 beta,
                 initial_state=state_before,
@@ -319,14 +322,15 @@ class GatedDeltaNet(nn.Module):
         gated = self.norm(parts.to_tokens(o, z.shape[2]), z)
         return self.out_proj(gated.flatten(-2))  # type: ignore[no-any-return]
 
-    def _channels(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Splits the channels of all heads, or of as many key heads and value heads, into queries, keys and values."""
-        sizes = self.key_size, self.key_size, self.value_size
-        return x.split_with_sizes([size * x.shape[dim] // sum(sizes) for size in sizes], dim)
+    def _channels(self, x: Tensor, dim: int, value_heads: int) -> tuple[Tensor, ...]:
+        """Splits the channels of some value heads, and their key heads, into queries, keys and values."""
+        values = value_heads * self.value_head_dim
+        keys = (x.shape[dim] - values) // 2
+        return x.split_with_sizes([keys, keys, values], dim)
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, value_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v)."""
-        q, k, v = self._channels(qkv, -1)
+        q, k, v = self._channels(qkv, -1, value_heads)
         keys, values = (-1, self.key_head_dim), (-1, self.value_head_dim)
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)  # type: ignore[no-untyped-call]
 

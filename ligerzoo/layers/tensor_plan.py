@@ -21,6 +21,23 @@ _ROW = {"weight": 1, "lora_A": 1}
 _EMBEDDING = {"weight": 0, "lora_embedding_A": 1}
 
 
+class Heads(NamedTuple):
+    """Output features of a linear layer that are heads.
+
+    Attributes:
+        features: of all heads.
+        number: number of heads.
+    """
+
+    features: int
+    number: int
+
+    def own(self, x: Tensor, rank: int, processes: int) -> Tensor:
+        """Returns the heads of a process, (features, ...): one of several that share it if there are fewer heads."""
+        size, first = self.features // self.number, rank * self.number // processes
+        return x.narrow(0, first * size, max(1, self.number // processes) * size)
+
+
 class DividedParameter(NamedTuple):
     """A parameter of a layer, and how its processes use it.
 
@@ -29,15 +46,15 @@ class DividedParameter(NamedTuple):
         name: its name there.
         dim: the dimension that is divided; None if it is whole.
         is_added_once: whether it is a term of the sum of all processes, as the bias of a row-parallel layer.
-        fused: sizes of its parts in the first dimension, such as queries, keys and values: it is whole, and a process
-            computes with its share of each part; empty for one part.
+        parts: its parts in the first dimension, such as queries, keys and values: it is whole, and a process computes
+            with its heads of each part. Empty if it does not.
     """
 
     module: nn.Module
     name: str
     dim: int | None
     is_added_once: bool = False
-    fused: tuple[int, ...] = ()
+    parts: tuple[Heads, ...] = ()
 
     @property
     def value(self) -> Tensor:
@@ -50,12 +67,16 @@ class TensorPlan:
     """How tensor parallelism divides a layer.
 
     Attributes:
-        units: sizes that the number of processes has to divide, by name, such as key-value heads.
+        units: sizes that the number of processes has to divide, by name, such as heads.
         columns: linear layers whose output features are divided, by attribute name.
         rows: linear layers whose input features are divided; their products are parts of a sum.
         norms: norms over all features of which a process has some, as `AllHeadsRMSNorm`.
-        fused: children whose output features are divided within each of several parts, and the sizes of the parts.
-            Their parameters are whole in every process, since a part of a DTensor is in one piece.
+        shared: numbers of heads that others share, by name, such as heads of keys and values: several processes have
+            the same one if they are fewer. The number of processes has to divide them, or to be a multiple of them.
+        heads: the output features of columns and norms that are such heads. Fewer of them than processes are whole in
+            every process.
+        fused: children whose output features are divided within each of several parts. Their parameters are whole in
+            every process, since a part of a DTensor is in one piece.
         kind: how the parts become the output. All but "sum" divide the layer's own parameters.
         own: own parameters that are divided by their first dimension.
         obstacle: why the layer cannot be divided; None if it can.
@@ -65,26 +86,39 @@ class TensorPlan:
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
-    fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    heads: Mapping[str, Heads] = field(default_factory=dict)
+    fused: Mapping[str, tuple[Heads, ...]] = field(default_factory=dict)
     kind: Kind = "sum"
     own: tuple[str, ...] = ()
     obstacle: str | None = None
 
-    def parameters(self, layer: nn.Module) -> Iterator[DividedParameter]:
+    def obstacles(self, processes: int) -> Iterator[str]:
+        """Yields why this number of processes cannot divide the layer."""
+        if self.obstacle:
+            yield self.obstacle
+        indivisible = {unit: count for unit, count in self.units.items() if count % processes}
+        indivisible |= {unit: count for unit, count in self.shared.items() if count % processes and processes % count}
+        for unit, count in indivisible.items():
+            yield f"has {count} {unit}, which {processes} processes cannot share equally"
+
+    def parameters(self, layer: nn.Module, processes: int) -> Iterator[DividedParameter]:
         """Yields all parameters of the layer and its children."""
         tables = {layer: dict.fromkeys(self.own, 0)}
         if self.kind != "sum":
             tables = {layer: self._of_own(layer)}
-        tables |= {layer.get_submodule(name): _COLUMN for name in (*self.columns, *self.norms)}
+        parts = dict(self.fused) | {name: (one,) for name, one in self.heads.items() if one.number < processes}
+        columns = [name for name in (*self.columns, *self.norms) if name not in parts]
+        tables |= {layer.get_submodule(name): _COLUMN for name in columns}
         row_layers = [layer.get_submodule(name) for name in self.rows]
         tables |= dict.fromkeys(row_layers, _ROW)
-        fused = {layer.get_submodule(name): sizes for name, sizes in self.fused.items()}
+        parts_of = {layer.get_submodule(name): heads for name, heads in parts.items()}
         for module in layer.modules():
             for name, value in module._parameters.items():
                 if value is not None:
                     dim, is_once = tables.get(module, {}).get(name), module in row_layers and name == "bias"
-                    sizes = fused.get(module, ()) if name in _COLUMN else ()
-                    yield DividedParameter(module, name, dim, is_once, sizes)
+                    heads = parts_of.get(module, ()) if name in _COLUMN else ()
+                    yield DividedParameter(module, name, dim, is_once, heads)
 
     def _of_own(self, layer: nn.Module) -> dict[str, int]:
         if self.kind == "experts":

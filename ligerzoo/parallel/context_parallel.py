@@ -58,22 +58,35 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
     count = dist.get_world_size(group)
     if count == 1:
         return model
+    check_exchanged_heads(model, count)
+    model.row_parts = DividedRows(group=group, count=count, rank=dist.get_rank(group))
+    return model
+
+
+def check_exchanged_heads(model: LanguageModel, count: int, tensor: int = 1) -> None:
+    """Raises LigerzooError if `count` processes cannot exchange tokens for heads in a block, see `context_parallel`.
+
+    Args:
+        model: the model.
+        count: n.
+        tensor: number of processes that will divide the heads of each layer, each of which exchanges its own.
+    """
+    if count == 1:
+        return
     for name, block in model.model.layers.named_children():
         mixer = getattr(block, "mixer", block)
-        heads = getattr(mixer, "exchanged_heads", None)
-        where, part = f"context_parallel, block {name}", getattr(mixer, "tensor_shard", None)
+        heads, where = getattr(mixer, "exchanged_heads", None), f"context_parallel, block {name}"
         if heads is None:
             expected = "Attention, LatentAttention, GatedDeltaNet, or a layer with exchanged_heads"
             raise LigerzooError(
                 "a layer that cannot exchange heads", where=where, got=type(mixer).__name__, expected=expected
             )
-        heads //= 1 if part is None else part.group.size()  # those of this process, of a divided layer
-        if heads % count:
+        part = getattr(mixer, "tensor_shard", None)
+        own = -(-heads // (tensor if part is None else part.group.size()))  # several processes may have the same one
+        if own % count:
             what, expected = "heads that cannot be divided", f"a multiple of {count}, the processes that share them"
-            remedy = f"Choose a divisor of the heads of all blocks, such as {math.gcd(heads, count)}."
-            raise LigerzooError(what, where=where, got=f"{heads} heads", expected=expected, remedy=remedy)
-    model.row_parts = DividedRows(group=group, count=count, rank=dist.get_rank(group))
-    return model
+            remedy = f"Choose a divisor of the heads of all blocks, such as {math.gcd(own, count)}."
+            raise LigerzooError(what, where=where, got=f"{own} heads", expected=expected, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,8 +90,12 @@ class TensorShard(NamedTuple):
             return cast(DTensor, one.value).to_local()
         if one.is_added_once:
             return self.once(one.value)
-        whole, size, rank = self.share(one.value), self.group.size(), dist.get_rank(self.group)
-        return torch.cat([x.chunk(size)[rank] for x in whole.split_with_sizes(one.fused)]) if one.fused else whole
+        whole, rank = self.share(one.value), dist.get_rank(self.group)
+        if not one.parts:
+            return whole
+        parts = whole.split_with_sizes([heads.features for heads in one.parts])
+        own = [heads.own(x, rank, self.group.size()) for heads, x in zip(one.parts, parts, strict=True)]
+        return torch.cat(own)
 
     def whole(self, one: DividedParameter) -> Tensor:
         """Returns all of a parameter, with which each process computes all."""

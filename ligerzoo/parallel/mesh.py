@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ligerzoo.mesh_sizes import MeshSizes as MeshSizes
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.parallel.context_parallel import context_parallel
+from ligerzoo.parallel.context_parallel import check_exchanged_heads, context_parallel
 from ligerzoo.parallel.fsdp import shard_model
 from ligerzoo.parallel.processes import default_device_type
-from ligerzoo.parallel.tensor import divide, divide_experts
+from ligerzoo.parallel.tensor import check_divisible, divide, divide_experts
 
 Model = TypeVar("Model", bound=LanguageModel)
 
@@ -79,6 +79,21 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return sharded if mesh["replicate"].size() == 1 else mesh["replicate", name]
 
 
+def check_mesh(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Checks that a mesh of `make_mesh` can divide a model, which may be on the meta device.
+
+    Raises:
+        ConfigError: The processes along an axis cannot share the parts of a layer; the message names the layer.
+        LigerzooError: As `context_parallel`.
+    """
+    context, tensor, experts = mesh["context"].size(), mesh["tensor"].size(), expert_mesh(mesh)
+    if tensor > 1:
+        check_divisible(model, "tensor", tensor, but_experts=experts is not None)
+    if experts is not None:
+        check_divisible(model, "expert", experts["expert"].size())
+    check_exchanged_heads(model, context, tensor)
+
+
 def parallelize(
     model: Model,
     mesh: DeviceMesh | MeshSizes | str | None = None,
@@ -98,10 +113,11 @@ def parallelize(
 
     Raises:
         LigerzooError: As `shard_model` and `context_parallel`.
-        ConfigError: As `make_mesh`.
+        ConfigError: As `make_mesh` and `check_mesh`.
     """
     mesh = as_mesh(mesh)
     if mesh.mesh_dim_names == AXES:
+        check_mesh(model, mesh)
         experts = expert_mesh(mesh)
         if mesh["tensor"].size() > 1:
             divide(model, mesh["tensor"], but_experts=experts is not None)

@@ -17,8 +17,8 @@ every process but used for its own part, such as a norm of heads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,8 @@ class _AllHeadsNorm(DividedLayer, AllHeadsRMSNorm):
         part = self.tensor_shard
         heads = x.flatten(-2).to(accumulation_dtype(x.dtype))
         squares = part.share(part.add_parts(heads.square().sum(-1, keepdim=True)))
-        normalized = heads * torch.rsqrt(squares / self.hidden_size + self.eps)
+        features = heads.shape[-1] * part.group.size()  # heads of several processes count several times
+        normalized = heads * torch.rsqrt(squares / features + self.eps)
         return norm_output(normalized, x.dtype, self.weight, self.weight_offset, self.round_before_scale).view_as(x)
 
 
@@ -132,6 +133,9 @@ class _Head(DividedLayer, LMHead):
             return super().loss(hidden, target, num_items, objective)
 
 
+Axis = Literal["tensor", "expert"]
+"""An axis that divides layers."""
+
 _CLASSES: dict[Kind, type[DividedLayer]] = {
     "sum": _Sum,
     "experts": TensorParallelExperts,
@@ -144,45 +148,61 @@ def divide(model: LanguageModel, mesh: DeviceMesh, *, but_experts: bool = False)
     """Divides the decoder's layers, the embedding and the head over a mesh, in place, as their plans say.
 
     Args:
-        model: a model on any device, also meta.
+        model: a model on any device, also meta, which `check_divisible` accepts.
         mesh: the dimension "tensor" of a mesh.
         but_experts: leave experts whole, which `divide_experts` divides.
-
-    Raises:
-        ConfigError: A layer cannot be divided by the number of processes.
     """
-    left = {"experts"} if but_experts else set()
-    _divide({name: layer for name, layer in _planned(model).items() if _plan(layer).kind not in left}, mesh)
+    _divide(_layers_over(model, "tensor", but_experts), mesh)
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh, copies: dist.ProcessGroup) -> None:
     """Divides the experts of MoE layers over a mesh, in place. Its processes have different tokens, but for copies.
 
     Args:
-        model: a model on any device, also meta.
+        model: a model on any device, also meta, which `check_divisible` accepts.
         mesh: the dimension "expert" of a mesh.
         shards: the mesh over which FSDP2 shards the experts of a process.
         copies: the processes that have the tokens of this one, those of tensor parallelism.
-
-    Raises:
-        ConfigError: The model has no experts, or they cannot be divided by the number of processes.
     """
-    layers = {name: layer for name, layer in _planned(model).items() if _plan(layer).kind == "experts"}
+    layers = _layers_over(model, "expert")
     _divide(layers, mesh)
     for layer in layers.values():
         layer.shards, layer.copies = shards, TensorShard((), copies)  # type: ignore[assignment]
 
 
+def check_divisible(model: LanguageModel, axis: Axis, processes: int, *, but_experts: bool = False) -> None:
+    """Raises ConfigError if this number of processes cannot divide a layer of a model, or the model has no such layer.
+
+    Args:
+        model: a model on any device, also meta.
+        axis: the axis of the mesh.
+        processes: those that divide a layer.
+        but_experts: see `divide`.
+    """
+    layers = _layers_over(model, axis, but_experts)
+    if not layers:
+        what, remedy = f"{type(model).__name__} has no layers to divide", f"Use a mesh without {axis}."
+        raise ConfigError(what, where=f"mesh {axis}", got=processes, expected=1, remedy=remedy)
+    for name, layer in layers.items():
+        if (obstacle := next(_obstacles(layer, processes), None)) is not None:
+            where, remedy = f"mesh {axis}, {name}", f"Use a mesh with a smaller {axis}, or without."
+            raise ConfigError(obstacle, where=where, got=f"{processes} processes", remedy=remedy)
+
+
+def _layers_over(model: LanguageModel, axis: Axis, but_experts: bool = False) -> dict[str, nn.Module]:
+    """Returns the layers that an axis divides, by name."""
+    layers = _planned(model).items()
+    if axis == "expert":
+        return {name: layer for name, layer in layers if _plan(layer).kind == "experts"}
+    return {name: layer for name, layer in layers if not (but_experts and _plan(layer).kind == "experts")}
+
+
 def _divide(layers: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
     [axis] = mesh.mesh_dim_names or ()
-    if not layers:
-        raise ConfigError("the model has no layers to divide", where=f"mesh {axis}", got=mesh.size(), expected=1)
-    for name, layer in layers.items():
-        _refuse_indivisible(name, layer, mesh)
     divided: dict[Tensor, nn.Parameter] = {}
     for layer in layers.values():
         plan = _plan(layer)
-        parameters = tuple(plan.parameters(layer))
+        parameters = tuple(plan.parameters(layer, mesh.size()))
         for one in parameters:
             if one.dim is not None:
                 if one.value not in divided:
@@ -218,23 +238,18 @@ def _planned(model: LanguageModel) -> dict[str, nn.Module]:
     return {name: one for name, one in model.named_modules() if one in layers and hasattr(one, "tensor_plan")}
 
 
-def _refuse_indivisible(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
-    [axis], size, plan = mesh.mesh_dim_names or (), mesh.size(), _plan(layer)
-    obstacles = [plan.obstacle] if plan.obstacle else []
-    for unit, count in plan.units.items():
-        if count % size:
-            obstacles.append(f"has {count} {unit}, which {size} processes cannot share equally")
-    for one in plan.parameters(layer):
+def _obstacles(layer: nn.Module, processes: int) -> Iterator[str]:
+    """Yields why this number of processes cannot divide a layer."""
+    plan = _plan(layer)
+    yield from plan.obstacles(processes)
+    for one in plan.parameters(layer, processes):
         options = getattr(one.module, "lora", {}).values()
         if any(option.dropout for option in options):
-            obstacles.append("drops inputs of an adapter, which would differ between processes")
-        if one.name == "lora_magnitude_vector" and one.dim is None:
-            obstacles.append("has DoRA's norms of rows that are divided")
+            yield "drops inputs of an adapter, which would differ between processes"
+        if one.name == "lora_magnitude_vector" and one.dim is None and not one.parts:
+            yield "has DoRA's norms of rows that are divided"
         if not (is_plain_tensor(one.value) or is_dtensor(one.value)):
-            obstacles.append(f"has a {type(one.value).__name__}, {one.name}")
-    if obstacles:
-        where, remedy = f"mesh {axis}, {name}", f"Use a mesh with a smaller {axis}, or without."
-        raise ConfigError(obstacles[0], where=where, got=f"{axis}={size}", remedy=remedy)
+            yield f"has a {type(one.value).__name__}, {one.name}"
 
 
 def _divided(weight: Tensor, dim: int, mesh: DeviceMesh) -> nn.Parameter:

@@ -7,6 +7,7 @@ import torch
 from ligerzoo import Tokenizer
 from ligerzoo.errors import ConfigError, quote
 from ligerzoo.models import CausalLM
+from ligerzoo.parallel.mesh import check_mesh
 from ligerzoo.train import processes
 from ligerzoo.train.methods import TeacherRunOptions
 from ligerzoo.train.run import Run
@@ -21,6 +22,8 @@ def check_teacher(run: Run, options: TeacherRunOptions) -> CausalLM:
     """
     check_same_tokens(run.tokenizer, options.teacher)
     teacher = open_model(options.teacher, dtype=options.dtype, device=torch.device("meta"))
+    if (mesh := processes.mesh()) is not None:
+        check_mesh(teacher, mesh)
     extra = fit_vocabulary(teacher, run.meta_model.config.vocab_size, options.teacher)
     if extra:
         rows = "the last row" if extra == 1 else f"the last {extra:,} rows"

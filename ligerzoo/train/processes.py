@@ -43,6 +43,15 @@ def mesh() -> DeviceMesh | None:
     return _mesh
 
 
+def mesh_sizes() -> MeshSizes:
+    """Returns the sizes of the mesh of the run."""
+    if _mesh is None:
+        return MeshSizes().over(world_size())
+    sizes = {name: _mesh[name].size() for name in parallel.mesh.AXES}
+    experts = parallel.mesh.expert_mesh(_mesh)
+    return MeshSizes(**sizes, expert=1 if experts is None else experts["expert"].size() // sizes["tensor"])
+
+
 def context_size() -> int:
     """Returns the number of processes that divide each row."""
     return 1 if _mesh is None else _mesh["context"].size()

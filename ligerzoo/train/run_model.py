@@ -18,6 +18,7 @@ from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activati
 from ligerzoo.models import CausalLM
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES, check_optimizer
 from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, parallelize
+from ligerzoo.parallel.mesh import check_mesh
 from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.run_options import RunOptions
@@ -128,7 +129,7 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
 
 
 def check_model(model: CausalLM, optimizer: str) -> None:
-    """Makes the checks below, and refuses optimizers that several processes cannot use.
+    """Makes the checks below, and refuses meshes and optimizers that cannot train the model.
 
     Args:
         model: the model as it will be trained, also on the meta device.
@@ -137,6 +138,8 @@ def check_model(model: CausalLM, optimizer: str) -> None:
     Raises:
         LigerzooError: One of them fails.
     """
+    if (mesh := processes.mesh()) is not None:
+        check_mesh(model, mesh)
     check_dtype(model)
     check_tied_weights(model)
     check_optimizer(optimizer, processes.world_size(), OPTIMIZER_NAMES)
@@ -275,7 +278,7 @@ def describe_model(model: CausalLM, device: torch.device) -> str:
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     world = processes.world_size()
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
-    where = f"{device}" if world == 1 else f"{world} processes ({device.type})"
+    where = f"{device}" if world == 1 else f"{world} processes ({device.type}), mesh {processes.mesh_sizes()}"
     line = f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {where}"
     hint = hint_of_dtype(model.dtype, device)
     return line if hint is None else f"{line}\n{hint}"
