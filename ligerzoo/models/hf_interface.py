@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -46,14 +46,22 @@ class HFInterface(nn.Module):
 
         The Trainer recognizes its own models only, by their class.
         """
-        what = "a model without transformers' interface cannot be trained by its Trainer"
-        raise LigerzooError(what, where=type(self).__name__, remedy=WRAP_FOR_TRAINER)
+        raise self._not_wrapped("be trained by its Trainer", WRAP_FOR_TRAINER)
 
     def can_generate(self) -> bool:
         """Raises LigerzooError: only transformers' pipelines ask, and they read more of its interface."""
-        what = "a model without transformers' interface cannot be used in its pipelines"
         remedy = "Give the pipeline ligerzoo.integrations.transformers.wrap(model)."
-        raise LigerzooError(what, where=type(self).__name__, remedy=remedy)
+        raise self._not_wrapped("be used in its pipelines", remedy)
+
+    @property
+    def prepare_inputs_for_generation(self) -> Never:
+        """Raises LigerzooError: only PEFT's models of a task ask, which generate by transformers."""
+        remedy = "Give it ligerzoo.integrations.transformers.wrap(model), or use ligerzoo.adapters.add_lora."
+        raise self._not_wrapped("have PEFT's adapters for a task_type", remedy)
+
+    def _not_wrapped(self, what: str, remedy: str) -> LigerzooError:
+        problem = f"a model without transformers' interface cannot {what}"
+        return LigerzooError(problem, where=type(self).__name__, remedy=remedy)
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Returns the number of parameters, or of those that are trained. Tied ones count once."""

@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
+from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
 from tests.covering import long_cases
 from tests.integrations.clients import COMPARED, ours, theirs
@@ -126,6 +127,12 @@ def test_other_methods(method: Any, model_type: str, checkpoints: dict[str, Path
         tokens.append(model.generate(**inputs, max_new_tokens=6, do_sample=True))
     assert_close(*logits, "logits")  # type: ignore[call-arg]
     assert torch.equal(*tokens)
+
+
+def test_a_model_that_is_not_wrapped_is_refused_for_a_task(checkpoints: dict[str, Path]) -> None:
+    model = AutoModel.from_pretrained(checkpoints["llama"])
+    with pytest.raises(LigerzooError, match=r"^Llama: .* PEFT's adapters for a task_type. Give it .*wrap\(model\)"):
+        get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]))
 
 
 def test_prefix_tuning_is_refused(checkpoints: dict[str, Path]) -> None:
