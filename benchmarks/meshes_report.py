@@ -26,8 +26,8 @@ def mesh_figures(result: Json) -> list[str]:
     text = (
         "4 layers, bf16 weights and AdamW states. One GPU and two train on the same tokens in each of 20 steps, so the "
         "speedup is that of the same work, and the losses can be compared: the largest difference is that of any step. "
-        "In the case of experts, ligerzoo updates experts and attention, transformers attention alone. "
-        f"{measured_on(result)}."
+        "Rows in reverse order show how much rounding alone changes the losses of one GPU. In the case of experts, "
+        f"ligerzoo updates experts and attention, transformers attention alone. {measured_on(result)}."
     )
     header = [
         "case", "provider", "GPUs", "mesh or engine", "tokens/s", "over one GPU", "peak GiB", "loss difference",
