@@ -23,7 +23,7 @@ from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.files.untrusted import read_json, reading_directory
 from ligerzoo.layers.kv_cache import CacheSize, cache_size
-from ligerzoo.memory import TrainingSetting, predict_training
+from ligerzoo.memory import GPURates, TrainingPlan, TrainingSetting, plan_training
 from ligerzoo.memory.simulation import COUNTS, with_unit
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
@@ -155,22 +155,24 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
     return "\n".join([str(name_or_path), *(f"  {label:<14}{text}" for label, text in lines)])
 
 
-def describe_training(
+def plan_checkpoint(
     name_or_path: str | Path,
     *,
     dtype: str | torch.dtype = "auto",
     gpu_memory: float | None = None,
+    rates: GPURates | None = None,
     revision: str | None = None,
     **setting: Any,
-) -> str:
-    """Returns a page of text about training a checkpoint: parameters, FLOPs, memory per GPU, and what fits.
+) -> TrainingPlan:
+    """Plans the training of a checkpoint, see `ligerzoo.memory.plan_training`.
 
-    Reads config.json only, and counts on the meta device; see `ligerzoo.memory`.
+    Reads config.json only, and counts on the meta device.
 
     Args:
         name_or_path: directory with a config.json, or id of a repository on the hub.
         dtype: dtype of the weights; "auto" means that of config.json, or else bfloat16.
-        gpu_memory: GiB that a step may use of each GPU; None to show the memory only.
+        gpu_memory: GiB that a step may use of each GPU.
+        rates: of the GPUs; None for those of an H100.
         revision: branch, tag or commit on the hub.
         setting: fields of `ligerzoo.memory.TrainingSetting`.
 
@@ -187,7 +189,7 @@ def describe_training(
     weights_dtype = stored_dtype(raw) or "bfloat16" if dtype == "auto" else dtype
     model = architecture.build(architecture.config_from_hf(raw), device="meta")
     model = model.to(parse_dtype(weights_dtype, where="argument dtype"))
-    return f"{name_or_path}\n{predict_training(model, TrainingSetting(**setting), gpu_memory)}"
+    return plan_training(model, TrainingSetting(**setting), gpu_memory, rates)
 
 
 def _find_architecture(raw: Mapping[str, Any]) -> Architecture | None:

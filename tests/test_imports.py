@@ -33,7 +33,7 @@ ARROWS = {
     "dtensors": ("", ""),
     "optimizer_table": ("errors", ""),
     "mesh_sizes": ("errors", ""),
-    "training_setting": ("checks optimizer_table", ""),
+    "training_setting": ("checks mesh_sizes optimizer_table", ""),
     "files": ("checks dtensors entries errors", ""),
     "text": ("checks entries errors files", ""),
     "vision": ("checks entries errors files text", ""),
@@ -52,7 +52,10 @@ ARROWS = {
     "adapters": ("checks convert dtensors entries errors exports files hub layers models tensor_checks", ""),
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),
-    "memory": ("adapters checks dtensors errors exports kernels models optimizer_table training_setting", ""),
+    "memory": (
+        "adapters checks dtensors errors exports kernels layers mesh_sizes models optimizer_table training_setting",
+        "parallel",
+    ),
     "info": ("convert errors files layers memory models optimizer_table text", ""),
     "integrations": (
         "checks convert dtensors errors exports foreign_names hub kernels layers ligerzoo models tensor_checks",

@@ -240,7 +240,7 @@ def test_info_of_a_format_that_is_refused(editable: Callable[..., Path]) -> None
     text = info.describe(directory)
     assert "quantization  cannot be loaded: quantization_config: not supported; got quant_method 'gptq'" in text
     with pytest.raises(LigerzooError, match="quantization_config: not supported"):
-        info.describe_training(directory)
+        info.plan_checkpoint(directory)
 
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"

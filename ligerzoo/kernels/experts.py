@@ -138,6 +138,9 @@ class Hidden(NamedTuple):
     down_h: Tensor | None
 
 
+_ADDED = 4
+"""Passes over a product to add that of an update: it is written, both are read, and the sum is written."""
+
 _Output = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """y and the fields of `Hidden`, without elements for None."""
 
@@ -176,12 +179,20 @@ def _flops(slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
 
 
 def _forward_peak(x: Tensor, slots: ExpertSlots, down: Projection) -> int:
-    """At the last step: hidden and active rows, their products, and y."""
+    """At the last step: hidden and active rows, their products, and y or the products of the update."""
     (_, n_features, n_inner), n_rows = down.weight.shape, slots.expert_ids.numel()
-    return x.element_size() * (n_rows * (3 * n_inner + n_features) + x.numel()) + 4 * n_rows
+    last = x.numel() if down.a is None else max(x.numel(), n_rows * n_features)
+    return x.element_size() * (n_rows * (3 * n_inner + n_features) + last) + 4 * n_rows
 
 
-@register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak)
+def _forward_moved(x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
+    """Rows of x and y, and the active ones, are written and read, the hidden ones read; updates are added to them."""
+    (_, n_features, n_inner), n_rows = down.weight.shape, slots.expert_ids.numel()
+    updates = _ADDED * ((gate_up.a is not None) * 2 * n_inner + (down.a is not None) * n_features)
+    return x.element_size() * n_rows * (4 * n_features + 4 * n_inner + updates)
+
+
+@register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak, moved=_forward_moved)
 def _forward(
     x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, gating: Gating, triton: bool
 ) -> _Output:
@@ -280,18 +291,29 @@ def _backward_peak(
 ) -> int:
     n_rows, (_, n_features, n_inner) = saved.rows.numel(), down.weight.shape
     dhidden, active = 2 * n_inner * needs.hidden, n_inner * (needs.active or not needs.hidden)
-    dactive = n_inner * needs.hidden
+    dactive, added = n_inner * needs.hidden, n_features * (gate_up.a is not None)
     ddown, dx = down.weight.numel() * needs.down, x.numel() * needs.x
     dgate_up = gate_up.weight.numel() * needs.gate_up
     steps = [
         n_rows * (n_features + dactive + dhidden + active),  # gradients of the activation
         n_rows * (n_features + dhidden + active) + ddown,
-        (n_rows * (dhidden + n_features) + ddown + dx) * (needs.x or needs.gate_up) + dgate_up,
+        (n_rows * (dhidden + n_features) + max(ddown + dx, n_rows * added)) * (needs.x or needs.gate_up) + dgate_up,
     ]
     return x.element_size() * max(steps) + slots.weights.element_size() * n_rows * needs.weights
 
 
-@register("experts_backward", fake=_allocate_gradients, flops=_backward_flops, peak=_backward_peak)
+def _backward_moved(x: Tensor, gate_up: Projection, down: Projection, saved: Hidden, needs: _Needs) -> int:
+    """As `_forward_moved`, for rows of dy, x and dx, and of the gradients of active and hidden ones."""
+    n_rows, (_, n_features, n_inner) = saved.rows.numel(), down.weight.shape
+    features = 2 + needs.down + 2 * needs.x + 2 * (needs.gate_up or needs.gate_up_update) + 2 * needs.down_update
+    inner = 4 * needs.hidden + 2 * needs.active + 2 * needs.x + 2 * needs.gate_up + 4 * needs.gate_up_update
+    updates = _ADDED * ((down.a is not None) * n_inner + (gate_up.a is not None) * n_features)
+    return x.element_size() * n_rows * (features * n_features + inner * n_inner + updates)
+
+
+@register(
+    "experts_backward", fake=_allocate_gradients, flops=_backward_flops, peak=_backward_peak, moved=_backward_moved
+)
 def _backward(
     dy: Tensor, x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, saved: Hidden, gating: Gating,
     triton: bool, needs: _Needs,

@@ -70,7 +70,7 @@ class SweepOptions(NamedTuple):
     statistics: bool
 
 
-class _SweepResults(NamedTuple):
+class SweepResults(NamedTuple):
     """The fields of `RowResults` and of `HeadGradients`."""
 
     loss: Tensor
@@ -91,9 +91,9 @@ class _SweepResults(NamedTuple):
         return HeadGradients(*self[5:])
 
 
-def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> _SweepResults:
+def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> SweepResults:
     hidden, weight, _ = head
-    return _SweepResults(
+    return SweepResults(
         *zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics),
         hidden.new_empty(hidden.shape if needs.hidden else (0,)),
         weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(weight)),
@@ -111,8 +111,14 @@ def _sweep_peak(head: HeadInputs, target: Tensor, options: SweepOptions, needs: 
     return results + head_workspace(head.hidden, head.weight, rows, needs)
 
 
-@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops, peak=_sweep_peak)
-def _sweep(
+def _sweep_moved(head: HeadInputs, needs: Needs) -> int:
+    """Logits are written and read; for gradients they are also overwritten, and read by each of their products."""
+    passes = 2 + any(needs) + needs.hidden + needs.weight
+    return passes * len(head.hidden) * len(head.weight) * head.hidden.element_size()
+
+
+@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops, peak=_sweep_peak, moved=_sweep_moved)
+def linear_cross_entropy_sweep(
     head: HeadInputs,
     target: Tensor,
     class_weight: Tensor | None,
@@ -120,7 +126,7 @@ def _sweep(
     terms: Terms,
     options: SweepOptions,
     needs: Needs,
-) -> _SweepResults:
+) -> SweepResults:
     hidden, weight, _ = head
     results = zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics)
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), options.budget)
@@ -140,7 +146,7 @@ def _sweep(
         if needs_products:
             chunked.accumulate_gradient(chunk, logits)
     dhidden, dweight, _ = chunked.gradients()
-    return _SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
+    return SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
 
 
 def _reduced_loss(
@@ -161,7 +167,7 @@ def _reduced_loss(
             largest = torch.where(largest == 0, 1.0, largest)
             grad_loss = grad_loss / largest
         upstream = Upstream(loss=grad_loss.expand(target.shape))
-        results = _sweep(head, target, class_weight, upstream, terms, options, needs)
+        results = linear_cross_entropy_sweep(head, target, class_weight, upstream, terms, options, needs)
         total = (results.loss if token_weight is None else results.loss * token_weight).sum()
     loss = attach_gradients(total / divisor, *zip(head, results.gradients, strict=True), factor=largest)
     if token_weight is not None:
@@ -184,7 +190,7 @@ class _TokenResults(FusedFunction):
         options: SweepOptions,
     ) -> tuple[Tensor, ...]:
         head, needs = HeadInputs(hidden, weight, bias), Needs(False, False)
-        results = _sweep(head, target, class_weight, NO_UPSTREAM, terms, options, needs).rows
+        results = linear_cross_entropy_sweep(head, target, class_weight, NO_UPSTREAM, terms, options, needs).rows
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.terms, ctx.options = terms, options
         ctx.set_materialize_grads(False)
@@ -200,7 +206,7 @@ class _TokenResults(FusedFunction):
         # Compiled code passes zeros for unused results.
         gradients = Upstream(loss, logp, entropy if ctx.options.statistics else None, logsumexp)
         options = ctx.options._replace(statistics=False)
-        results = _sweep(head, target, class_weight, gradients, ctx.terms, options, needs).gradients
+        results = linear_cross_entropy_sweep(head, target, class_weight, gradients, ctx.terms, options, needs).gradients
         return *gradients_of(inputs, results, needs), None, None, None, None
 
 

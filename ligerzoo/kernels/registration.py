@@ -59,6 +59,7 @@ def register(
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
     peak: Callable[..., int] | None = None,
+    moved: Callable[..., int] | None = None,
 ) -> Callable[[Callable[[*Ts], R]], Op[*Ts, R]]:
     """Registers the decorated function as the op `ligerzoo::<name>`, for tensors on every device but meta.
 
@@ -70,8 +71,10 @@ def register(
             parameters are a subset of the function's too. None for a function without products.
         peak: counts the bytes that the function allocates and holds at its peak on a GPU, results included, likewise.
             None if these are its results.
+        moved: counts the bytes of other tensors than arguments and results that the function reads and writes, each
+            time, likewise. None for a single kernel.
     """
-    return lambda function: Op(name, function, fake, flops, peak)
+    return lambda function: Op(name, function, fake, flops, peak, moved)
 
 
 class Op(Generic[*Ts, R]):
@@ -85,6 +88,7 @@ class Op(Generic[*Ts, R]):
         overload: the op as the dispatcher knows it, for tests and sharding rules.
         flops: counts the operations of a call with these flat arguments; None for a function without products.
         peak: counts the bytes of a call with these flat arguments, see `register`; None if these are its results.
+        moved: counts the bytes of other tensors that a call reads and writes, see `register`; None for none.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Op(Generic[*Ts, R]):
         fake: Callable[..., Any],
         flops: Callable[..., int] | None = None,
         peak: Callable[..., int] | None = None,
+        moved: Callable[..., int] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -116,6 +121,7 @@ class Op(Generic[*Ts, R]):
         self.overload = getattr(getattr(torch.ops, _library.ns), name).default
         self.flops = None if flops is None else self._of_flat(flops, f"{name}: flops")
         self.peak = None if peak is None else self._of_flat(peak, f"{name}: peak")
+        self.moved = None if moved is None else self._of_flat(moved, f"{name}: moved")
         if self.flops is not None:
             _count_flops(self.overload, self.flops)
         OPS[name] = self

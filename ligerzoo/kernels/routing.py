@@ -74,6 +74,8 @@ def _unpermute_kernel(
 
 def permute(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
     """Copies each token to the rows of its slots: (T, H), any strides -> (T * k, H)."""
+    if x.is_meta:
+        return x.repeat_interleave(rows.shape[1], 0)
     out = x.new_empty((rows.numel(), x.shape[1]))
     if triton:
         x, n_cols, block = as_rows(x), x.shape[1], min(_MAX_BLOCK, next_power_of_2(x.shape[1]))
@@ -104,6 +106,8 @@ def unpermute(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool, bias: 
     The Triton kernel returns NaN for a token with an expert id outside [0, E).
     """
     n_cols = values.shape[1]
+    if values.is_meta:
+        return values.view(*rows.shape, n_cols).sum(1)
     if not triton:
         summands = values[rows.flatten()].view(*rows.shape, n_cols)
         if bias is not None:

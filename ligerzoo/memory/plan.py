@@ -6,7 +6,7 @@ the first to the last: the last block's backward runs while most activations exi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -122,18 +122,21 @@ def plan_activations(
     return choose_plan(on_meta(model), setting, limit)
 
 
-def choose_plan(model: CausalLM, setting: TrainingSetting, limit: int | None) -> ActivationPlan:
+def choose_plan(
+    model: CausalLM, setting: TrainingSetting, limit: int | None, step_of: Callable[..., StepMemory] | None = None
+) -> ActivationPlan:
     """Returns the first of `_candidates` that fits, with gathered weights if they fit too.
 
     Args:
         model: on meta, as it is trained.
         setting: how.
         limit: bytes; None for no limit.
+        step_of: returns the step for levels of blocks and `keeps_gathered`; None to simulate the model.
 
     Raises:
         LigerzooError: none fits.
     """
-    blocks, step_of = len(model.model.layers), partial(simulate, model, setting)
+    blocks, step_of = len(model.model.layers), step_of or partial(simulate, model, setting)
     nothing = [Recompute.NOTHING] * blocks
     whole = step_of(nothing)
 
@@ -181,7 +184,7 @@ def _candidates(blocks: int, uniform: dict[Recompute, StepMemory]) -> list[list[
     return plans
 
 
-def efficient_levels(uniform: dict[Recompute, StepMemory]) -> list[Recompute]:
+def efficient_levels(uniform: Mapping[Recompute, StepMemory]) -> list[Recompute]:
     """Returns the levels worth using: those with the least time per byte saved, the lower convex hull.
 
     Args:

@@ -1,15 +1,16 @@
-"""Counts the memory and the matrix products of operations on meta tensors, which have shapes but no data."""
+"""Counts the memory, the work and the communication of operations on meta tensors, which have shapes but no data."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ligerzoo.dtensors import is_dtensor, local
 from ligerzoo.kernels.registration import OPS
 
 ALLOCATION_UNIT = 512
@@ -21,8 +22,63 @@ def allocated_bytes(nbytes: int) -> int:
     return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
+class Work(NamedTuple):
+    """What a GPU does.
+
+    Attributes:
+        products: operations of matrix products, two for each multiplication and addition.
+        attention: those of attention, whose kernels are slower.
+        nbytes: bytes that operations read and write, each tensor once.
+        calls: operations.
+    """
+
+    products: int = 0
+    attention: int = 0
+    nbytes: int = 0
+    calls: int = 0
+
+    @property
+    def flops(self) -> int:
+        return self.products + self.attention
+
+    def __add__(self, other: tuple[int, ...]) -> Work:  # type: ignore[override]
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+
+class Collective(NamedTuple):
+    """A collective operation of a process group.
+
+    Attributes:
+        kind: what it does.
+        group: name of the process group.
+        nbytes: size of the tensor of this process.
+    """
+
+    kind: CollectiveKind
+    group: str
+    nbytes: int
+
+
+_COLLECTIVES: dict[str, tuple[CollectiveKind, int]] = {
+    "c10d::allreduce_": ("all-reduce", 1),
+    "c10d::alltoall_base_": ("all-to-all", 2),
+}
+"""Those of the forward and backward of divided layers, with the position of the process group among the arguments."""
+
+_READ_BY_ROW = ("aten::embedding", "aten::index_select", "aten::gather")
+"""Operations that read as much as they write."""
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts the bytes of meta tensors that exist, and the operations of matrix products.
+    """While active, counts the bytes of meta tensors that exist, and what operations do with them.
+
+    Collectives of torch.distributed are counted and not run: meta tensors have nothing to send.
 
     A storage exists until its last tensor is freed: Python and autograd free meta tensors when they free those on GPUs.
 
@@ -32,21 +88,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         live: bytes that exist.
-        flops: operations of matrix products so far, two for each multiplication and addition.
+        work: all work so far.
+        collectives: all so far.
         peak: the largest number of bytes that existed at a time, including what operations hold internally.
         marked: bytes that existed when `mark` was called and still exist; `live` before `mark` was called.
     """
 
     def __init__(self, existing: Iterable[Tensor] = (), on_peak: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = self.flops = 0
+        self.live = self.peak = 0
+        self.work = Work()
+        self.collectives: list[Collective] = []
         self.on_peak = on_peak
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
         self._marked: set[int] | None = None
         self._marked_bytes = 0
         for tensor in existing:
-            self._add(tensor, counted=False)
+            self._add(local(tensor), counted=False)
 
     def mark(self) -> None:
         """Starts to count `marked`, with what exists now."""
@@ -63,21 +122,54 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record(self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        within = 0
+        kwargs, name = kwargs or {}, func._schema.name
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        if any(map(is_dtensor, inputs)):
+            return NotImplemented  # it operates on its shard, which is counted
+        if name in _COLLECTIVES:
+            return self._communicate(func, args)
+        within = flops = moved = 0
         if func.namespace == "ligerzoo":
-            op = OPS[func._schema.name.removeprefix("ligerzoo::")]
-            self.flops += 0 if op.flops is None else op.flops(*args)
+            op = OPS[name.removeprefix("ligerzoo::")]
+            flops = 0 if op.flops is None else op.flops(*args)
             within = 0 if op.peak is None else op.peak(*args)
+            moved = 0 if op.moved is None else op.moved(*args)
         before = self.live
         result = func(*args, **kwargs)
         if func.namespace == "aten" and (formula := _product_formulas().get(func._overloadpacket)) is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor)
+            flops = formula(*args, **kwargs, out_val=result)
+        outputs = list(_tensors((result,)))
+        for tensor in outputs:
+            self._add(tensor)
         self._record(max(self.live, before + within))
+        self._count(func, flops, moved, inputs, outputs)
         return result
+
+    def _count(self, func: OpOverload, flops: int, moved: int, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Adds an operation to the work, unless it makes a view or allocates only."""
+        read, written = (
+            {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.is_meta}
+            for tensors in (inputs, outputs)
+        )
+        name, is_view = func._schema.name, not func._schema.is_mutable and written.keys() <= read.keys()
+        if is_view or "empty" in name:
+            return
+        by_row = name in _READ_BY_ROW
+        nbytes = moved + sum(map(_touched_bytes, written.values())) * (2 if by_row else 1)
+        nbytes += 0 if by_row else sum(map(_touched_bytes, read.values()))
+        is_attention = "attention" in name
+        self.work += (0 if is_attention else flops, flops if is_attention else 0, nbytes, 1)
+
+    def _communicate(self, func: OpOverload, args: Sequence[object]) -> object:
+        """Counts a collective. Returns what torch.distributed expects of one that has ended."""
+        from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
+
+        kind, position = _COLLECTIVES[func._schema.name]
+        nbytes = sum(one.numel() * one.element_size() for one in _tensors(args[:1]))
+        group = ProcessGroup.unbox(args[position])  # type: ignore[arg-type]
+        self.collectives.append(Collective(kind, str(group.group_name), nbytes))
+        work = Work.boxed(FakeWork())
+        return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _add(self, tensor: Tensor, *, counted: bool = True) -> None:
         storage = tensor.untyped_storage()
@@ -100,6 +192,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nbytes > self.peak:
             self.peak = nbytes
             self.on_peak()
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yields the tensors among arguments or results, also those in lists."""
+    for value in values:
+        match value:
+            case Tensor():
+                yield value
+            case list() | tuple():
+                yield from _tensors(value)
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())  # less if it is expanded
 
 
 def _product_formulas() -> dict[Any, Any]:

@@ -12,7 +12,7 @@ The number of rows depends on the routing, so a layer waits for its routing on t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from ligerzoo.kernels.dispatch import uses_triton
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from ligerzoo.layers.moe import Experts
 from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
+
+Rows = TypeVar("Rows", list[int], list[list[int]])
 
 
 class _ToRows(FusedFunction):
@@ -89,6 +91,11 @@ def _exchanged(x: Tensor, received: list[int], sent: list[int], group: dist.Proc
     return out
 
 
+def _on_host(rows: Tensor, balanced: Rows) -> Rows:
+    """Returns numbers of rows as a list; on meta, where there is no routing, those of processes with equal numbers."""
+    return balanced if rows.is_meta else cast(Rows, rows.tolist())
+
+
 class SortedSlots(NamedTuple):
     """The slots of tokens, sorted by expert.
 
@@ -145,8 +152,8 @@ class TensorParallelExperts(_Experts):
         part = self.tensor_shard
         with part.replaced(part.local):
             slots, count = self.sorted_slots(x, expert_ids), len(self.down_proj)
-            first = count * dist.get_rank(part.group)
-            begin, end = slots.bounds[[first, first + count]].tolist()
+            first, share = count * dist.get_rank(part.group), expert_ids.numel() // part.group.size()
+            begin, end = _on_host(slots.bounds[[first, first + count]], [0, share])
             tokens, ids = slots.tokens(part.share(x)), slots.values(expert_ids - first)
             weights = slots.values(part.share(expert_weights))
             y = self.of_rows(tokens[begin:end], ids[begin:end], weights[begin:end])
@@ -185,9 +192,10 @@ class ExpertParallelExperts(_Experts):
             counts = slots.bounds.diff().view(group.size(), -1)  # of each expert, by process
             counts_here = torch.empty_like(counts)
             dist.all_to_all_single(counts_here, counts, group=group)
-            sent, received = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()
+            shares = [len(one) for one in expert_ids.flatten().tensor_split(group.size())]
+            sent, received = _on_host(torch.stack([counts.sum(1), counts_here.sum(1)]), [shares, shares])
             experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
-            ids = experts.repeat_interleave(counts_here.flatten())[:, None]
+            ids = experts.repeat_interleave(counts_here.flatten(), output_size=sum(received))[:, None]
             rows, weights = slots.tokens(x), slots.values(expert_weights)
             rows, weights = (_Exchange.apply(one, received, sent, group) for one in (rows, weights))
             return slots.sums(_Exchange.apply(self.of_rows(rows, ids, weights), sent, received, group))

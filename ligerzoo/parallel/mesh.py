@@ -117,13 +117,22 @@ def parallelize(
     """
     mesh = as_mesh(mesh)
     if mesh.mesh_dim_names == AXES:
-        check_mesh(model, mesh)
-        experts = expert_mesh(mesh)
-        if mesh["tensor"].size() > 1:
-            divide(model, mesh["tensor"], but_experts=experts is not None)
-        if experts is not None:
-            has_replicas = mesh["replicate"].size() > 1
-            shards = experts["replicate", "expert_shard"] if has_replicas else experts["expert_shard"]
-            divide_experts(model, experts["expert"], shards, mesh["tensor"].get_group())
-        context_parallel(model, mesh["context"].get_group())
+        divide_layers(model, mesh)
     return shard_model(model, fsdp_mesh(mesh), param_dtype=param_dtype, **options)
+
+
+def divide_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Divides the layers of a model over `tensor` and `expert`, and its tokens over `context`, in place.
+
+    Raises:
+        LigerzooError: As `check_mesh`.
+    """
+    check_mesh(model, mesh)
+    experts = expert_mesh(mesh)
+    if mesh["tensor"].size() > 1:
+        divide(model, mesh["tensor"], but_experts=experts is not None)
+    if experts is not None:
+        has_replicas = mesh["replicate"].size() > 1
+        shards = experts["replicate", "expert_shard"] if has_replicas else experts["expert_shard"]
+        divide_experts(model, experts["expert"], shards, mesh["tensor"].get_group())
+    context_parallel(model, mesh["context"].get_group())

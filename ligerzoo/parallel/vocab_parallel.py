@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, uses_triton
+from ligerzoo.kernels.linear_cross_entropy import SweepOptions, linear_cross_entropy_sweep
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import (
@@ -65,6 +66,8 @@ def _sweep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the losses of all rows and, for upstream gradients, dhidden and dweight."""
     group, first_class, is_padding, rows, terms, triton = options
+    if hidden.is_meta:
+        return _counted_sweep(hidden, weight, target, needs, options)
     valid = target != terms.ignore_index
     in_shard = (target >= first_class) & (target < first_class + weight.shape[0]) & valid & (not is_padding)
     # If another process has the target, class 0 replaces it: only the row's logsumexp is used.
@@ -105,6 +108,22 @@ def _sweep(
     if needs.hidden and grad_loss is not None:
         dist.all_reduce(dhidden, dist.ReduceOp.SUM, group)
     return losses, dhidden, dweight
+
+
+def _counted_sweep(
+    hidden: Tensor, weight: Tensor, target: Tensor, needs: Needs, options: _ShardOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_sweep` on meta: its memory, its products and its communication."""
+    for first in range(0, len(hidden), options.rows):
+        rows = min(options.rows, len(hidden) - first)
+        numbers = hidden.new_empty((3, rows), dtype=accumulation_dtype(hidden.dtype))
+        dist.all_reduce(numbers[0], dist.ReduceOp.MAX, options.group)
+        dist.all_reduce(numbers, dist.ReduceOp.SUM, options.group)
+    head, own = HeadInputs(hidden, weight), SweepOptions(None, options.triton, statistics=False)
+    results = linear_cross_entropy_sweep(head, target, None, NO_UPSTREAM, options.terms, own, needs)
+    if needs.hidden:
+        dist.all_reduce(results.dhidden, dist.ReduceOp.SUM, options.group)
+    return results.loss, results.dhidden, results.dweight
 
 
 def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _ShardOptions) -> Tensor:

@@ -231,7 +231,7 @@ def test_the_command_reads_only_the_config(tmp_path: Path, capsys: pytest.Captur
     assert "training with 3 x 32 tokens per GPU, 1 GPU, full, adamw, float32" in out
     assert "batch size 3 fits 1 GiB with activation budget 1:" in out
     assert max(map(len, out.splitlines())) <= 160
-    assert "bfloat16" in info.describe_training(tmp_path / "model", dtype="bfloat16")
+    assert info.plan_checkpoint(tmp_path / "model", dtype="bfloat16").dtypes == ("bfloat16",)
 
 
 @pytest.mark.parametrize("arguments, message", [
