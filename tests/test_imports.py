@@ -58,7 +58,8 @@ ARROWS = {
     ),
     "info": ("convert errors files layers memory models optimizer_table text", ""),
     "integrations": (
-        "checks convert dtensors errors exports foreign_names hub kernels layers ligerzoo models tensor_checks",
+        "checks convert dtensors errors exports foreign_names hub kernels layers ligerzoo models parallel "
+        "tensor_checks",
         "",
     ),
     "doctor": ("kernels layers models train", ""),

@@ -34,7 +34,7 @@ class TensorSlice:
 
     def select(self, stored: Tensor) -> Tensor:
         """Returns a view of the slice of the stored tensor, with the dimensions of the parameter."""
-        selected = stored[self.stored_index]
+        selected = stored[self.stored_index] if self.stored_index else stored  # the same memory, of a DTensor, too
         return selected.mT if self.transposed else selected
 
     @property

@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,8 +60,8 @@ def load(
             generation_config.json and the safetensors files of the model are downloaded.
         model_class: expected class, or a subclass of your own. `CausalLM` accepts all.
         dtype: see `LanguageModel.from_pretrained`, as for `device`, `strict` and `options`.
-        shard: makes parameters DTensors in place, of the model on the meta device. Each process then reads the elements
-            that it holds, see `ligerzoo.parallel.load_sharded`.
+        shard: makes parameters DTensors in place, of the model on the meta device, whose `origin` is set. Each process
+            then reads the elements that it holds, see `ligerzoo.parallel.load_sharded`.
 
     Raises:
         ConfigError: config.json describes another class than `model_class`, or has invalid or unsupported entries; or
@@ -75,24 +76,25 @@ def load(
     device = available_device(device)
     with _opened(directory, model_class, overrides) as (described, generation_config, checkpoint):
         model, match = _plan(described, model_class, checkpoint, dtype, strict=strict)
+        is_extra = described.architecture.is_extra_tensor
+        extra_tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if is_extra(name, match.num_layers)}
+        found = match.layout, match.tied, extra_tensors, match.missing, match.unexpected
+        origin = LoadedFrom(described.raw, None if described.overrides else model.config, *found)
         if shard is not None:
             _refuse_unshardable(model, match, checkpoint)
+            model.origin, model.generation_config = origin, generation_config
             shard(model)
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
             weights = _read(checkpoint, match.slices, model.state_dict(), device)
-        is_extra = described.architecture.is_extra_tensor
-        extra_tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if is_extra(name, match.num_layers)}
     model = _fill(model, weights, match, lambda: described.architecture.build(described.config, model_class, device))
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(checkpoint.directory, type(model), match), stacklevel=3)
-    raw = described.raw
     if shard is None:
-        raw = tie_if_equal(model, raw)
+        raw = tie_if_equal(model, described.raw)
+        origin = replace(origin, raw_config=raw, config=None if described.overrides else model.config)
     else:
         model.tie_weights()
-    config = None if described.overrides else model.config
-    model.origin = LoadedFrom(raw, config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
-    model.generation_config = generation_config
+    model.origin, model.generation_config = origin, generation_config
     return model.eval()
 
 

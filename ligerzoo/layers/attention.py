@@ -206,17 +206,21 @@ class Attention(nn.Module):
             what = "has a soft cap" if self.is_causal else "is not causal"
             yield "", "causal attention without a soft cap", what
 
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.k_proj.out_features // self.head_dim
+
     def tensor_plan(self) -> TensorPlan:
         """Divides the heads over the processes of tensor parallelism."""
-        count, kv_count = (x // self.head_dim for x in (self.o_proj.in_features, self.k_proj.out_features))
         norms = tuple(name for name in ("q_norm", "k_norm") if getattr(getattr(self, name), "spans_heads", False))
-        heads = Heads(self.k_proj.out_features, kv_count)
+        heads = Heads(self.kv_heads * self.head_dim, self.kv_heads)
         return TensorPlan(
-            {"heads": count},
+            {"heads": self.o_proj.in_features // self.head_dim},
             ("q_proj", "k_proj", "v_proj"),
             ("o_proj",),
             norms=norms,
-            shared={"key-value heads": kv_count},
+            shared={"key-value heads": self.kv_heads},
             heads=dict.fromkeys(("k_proj", "v_proj", *(name for name in norms if name == "k_norm")), heads),
         )
 

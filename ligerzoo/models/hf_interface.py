@@ -72,6 +72,11 @@ class HFInterface(nn.Module):
         """The decoder; the name that transformers uses."""
         return self.model
 
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        """The blocks of the decoder."""
+        return self.model.layers
+
     def get_input_embeddings(self) -> nn.Embedding:
         """Returns the embedding of the token ids."""
         return self.model.embed_tokens  # type: ignore[return-value]

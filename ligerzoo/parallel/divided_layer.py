@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.layers.tensor_plan import DividedParameter
 
@@ -122,3 +123,9 @@ class DividedLayer(nn.Module):
     """Base class of layers of which this process has a part; `divide` makes their classes, as FSDP2 does."""
 
     tensor_shard: TensorShard
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        if name in self._modules:  # by an adapter, say, which would compute with whole weights
+            what, remedy = "processes have parts of this layer", "Change the model before it is distributed."
+            raise LigerzooError(what, where=f"{type(self).__name__}.{name}", got=type(value).__name__, remedy=remedy)
+        super().__setattr__(name, value)

@@ -125,14 +125,14 @@ def shard_model(
         trained_dtypes[group] = trained_dtype
         return group
 
-    stacks = list(_stacks(model))
+    stacks = list(block_stacks(model))
     if not stacks:
         expected = "an nn.ModuleList of blocks in a module with the attribute gradient_checkpointing"
         raise LigerzooError("no blocks", where=type(model).__name__, expected=expected)
     for experts in find_modules(model, ExpertParallelExperts):  # groups within those of their blocks
         apply(experts, experts.shards, reshard_after_forward, replace(policy, cast_forward_inputs=False))
     for stack in stacks:
-        is_decoder = stack is getattr(model.model, "layers", None)
+        is_decoder = stack is getattr(model, "decoder_layers", None)
         groups = [shard(block, reshard_after_forward and not (is_decoder and block is stack[-1])) for block in stack]
         if is_decoder:
             groups = _shard_ends(model, groups, shard)
@@ -148,7 +148,7 @@ def shard_model(
     return model
 
 
-def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
+def block_stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
     """Yields the lists of blocks that activation checkpointing recomputes: the decoder's and those of vision towers."""
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
@@ -225,7 +225,7 @@ def keep_gathered(model: LanguageModel) -> None:
         LigerzooError: The model is not sharded.
     """
     sharding = _sharding_of(model, "keep_gathered")
-    for stack in _stacks(model):
+    for stack in block_stacks(model):
         for block in stack:
             assert isinstance(block, FSDPModule)
             block.set_reshard_after_forward(False, recurse=False)
@@ -255,10 +255,13 @@ def accumulating(model: LanguageModel) -> Iterator[None]:
 def reshard(model: LanguageModel) -> None:
     """Frees the parameters that a forward without a backward leaves gathered: those of the root and the last block.
 
+    Within `unsharded`, they stay.
+
     Raises:
         LigerzooError: The model is not sharded.
     """
-    for group in _sharding_of(model, "reshard").resharded:
+    sharding = _sharding_of(model, "reshard")
+    for group in () if sharding.is_gathered else sharding.resharded:
         group.reshard()
 
 

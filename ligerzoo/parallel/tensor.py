@@ -191,7 +191,7 @@ def check_divisible(model: LanguageModel, axis: Axis, processes: int, *, but_exp
 
 def _layers_over(model: LanguageModel, axis: Axis, but_experts: bool = False) -> dict[str, nn.Module]:
     """Returns the layers that an axis divides, by name."""
-    layers = _planned(model).items()
+    layers = planned_layers(model).items()
     if axis == "expert":
         return {name: layer for name, layer in layers if _plan(layer).kind == "experts"}
     return {name: layer for name, layer in layers if not (but_experts and _plan(layer).kind == "experts")}
@@ -231,10 +231,10 @@ def _plan(layer: nn.Module) -> TensorPlan:
     return layer.tensor_plan()  # type: ignore[operator, no-any-return]
 
 
-def _planned(model: LanguageModel) -> dict[str, nn.Module]:
+def planned_layers(model: LanguageModel) -> dict[str, nn.Module]:
     """Returns the layers that have a plan, by name: those of the decoder's blocks, the embedding and the head."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    layers = {*ends, *(module for block in model.model.layers for module in block.modules())}
+    layers = {*ends, *(module for block in model.decoder_layers for module in block.modules())}
     return {name: one for name, one in model.named_modules() if one in layers and hasattr(one, "tensor_plan")}
 
 

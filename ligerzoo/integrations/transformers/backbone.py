@@ -14,7 +14,7 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.layout import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
-from ligerzoo.integrations.transformers.names import apply_names
+from ligerzoo.integrations.transformers.names import apply_names, unfused
 from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
 from ligerzoo.layers import LatentAttention, LayerNorm, RMSNorm
 from ligerzoo.models.inputs import tokens_or_embeddings
@@ -54,6 +54,7 @@ class Backbone(nn.Module, Generic[Model]):
     Args:
         model: the model. Its parameters are shared.
         config: transformers' config of the model.
+        fuses: fuse projections where transformers does, which copies their weights.
 
     Attributes:
         zoo_model: the model without its head; not a child. A module that is replaced here, such as by PEFT, is replaced
@@ -65,12 +66,13 @@ class Backbone(nn.Module, Generic[Model]):
     names: Layout
     is_text_only: bool
 
-    def __init__(self, model: Model, config: PreTrainedConfig) -> None:
+    def __init__(self, model: Model, config: PreTrainedConfig, *, fuses: bool = True) -> None:
         super().__init__()
         self.__dict__["zoo_model"] = headless = _sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
             del headless._modules[name]
         rules = architecture_of_model(model).wrapper_layout(model.config).rules
+        rules = rules if fuses else tuple(unfused(rules))
         apply_names(headless, rules)
         _order_as_transformers(headless.model)
         self.config = config

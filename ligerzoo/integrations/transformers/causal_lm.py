@@ -34,6 +34,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
 
     Args:
         model: the model. Its parameters are shared.
+        fuses: see `Backbone`.
 
     Attributes:
         lm_head: the head, without scale and soft cap.
@@ -45,11 +46,11 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
     model: Backbone[CausalLM]
     lm_head: nn.Module
 
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__(model)
+    def __init__(self, model: CausalLM, *, fuses: bool = True) -> None:
+        super().__init__(model, fuses=fuses)
         self.loss_type = "ForCausalLM"
         self.head_options = LogitOptions(model.lm_head)
-        self.lm_head = Head(self.head_options, model.lm_head)
+        self.lm_head = Head(model.lm_head)
         decoder = "model" if self.model.is_text_only else "model.language_model"
         is_tied = model.config.tie_word_embeddings
         self._tied_weights_keys = {"lm_head.weight": f"{decoder}.embed_tokens.weight"} if is_tied else {}

@@ -11,23 +11,25 @@ from typing import Any, Generic, Self
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.tensor_slices import shapes_of
+from ligerzoo.dtensors import is_dtensor, is_sharded, shard_like
 from ligerzoo.errors import CheckpointError, LigerzooError, first_names
 from ligerzoo.hub.tying import under_both_names
 from ligerzoo.integrations.transformers.backbone import Backbone, Model
 from ligerzoo.integrations.transformers.config import hf_config, values, with_changes
+from ligerzoo.integrations.transformers.distribution import Distribution
 from ligerzoo.layers.plain import find_modules
 
 
-class WrappedModel(PreTrainedModel, Generic[Model]):
+class WrappedModel(Distribution, Generic[Model]):
     """A ligerzoo model as a `PreTrainedModel`; see `wrap`. Subclasses add the head.
 
     Args:
         model: the model. Its parameters are shared.
+        fuses: see `Backbone`.
 
     Attributes:
         model: the model without its head.
@@ -39,12 +41,30 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
 
     model: Backbone[Model]
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, fuses: bool = True) -> None:
         super().__init__(hf_config(model))
-        self.model = Backbone(model, self.config)
+        self.model = Backbone(model, self.config, fuses=fuses)
         blocks = {type(block).__name__ for blocks in find_modules(self, nn.ModuleList) for block in blocks}
         self._no_split_modules = sorted(blocks)
         self._config_before = copy.deepcopy(values(self.config))
+
+    # What `ligerzoo.parallel` asks a model
+
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        """The blocks of the decoder."""
+        return self.model.zoo_model.decoder_layers
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Names of the inputs other than text."""
+        return self.model.zoo_model.modalities
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether the language-model head and the embedding are the same parameter."""
+        head = self.get_output_embeddings()
+        return head is not None and head.weight is self.get_input_embeddings().weight
 
     # Embeddings
 
@@ -62,9 +82,12 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         """Changes the number of rows of embedding and head, as transformers does.
 
         Raises:
-            LigerzooError: the embedding has rows for more tokens than the head.
+            LigerzooError: the embedding has rows for more tokens than the head, or the weights are sharded.
         """
         model = self.model.zoo_model
+        if is_sharded(self.parameters()):
+            what, remedy = "the weights are sharded", "Resize before the model is distributed."
+            raise LigerzooError(what, where="resize_token_embeddings", remedy=remedy)
         if (rows := model.input_vocab_size) != (head_rows := model.config.vocab_size):
             what, got = "the embedding has more rows than the head", f"{rows} and {head_rows}"
             expected = "a model without extra tokens"
@@ -160,6 +183,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         names = own.keys()
         if state_dict.keys() <= names and not self._is_transposed(state_dict, own):
             state = under_both_names(state_dict, self.all_tied_weights_keys)
+            state = {name: x if is_dtensor(x) else shard_like(own[name], x) for name, x in state.items()}
             missing = [name for name in names if name not in state]
             if strict and missing:
                 raise CheckpointError("weights are missing", where="state_dict", got=f"no {first_names(missing)}")

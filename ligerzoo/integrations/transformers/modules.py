@@ -25,6 +25,11 @@ class FusedAttention(Attention):
     qkv_proj: nn.Module
     sizes: list[int]
 
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.sizes[1] // self.head_dim
+
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries, keys and values, (B, T, heads * D) each."""
         check_features(self, x, self.hidden_size)
@@ -54,6 +59,9 @@ _CLASSES: Mapping[type, tuple[str, str, type]] = {
     GatedMLP: ("gate_proj", "gate_up_proj", FusedGatedMLP),
 }
 """First projection, fused projection and class with it, by class without it."""
+
+FUSED_NAMES = frozenset(name for _, name, _ in _CLASSES.values())
+"""Names of fused projections."""
 
 
 def fused_path(rule: Fused) -> str:

@@ -6,6 +6,8 @@ for some modules and parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -35,6 +37,20 @@ def apply_names(model: nn.Module, rules: tuple[Rule, ...]) -> None:
                 separate_convolution(model.get_submodule(rule.path))
             case Rename():
                 _rename(model, rule.path, rule.stored_path)
+
+
+def unfused(rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yields rules that name the projections apart that the given ones fuse."""
+    for rule in rules:
+        match rule:
+            case ModuleRules():
+                yield replace(rule, rules=tuple(unfused(rule.rules)))
+            case Fused():
+                parent = rule.stored_path.rpartition(".")[0]
+                stored_paths = {path: f"{parent}.{path.rpartition('.')[2]}" for path in rule.paths}
+                yield from (Rename(stored, path) for path, stored in stored_paths.items() if stored != path)
+            case _:
+                yield rule
 
 
 class Renamed(nn.Module):

@@ -34,6 +34,7 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
 
     Args:
         model: the model. Its parameters are shared.
+        fuses: see `Backbone`.
 
     Attributes:
         score: the head, final hidden states to logits.
@@ -45,8 +46,8 @@ class WrappedSequenceClassifier(WrappedModel[SequenceClassifier]):
 
     score: nn.Module
 
-    def __init__(self, model: SequenceClassifier) -> None:
-        super().__init__(model)
+    def __init__(self, model: SequenceClassifier, *, fuses: bool = True) -> None:
+        super().__init__(model, fuses=fuses)
         self.num_labels, hidden_size = model.score.weight.shape
         self.score = nn.Linear(hidden_size, self.num_labels, bias=False, device="meta")
         self.score.weight = model.score.weight

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from transformers import GenerationMixin
@@ -26,6 +27,13 @@ NEW_CACHE = "cache"
 
 CACHE = NEW_CACHE if NEW_CACHE in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)} else OUR_CACHE
 """Name of the KV cache in arguments and outputs of the installed version."""
+
+PARALLEL_STYLES = None
+with suppress(ImportError):  # before 5.21
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    PARALLEL_STYLES = ALL_PARALLEL_STYLES
+"""Registry of the styles of plans; None where `DistributedConfig` is another."""
 
 GENERATE_OPTIONS = {"tokenizer", "assistant_tokenizer", *inspect.signature(GenerationMixin.generate).parameters}
 """Options of `generate` that are not entries of its config. It passes some of them on with the inputs of the model."""

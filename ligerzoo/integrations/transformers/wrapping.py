@@ -6,19 +6,23 @@ import functools
 import inspect
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, cast, overload
 
 import ligerzoo
 from ligerzoo.convert import MODEL_TYPES, architecture_of, architecture_of_model
 from ligerzoo.convert.sequence_classifier import classifier_architecture
+from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
+from ligerzoo.integrations.transformers.distribution import ConfigLike, Placement
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 
-Wrapper = TypeVar("Wrapper", bound=WrappedModel[Any])
+AnyWrapped: TypeAlias = WrappedModel[Any]
+Wrapper = TypeVar("Wrapper", bound=AnyWrapped)
 
 
 @cache
@@ -49,21 +53,79 @@ def wrapper_class(base: type[Wrapper], name: str, modalities: tuple[str, ...]) -
     return type(name, (base,), members)
 
 
-def load_wrapped(base: type[Wrapper], name_or_path: str | Path, **options: Any) -> Wrapper:
+def load_wrapped(
+    base: type[Wrapper],
+    name_or_path: str | Path,
+    *,
+    distributed_config: ConfigLike = None,
+    tp_plan: object = None,
+    tp_size: int | None = None,
+    **options: Any,
+) -> Wrapper:
     """Loads a model and wraps it. As transformers' models it names its checkpoint, where trainers find the tokenizer.
 
     Args:
         base: class of the wrapper.
         name_or_path: directory, or id of a repository on the hub ("org/name").
+        distributed_config: see `wrap`. Each process reads its part of the weights.
+        tp_plan: "auto" for `DistributedConfig(tp_plan="auto", tp_size=tp_size)`.
+        tp_size: see `tp_plan`.
         options: see `ligerzoo.AutoModel.from_pretrained`.
     """
+    if tp_plan is not None or tp_size is not None:
+        if distributed_config is not None:
+            where, expected = "arguments distributed_config and tp_plan or tp_size", "the former"
+            raise ConfigError("given twice", where=where, expected=expected)
+        distributed_config = {"tp_plan": tp_plan, "tp_size": tp_size}
+    placement = Placement.of(distributed_config, **options)
     auto = ligerzoo.AutoModel if base is WrappedCausalLM else ligerzoo.AutoModelForSequenceClassification
-    model: Any = wrap(auto.from_pretrained(name_or_path, **options))
+    if placement.meshes is None:
+        model: Any = wrap(auto.from_pretrained(name_or_path, **options))
+    else:
+        parts = _Parts(placement)
+        options |= {"device": placement.device, "shard": parts.distribute}
+        model = parts.loaded(auto.from_pretrained(name_or_path, **options))
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     return model
 
 
-def __getattr__(name: str) -> type[WrappedModel[Any]]:
+class _Parts:
+    """A wrapped model of which each process reads its part, under the names of the model.
+
+    Args:
+        placement: the processes.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def distribute(self, model: LanguageModel) -> None:
+        """Wraps and distributes a model on the meta device; its parameters become those of the wrapper."""
+        self._wrapped = _wrapped(model, self._placement)
+        slices = self._wrapped.model.names.slices(shapes_of(model.state_dict()))
+        self._names = {part.name: part.stored_name for part in slices}
+        state = self._wrapped.state_dict()
+        model.load_state_dict({name: state[own] for name, own in self._names.items()}, assign=True)
+
+    def loaded(self, model: LanguageModel) -> AnyWrapped:
+        """Returns the wrapper with the weights that the model has loaded."""
+        state = model.state_dict()
+        self._wrapped.load_state_dict({own: state[name] for name, own in self._names.items()}, assign=True)
+        return self._wrapped.eval()
+
+
+def _wrapped(model: LanguageModel, placement: Placement) -> AnyWrapped:
+    name = architecture_of_model(model).hf_class
+    wrapper: type[AnyWrapped]
+    if isinstance(model, SequenceClassifier):
+        wrapper = wrapper_class(WrappedSequenceClassifier, name, ())
+    else:
+        wrapper = wrapper_class(WrappedCausalLM, name, type(model).modalities)
+    wrapped = wrapper(model, fuses=placement.meshes is None)
+    return wrapper.maybe_distribute_model(wrapped, placement.config, placement.meshes)
+
+
+def __getattr__(name: str) -> type[AnyWrapped]:
     """Finds the wrapper classes of the zoo's architectures when they are unpickled."""
     for model_type in MODEL_TYPES:
         architecture = architecture_of(model_type)
@@ -75,14 +137,16 @@ def __getattr__(name: str) -> type[WrappedModel[Any]]:
 
 
 @overload
-def wrap(model: CausalLM) -> WrappedCausalLM: ...
+def wrap(model: CausalLM, *, distributed_config: ConfigLike = None) -> WrappedCausalLM: ...
 
 
 @overload
-def wrap(model: SequenceClassifier) -> WrappedSequenceClassifier: ...
+def wrap(model: SequenceClassifier, *, distributed_config: ConfigLike = None) -> WrappedSequenceClassifier: ...
 
 
-def wrap(model: CausalLM | SequenceClassifier) -> WrappedCausalLM | WrappedSequenceClassifier:
+def wrap(
+    model: CausalLM | SequenceClassifier, *, distributed_config: ConfigLike = None
+) -> WrappedCausalLM | WrappedSequenceClassifier:
     """Returns a `PreTrainedModel` around a ligerzoo model, for transformers' Trainer, TRL, PEFT, pipelines and others.
 
     The wrapper shares the parameters of the model, but not its modules. Where transformers fuses projections (Phi-3,
@@ -104,14 +168,16 @@ def wrap(model: CausalLM | SequenceClassifier) -> WrappedCausalLM | WrappedSeque
     Args:
         model: a model of ligerzoo.models, of a subclass, or of a registered class; or a sequence classifier with the
             decoder of one.
+        distributed_config: `transformers.DistributedConfig`, or a dict of its fields: distributes the model, which all
+            processes have with the same weights; needs transformers 5.21. Projections are then not fused, and keep
+            ligerzoo's names. None for one process.
 
     Raises:
-        ConfigError: the model's class is not registered, or it is not a model of ligerzoo.
+        ConfigError: the model's class is not registered, or it is not a model of ligerzoo; or it cannot be distributed
+            so.
     """
-    name = architecture_of_model(model).hf_class
-    if isinstance(model, SequenceClassifier):
-        return wrapper_class(WrappedSequenceClassifier, name, ())(model)
-    return wrapper_class(WrappedCausalLM, name, type(model).modalities)(model)
+    wrapped = _wrapped(model, Placement.of(distributed_config))
+    return cast(WrappedCausalLM | WrappedSequenceClassifier, wrapped)
 
 
 class AutoModelForCausalLM:
