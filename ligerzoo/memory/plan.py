@@ -111,7 +111,8 @@ def plan_activations(
         reserved: bytes of the budget for other tensors, such as averaged weights.
 
     Raises:
-        LigerzooError: the step does not fit even if all blocks are recomputed, or an argument is invalid.
+        LigerzooError: the step does not fit even if all blocks are recomputed, a layer does not run on the meta device,
+            or an argument is invalid.
     """
     check(None, AT_LEAST_1, batch_size=batch_size, seq_length=seq_length, gpus=gpus)
     limit = budget_bytes(model, budget, device)

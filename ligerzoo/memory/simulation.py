@@ -39,6 +39,10 @@ FSDP_BLOCKS = 3
 """Blocks of unsharded weights or gradients that FSDP2 holds: one that computes, one gathered ahead, one in a buffer."""
 
 
+class SimulationError(LigerzooError):
+    """A layer of the model does not run on the meta device, so that the memory of a step is not known."""
+
+
 def optimizer_bytes(model: nn.Module, optimizer: str, shares: Mapping[Tensor, int] | None = None) -> int:
     """Returns the bytes of an optimizer's states for all parameters that require gradients.
 
@@ -218,6 +222,9 @@ def count_step(model: CausalLM, setting: TrainingSetting, levels: Sequence[Recom
         model: on meta, as it is trained, and divided as on the mesh of the setting.
         setting: how.
         levels: what backward recomputes of each block; empty for nothing.
+
+    Raises:
+        SimulationError: a layer does not run on the meta device.
     """
     model.model.activation_plan = tuple(levels)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -242,6 +249,9 @@ def count_step(model: CausalLM, setting: TrainingSetting, levels: Sequence[Recom
             loss = model(input_ids=ids, labels=ids).loss
             forward = tracker.work
             loss.backward()
+        except RuntimeError as error:  # also NotImplementedError; of layers that read values, or lack a meta kernel
+            what, got = "does not run on the meta device, so its memory is not predicted", str(error).split(". ")[0]
+            raise SimulationError(what, where=type(model).__name__, got=got) from error
         finally:
             for handle in handles:
                 handle.remove()

@@ -171,25 +171,31 @@ class CausalLM(Generative, LanguageModel):
 
         None unless the router logits were asked for, by `config.output_router_logits` or the argument of `forward`, and
         a layer has some.
+
+        Raises:
+            LigerzooError: the number of experts of each token is not known, see `experts_per_token`.
         """
         if not (logits := context.router_logits):
             return None
-        return load_balancing_loss(logits, self._experts_per_token(), context.call_padding_mask())
+        if (chosen := self.experts_per_token) is None:
+            what, got = "unknown number of experts per token", "a config without it, and routers without one number"
+            expected = "the field num_experts_per_tok of the config, or one num_experts_per_token of all routers"
+            remedy = f"Add one to {type(self.config).__name__} or to the router, or override aux_loss."
+            raise LigerzooError(what, where="output_router_logits", got=got, expected=expected, remedy=remedy)
+        return load_balancing_loss(logits, chosen, context.call_padding_mask())
 
-    def _experts_per_token(self) -> int:
-        """Returns the number of experts that the routers select for each token."""
+    @property
+    def experts_per_token(self) -> int | None:
+        """Number of experts that the routers select for each token; None if it is not known, or not the same for all.
+
+        It is the config's `num_experts_per_tok`, else the `num_experts_per_token` of the routers.
+        """
         selected: int | None = getattr(self.config, "num_experts_per_tok", None)
         if selected is not None:
             return selected
         name = "num_experts_per_token"
         found: set[int] = {getattr(module, name) for module in self.modules() if hasattr(module, name)}
-        if len(found) != 1:
-            what = "unknown number of experts per token"
-            got = f"a config without num_experts_per_tok, and routers with {name} {sorted(found)}"
-            expected = "this field, or this attribute with one value"
-            remedy = f"Add one to {type(self.config).__name__} or to the router, or override aux_loss."
-            raise LigerzooError(what, where="output_router_logits", got=got, expected=expected, remedy=remedy)
-        return found.pop()
+        return found.pop() if len(found) == 1 else None
 
     def repeat_rows(
         self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None

@@ -15,6 +15,7 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
+from ligerzoo.memory.simulation import SimulationError
 from ligerzoo.models import CausalLM
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES, check_optimizer
 from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, parallelize
@@ -242,17 +243,23 @@ def plan_memory(
         refuse_budget_of_images(options)
     averages = 4 * sum(weight.numel() for weight in meta_model.parameters() if weight.requires_grad)
     weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
-    return plan_activations(
-        meta_model,
-        batch_size=options.batch_size,
-        seq_length=-(-options.seq_length // processes.context_size()),
-        budget="auto" if budget == "auto" else float(budget),
-        optimizer=options.optimizer,
-        accumulate=accumulate,
-        gpus=count,
-        device=device,
-        reserved=((0 if options.ema is None else averages) + weights) // count,
-    )
+    try:
+        return plan_activations(
+            meta_model,
+            batch_size=options.batch_size,
+            seq_length=-(-options.seq_length // processes.context_size()),
+            budget="auto" if budget == "auto" else float(budget),
+            optimizer=options.optimizer,
+            accumulate=accumulate,
+            gpus=count,
+            device=device,
+            reserved=((0 if options.ema is None else averages) + weights) // count,
+        )
+    except SimulationError as error:
+        if budget != "auto":
+            raise
+        processes.say(f"{error}. All activations are kept; --activation-checkpointing keeps fewer.")
+        return None
 
 
 def refuse_budget_of_images(options: RunOptions) -> None:

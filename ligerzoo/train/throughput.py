@@ -47,7 +47,7 @@ class StepFlops:
         head = model.get_output_embeddings().weight
         used = 1.0
         if experts := getattr(config, "num_experts", None):
-            used = config.num_experts_per_tok / experts  # type: ignore[attr-defined]
+            used = (model.experts_per_token or experts) / experts
         weights = {id(weight): weight for weight in model.parameters() if weight.dim() > 1 and weight is not embedding}
         weights[id(head)] = head
         matrices = sum(weight.numel() * (used if weight.dim() == 3 else 1) for weight in weights.values())

@@ -3,18 +3,32 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
-from ligerzoo import AutoModel, Tokenizer
+from ligerzoo import AutoModel, Tokenizer, convert
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    Embedding,
+    Experts,
+    MoE,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+)
 from ligerzoo.memory import ActivationPlan, plan_activations
 from ligerzoo.models import CausalLM
+from ligerzoo.models.config import DecoderConfig
 from ligerzoo.train import run_model
 from ligerzoo.train.log import read_log
 from ligerzoo.train.methods import SFTRunOptions
@@ -154,6 +168,48 @@ def test_a_plan_is_printed_and_changes_no_bit(
     assert "everything recomputed" in capsys.readouterr().out
     averages = weights = 4 * sum(one.numel() for one in AutoModel.from_pretrained(planned["model"]).parameters())
     assert asked[0]["reserved"] == averages + (weights if method != "grpo" else 0)  # which has no KL term here
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingConfig(DecoderConfig):
+    """A user's config, with another name for the number of experts of a token."""
+
+    num_experts: int = 4
+
+
+class CountingRouter(Router):
+    """A user's router, which counts the tokens of its experts, as torch cannot on the meta device."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, expert_ids, weights = super().forward(x)
+        assert len(torch.bincount(expert_ids.flatten())) <= 4
+        return logits, expert_ids, weights
+
+
+class Counting(CausalLM):
+    def __init__(self, config: CountingConfig) -> None:
+        h = config.hidden_size
+        mlp = MoE(CountingRouter(h, config.num_experts, 2), Experts(h, 16, config.num_experts))
+        block = PreNormBlock(RMSNorm(h), Attention(h, 2, rotary=RotaryEmbedding(h // 2)), RMSNorm(h), mlp)
+        super().__init__(config, Decoder(Embedding(config.vocab_size, h), [block], RMSNorm(h)))
+
+
+def test_a_users_class_trains_without_a_plan_if_it_does_not_run_on_meta(
+    given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "_REGISTERED", {})
+    AutoModel.register(CountingConfig, Counting, model_type="counting")
+    options = given("sft", tmp_path / "run", max_steps=2, eval_data=None)
+    tokenizer = Tokenizer.from_pretrained(options["model"])
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    Counting(CountingConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "own")
+    tokenizer.save_pretrained(tmp_path / "own")
+    run = train({**options, "model": str(tmp_path / "own"), "activation_budget": "auto"})
+    message = "Counting: does not run on the meta device, so its memory is not predicted; got aten::bincount: "
+    assert message in capsys.readouterr().out
+    assert type(AutoModel.from_pretrained(run)) is Counting
+    with pytest.raises(LigerzooError, match=message):
+        train({**options, "model": str(run), "output": str(tmp_path / "other"), "activation_budget": "1"})
 
 
 @pytest.mark.parametrize("others", [True, False])
