@@ -47,6 +47,7 @@ PARTS = {
     "score.weight": "head",
     "norm": "norms",
     "linear_attn": "linear attention",
+    ".conv.": "convolutions",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
     ".experts.": "experts",
@@ -56,6 +57,7 @@ PARTS = {
     ".router.": "router",
     "e_score_correction_bias": "router",
     "mlp": "feed-forward",
+    "feed_forward": "feed-forward",
 }
 """Parts of a model by a substring of the tensor's name. The first match counts."""
 

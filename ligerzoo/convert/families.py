@@ -38,6 +38,23 @@ GRANITE_MOE = (
 FLINT = (Rename("mlp.shared_expert", "mlp.shared_experts"),)
 """Flint's shared expert, which has no gate."""
 
+SHORT_CONV = (
+    Rename("operator_norm", "input_layernorm"),
+    Rename("ffn_norm", "post_attention_layernorm"),
+    Rename("self_attn.out_proj", "self_attn.o_proj"),
+    Rename("self_attn.q_layernorm", "self_attn.q_norm"),
+    Rename("self_attn.k_layernorm", "self_attn.k_norm"),
+    Rename("embedding_norm", "norm"),
+)
+"""LFM2's norms and attention."""
+
+SHORT_CONV_MLP = (
+    Rename("feed_forward.w1", "mlp.gate_proj"),
+    Rename("feed_forward.w3", "mlp.up_proj"),
+    Rename("feed_forward.w2", "mlp.down_proj"),
+)
+"""MLPs of LFM2."""
+
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 KOLIBRI = (
     Rename("moe.router.expert_bias", ROUTER_BIAS),
@@ -184,6 +201,23 @@ _DENSE = (
         write_entries=written_as(attention_bias="qkv_bias", mlp_bias="bias"),
     ),
     Architecture("iquestcoder", accepted={"clip_qkv": (None,), "use_sliding_window": (False,)}),
+    # transformers ignores entries of Liquid's code that would change the model.
+    Architecture(
+        "lfm2",
+        accepted={
+            "attention_bias": (False,),
+            "block_use_swiglu": (True,),
+            "partial_rotary_factor": (1.0,),
+            "use_pos_enc": (True,),
+        },
+        read_entries=first_spelling(
+            intermediate_size=("block_ff_dim", "intermediate_size"),
+            rms_norm_eps=("norm_eps",),
+            tie_word_embeddings=("tie_embedding", "tie_word_embeddings"),
+        ),
+        write_entries=written_as(rms_norm_eps="norm_eps"),
+        layouts=lambda config: (Layout((*SHORT_CONV, *SHORT_CONV_MLP)),),
+    ),
     Architecture("llama"),
     Architecture("ministral"),
     # A missing `sliding_window` means 4096; null means full attention. `layer_types` selects the window per layer, as

@@ -16,6 +16,7 @@ Attention
     LatentAttention                       latent attention (MLA)
     GatedDeltaNet                         linear attention (gated delta rule)
     CausalConv1d                          a short causal convolution
+    ShortConv                             a gated short convolution in place of attention
     CrossAttention                        cross-attention
     CrossAttentionInputs                  what cross-attention attends to
     attend                                attention as a function
@@ -63,6 +64,8 @@ Blocks
     ScaledPreNormBlock                    branches times a constant (muP)
     GatedPreNormBlock                     branches times a learned gate
     LinearAttentionBlock                  a block of linear attention
+    ConvBlock                             a block with a short convolution
+    ConvSandwichBlock                     a block with a short convolution, norms before and after
     CrossAttentionBlock                   a block of cross-attention
 
 Embeddings, decoder and head
@@ -134,6 +137,8 @@ from ligerzoo.layers.attention import (
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import (
+    ConvBlock,
+    ConvSandwichBlock,
     GatedPreNormBlock,
     LinearAttentionBlock,
     PostNormBlock,
@@ -151,7 +156,7 @@ from ligerzoo.layers.cross_attention import (
 )
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
-from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
+from ligerzoo.layers.delta_net import GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
@@ -181,6 +186,7 @@ from ligerzoo.layers.rotary import (
 )
 from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, LogitRouter, Router, ScaledRouter, SigmoidRouter
 from ligerzoo.layers.shared_attention import SharedKeysAttention, SharingAttention, TiedValueAttention
+from ligerzoo.layers.short_conv import CausalConv1d, ShortConv
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
@@ -207,6 +213,8 @@ __all__ = [
     "BlockStack",
     "CausalConv1d",
     "Context",
+    "ConvBlock",
+    "ConvSandwichBlock",
     "CrossAttention",
     "CrossAttentionBlock",
     "CrossAttentionInputs",
@@ -269,6 +277,7 @@ __all__ = [
     "SharedExpertMoE",
     "SharedKeysAttention",
     "SharingAttention",
+    "ShortConv",
     "SigmoidRouter",
     "SinkAttention",
     "StaticLayerCache",

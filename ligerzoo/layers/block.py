@@ -7,6 +7,7 @@ such as `Attention`, and `mlp(x, context)`, such as `GatedMLP` or `MoE`.
 from __future__ import annotations
 
 import inspect
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.norm import add_and_normalize, normalize
 from ligerzoo.tensor_checks import describe_value
 
-_CALLS = {"self_attn": ("x", "context", "cache"), "linear_attn": ("x", "context", "cache"), "mlp": ("x", "context")}
+_MIXED = ("x", "context", "cache")
+_CALLS = {"self_attn": _MIXED, "linear_attn": _MIXED, "conv": _MIXED, "mlp": ("x", "context")}
 """The arguments with which blocks call their parts; norms get x."""
 
 
@@ -45,18 +47,20 @@ def check_parts(block: nn.Module) -> None:
 
 
 class ResidualBlock(nn.Module):
-    """Base class of blocks with self-attention.
+    """Base class of blocks with a layer in which tokens see others, and an MLP.
 
     Attributes:
-        self_attn: the attention.
+        mixer_name: attribute of that layer: the attention, or what a subclass has instead.
     """
 
+    mixer_name: ClassVar[str] = "self_attn"
     self_attn: nn.Module
 
     @property
     def mixer(self) -> nn.Module:
-        """The layer in which tokens see others: the attention."""
-        return self.self_attn
+        """The layer in which tokens see others."""
+        mixer: nn.Module = getattr(self, self.mixer_name)
+        return mixer
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache of the mixer."""
@@ -78,7 +82,7 @@ class PreNormBlock(ResidualBlock):
     ) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
+        self.add_module(self.mixer_name, self_attn)
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
         check_parts(self)
@@ -108,20 +112,18 @@ class LinearAttentionBlock(PreNormBlock):
         mlp: the MLP.
     """
 
+    mixer_name = "linear_attn"
+
     def __init__(
         self, input_layernorm: nn.Module, linear_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module
     ) -> None:
-        nn.Module.__init__(self)
-        self.input_layernorm = input_layernorm
-        self.linear_attn = linear_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
-        check_parts(self)
+        super().__init__(input_layernorm, linear_attn, post_attention_layernorm, mlp)
 
-    @property
-    def mixer(self) -> nn.Module:
-        """The linear attention."""
-        return self.linear_attn
+
+class ConvBlock(PreNormBlock):
+    """`PreNormBlock` with a convolution, such as `ShortConv`, as the attribute `conv` (LFM2)."""
+
+    mixer_name = "conv"
 
 
 class ScaledPreNormBlock(PreNormBlock):
@@ -214,7 +216,7 @@ class SandwichBlock(ResidualBlock):
     ) -> None:  # fmt: skip
         super().__init__()
         self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
+        self.add_module(self.mixer_name, self_attn)
         self.post_attention_layernorm = post_attention_layernorm
         self.pre_feedforward_layernorm = pre_feedforward_layernorm
         self.mlp = mlp
@@ -223,10 +225,16 @@ class SandwichBlock(ResidualBlock):
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         normalized, x = normalize(x, self.input_layernorm)
-        attended = self.post_attention_layernorm(self.self_attn(normalized, context, cache))
+        attended = self.post_attention_layernorm(self.mixer(normalized, context, cache))
         normalized, x = add_and_normalize(x, attended, self.pre_feedforward_layernorm)
         return x + self.post_feedforward_layernorm(self.feed_forward(normalized, x, context))  # type: ignore[no-any-return]
 
     def feed_forward(self, normalized: Tensor, x: Tensor, context: Context) -> Tensor:
         """Returns the output of the second branch before its norm, from the hidden states with and without a norm."""
         return self.mlp(normalized, context)  # type: ignore[no-any-return]
+
+
+class ConvSandwichBlock(SandwichBlock):
+    """`SandwichBlock` with a convolution, such as `ShortConv`, as the attribute `conv` (LFM3)."""
+
+    mixer_name = "conv"

@@ -6,91 +6,29 @@ C = 2 * K * D_k + V * D_v channels of the convolution.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import (
-    causal_conv1d,
-    causal_conv1d_step,
     delta_gates,
     gated_delta_rule,
     gated_delta_step,
     gated_rms_norm,
 )
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.layers.context import Context
-from ligerzoo.layers.documents import Documents
-from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.linear import INIT_STD, Linear, initialize
-from ligerzoo.layers.projection import check_features, project
+from ligerzoo.layers.projection import project
+from ligerzoo.layers.recurrent import RecurrentMixer, last_inputs
 from ligerzoo.layers.row_parts import RowParts
-from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache
+from ligerzoo.layers.short_conv import CausalConv1d
+from ligerzoo.layers.state_cache import RecurrentLayerCache
 from ligerzoo.layers.tensor_plan import Heads, TensorPlan
 from ligerzoo.tensor_checks import explains_options
 
 _LARGEST_DECAY = 16.0
 """Decay rates of new layers are between 0 and this."""
-
-
-class CausalConv1d(nn.Module):
-    """Causal depthwise convolution without bias, followed by SiLU; see `ligerzoo.kernels.causal_conv1d`.
-
-    Args:
-        channels: C.
-        kernel_size: inputs that an output depends on, its own included.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
-
-    Attributes:
-        weight: (C, 1, kernel_size), as in `torch.nn.Conv1d`; the last column is the factor of the token itself.
-    """
-
-    @explains_options
-    def __init__(
-        self,
-        channels: int,
-        kernel_size: int,
-        *,
-        backend: Backend = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.backend: Backend = check_backend(backend)
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, device=device, dtype=dtype))
-        initialize(self, CausalConv1d)
-
-    def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2)."""
-        nn.init.normal_(self.weight, std=std)
-
-    def forward(
-        self,
-        x: Tensor,
-        initial_state: Tensor | None = None,
-        segment_start: Tensor | None = None,
-        weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """x: (B, T, C) -> (B, T, C), and the last inputs, (B, kernel_size - 1, C); of some channels with `weight`."""
-        return causal_conv1d(  # type: ignore[return-value]
-            x,
-            (self.weight if weight is None else weight).squeeze(1),
-            initial_state=initial_state,
-            segment_start=segment_start,
-            activation="silu",
-            output_final_state=True,
-            backend=self.backend,
-        )
-
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """x: (B, 1, C) -> (B, 1, C); updates the last inputs, (B, kernel_size - 1, C), in place."""
-        return causal_conv1d_step(x, state, self.weight.squeeze(1), activation="silu", backend=self.backend)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, kernel_size={self.weight.shape[2]}"
 
 
 class GatedRMSNorm(nn.Module):
@@ -130,13 +68,11 @@ class GatedRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """Linear attention with the gated delta rule, a short convolution and an output gate.
 
         q, k, v = silu(conv(in_proj_qkv(x)))
         y = out_proj(norm(gated_delta_rule(q, k, v, decay, strength)) * silu(in_proj_z(x)))
-
-    The state of a text begins with its first token: padding, and the other segments of a packed row, have no effect.
 
     Args:
         hidden_size: H.
@@ -206,33 +142,6 @@ class GatedDeltaNet(nn.Module):
             self.A_log.log_()
         nn.init.ones_(self.dt_bias)
 
-    def forward(self, x: Tensor, context: Context, cache: RecurrentLayerCache | None = None) -> Tensor:
-        """x: (B, T, H) -> (B, T, H); 0 for padding.
-
-        Args:
-            x: the hidden states of T new tokens.
-            context: padding and segments of these tokens.
-            cache: the states after the earlier tokens; they are updated.
-
-        Raises:
-            ValueError: the context has a 4-D attention mask, which a recurrence cannot apply; or padding within a text,
-                in rows that several processes divide.
-        """
-        check_features(self, x, self.hidden_size)
-        context.require_padding_mask("GatedDeltaNet")
-        mask = None if context.segment_start is not None else context.call_padding_mask()
-        if mask is None:
-            return self._mix(x, context.segment_start, None, cache, context.parts)
-        if context.parts.count > 1:
-            out = self._mix(x, _segments_of_padding(mask, context.documents), None, cache, context.parts)
-            return out.masked_fill(~context.parts.own(mask.expand(len(x), -1))[..., None], 0.0)
-        order = tokens_first(mask.expand(x.shape[:2]))
-        return order.undo(self._mix(order.apply(x), None, order.lengths, cache, context.parts))
-
-    def exact_obstacles(self) -> Iterator[Obstacle]:
-        """See `Attention.exact_obstacles`."""
-        yield never_exact(self)
-
     def tensor_plan(self) -> TensorPlan:
         """Divides the heads over the processes of tensor parallelism."""
         keys = Heads(self.key_size, self.exchanged_heads)
@@ -246,10 +155,6 @@ class GatedDeltaNet(nn.Module):
             own=("A_log", "dt_bias"),
         )
 
-    def new_cache(self, capacity: int | None = None) -> RecurrentLayerCache:
-        """Returns an empty cache: of fixed size if `capacity` is given."""
-        return RecurrentLayerCache() if capacity is None else StaticRecurrentLayerCache(capacity)
-
     @property
     def exchanged_heads(self) -> int:
         """See `Attention.exchanged_heads`."""
@@ -262,7 +167,7 @@ class GatedDeltaNet(nn.Module):
         conv_state = channels * (kernel_size - 1) * self.conv1d.weight.element_size()
         return int(conv_state + self.value_size * self.key_head_dim * torch.float32.itemsize)
 
-    def _mix(
+    def mix(
         self,
         x: Tensor,
         segment_start: Tensor | None,
@@ -270,15 +175,7 @@ class GatedDeltaNet(nn.Module):
         cache: RecurrentLayerCache | None,
         parts: RowParts,
     ) -> Tensor:
-        """x: (B, T, H) -> (B, T, H).
-
-        Args:
-            x: the hidden states.
-            segment_start: see `Context`.
-            lengths: (B,) int64, tokens of each row, which come first; None for T.
-            cache: see `forward`.
-            parts: the tokens that x has.
-        """
+        """See `RecurrentMixer.mix`."""
         qkv, z, b, a = project(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, backend=self.backend
         )
@@ -301,7 +198,7 @@ class GatedDeltaNet(nn.Module):
             before, state_before = (None, None) if cache is None else cache.read_states(*x.shape[:2])
             mixed, conv_state = self.conv1d(qkv, before, segment_start, weight)
             if lengths is not None:  # padding does not change the states
-                conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])
+                conv_state = last_inputs(qkv, before, lengths, conv_state.shape[1])
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
             result = gated_delta_rule(
@@ -337,66 +234,3 @@ class GatedDeltaNet(nn.Module):
     def extra_repr(self) -> str:
         key_heads, value_heads = self.key_size // self.key_head_dim, self.value_size // self.value_head_dim
         return f"{key_heads} key heads of {self.key_head_dim}, {value_heads} value heads of {self.value_head_dim}"
-
-
-def _segments_of_padding(mask: Tensor, documents: Documents | None) -> Tensor:
-    """Returns the first token of each token's text, or padding, (B or 1, T) int64, of a padding mask, (B or 1, T)."""
-    if documents is None or documents.rows is None:
-        raise ValueError(
-            "attention_mask: got padding within a text; expected it at the ends of rows, for GatedDeltaNet with "
-            "context parallelism in eager mode. Pack texts with cu_seqlens or position_ids"
-        )
-    is_start = F.pad(mask[:, 1:] != mask[:, :-1], (1, 0), value=False)
-    return (torch.arange(mask.shape[1], device=mask.device) * is_start).cummax(1).values
-
-
-def _last_inputs(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
-    """Returns the last inputs of each row, (B, count, C).
-
-    Args:
-        x: (B, T, C) inputs, of which the first `lengths`, (B,), count.
-        before: (B, count, C) inputs before them; None for zeros.
-        lengths: (B,) int64.
-        count: k - 1.
-    """
-    before = x.new_zeros(len(x), count, x.shape[2]) if before is None else before
-    index = lengths[:, None] + torch.arange(count, device=x.device)  # into the inputs with those before them
-    rows = torch.arange(len(x), device=x.device)[:, None]
-    earlier, new = before[rows, index.clamp(max=count - 1)], x[rows, (index - count).clamp(min=0)]
-    return torch.where((index < count)[..., None], earlier, new)
-
-
-class TokenOrder(NamedTuple):
-    """An order of the positions of each row in which its tokens come first, padding last.
-
-    Attributes:
-        lengths: (B,) int64, number of tokens in each row.
-        mask: (B, T) bool, False for padding, in the original order.
-        sources: (B * T,) int64, the original positions in the new order, in all rows.
-        targets: (B * T,) int64, the new positions in the original order.
-    """
-
-    lengths: Tensor
-    mask: Tensor
-    sources: Tensor
-    targets: Tensor
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Moves the tokens of each row to its start, (B, T, H) -> (B, T, H)."""
-        return x.flatten(0, 1).index_select(0, self.sources).view_as(x)
-
-    def undo(self, x: Tensor) -> Tensor:
-        """Moves tokens back to where they were, (B, T, H) -> (B, T, H), with zeros at padding."""
-        return x.flatten(0, 1).index_select(0, self.targets).view_as(x).masked_fill(~self.mask[..., None], 0.0)
-
-
-def tokens_first(mask: Tensor) -> TokenOrder:
-    """Returns the order in which the tokens of each row come first.
-
-    Args:
-        mask: (B, T) bool, False for padding, anywhere in the row.
-    """
-    rows, tokens = mask.shape
-    order = mask.logical_not().byte().argsort(stable=True, dim=1)
-    first = tokens * order.new_ones(rows).cumsum(0).sub(1)[:, None]  # index of the first position of each row
-    return TokenOrder(mask.sum(1), mask, (order + first).flatten(), (order.argsort(1) + first).flatten())

@@ -56,6 +56,10 @@ from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
 from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
 from ligerzoo.models.kolibri1 import Kolibri1 as _Kolibri1
 from ligerzoo.models.kolibri1 import Kolibri1Config as Kolibri1Config
+from ligerzoo.models.lfm2 import Lfm2 as _Lfm2
+from ligerzoo.models.lfm2 import Lfm2Config as Lfm2Config
+from ligerzoo.models.lfm3 import Lfm3 as _Lfm3
+from ligerzoo.models.lfm3 import Lfm3Config as Lfm3Config
 from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
 from ligerzoo.models.mellum import Mellum as _Mellum
@@ -209,6 +213,12 @@ class IQuestCoder(_IQuestCoder):
 
 class Kolibri1(_Kolibri1):
     def __init__(self, config: Kolibri1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Lfm2(_Lfm2):
+    def __init__(self, config: Lfm2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Lfm3(_Lfm3):
+    def __init__(self, config: Lfm3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Llama(_Llama):
     def __init__(self, config: LlamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

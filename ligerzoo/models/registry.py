@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "internlm3": "InternLM3",
     "iquestcoder": "IQuestCoder",
     "kolibri1": "Kolibri1",
+    "lfm2": "Lfm2",
+    "lfm3": "Lfm3",
     "llama": "Llama",
     "mellum": "Mellum",
     "minimax_m2": "MiniMaxM2",

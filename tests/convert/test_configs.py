@@ -135,6 +135,7 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         "rope_theta",
         "rope_scaling",
         "rope_local_base_freq",
+        "full_attn_idxs",
         "no_rope_layers",
         "layer_rope_theta",
         "mlp_layer_types",

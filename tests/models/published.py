@@ -120,6 +120,8 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "hunyuan_v1_dense": [
         sized(128167, 4096, 14336, 32, 8, head_dim=128), sized(120818, 2048, 6144, 16, 4, head_dim=128),
     ],
+    "lfm2": [{}],
+    "lfm3": [{}],
     "llama": [
         sized(32000, 4096, 11008, 32), sized(32000, 5120, 13824, 40), sized(32000, 8192, 28672, 64, 8),
         sized(LLAMA_3, 2048, 8192, 32, 8), sized(LLAMA_3, 3072, 8192, 24, 8), sized(LLAMA_3, 4096, 14336, 32, 8),
