@@ -15,8 +15,11 @@ Shapes: B batch, T tokens of a row, n processes, c tokens of each, T / n rounded
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 class RowParts:
@@ -61,6 +64,22 @@ class RowParts:
             num_items: divisor of the summed loss; None for the number of targets that are not -100.
         """
         return head(hidden, target, num_items)
+
+    def objective(
+        self,
+        head: Callable[..., Result],
+        hidden: Tensor,
+        target: Tensor,
+        num_items: int | Tensor | None,
+        objective: Callable[..., object],
+    ) -> Result:
+        """Returns `head(hidden, target, num_items, objective)` of whole rows, from the tokens of this process.
+
+        Args:
+            head: see `loss`, and so `hidden`, `target` and `num_items`.
+            objective: computes a loss of hidden states, such as one of `ligerzoo.losses`.
+        """
+        return head(hidden, target, num_items, objective)
 
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Exchanges tokens for heads, such as of queries, keys and values: (B, c, N, D) -> (B, T, N / n, D) each.

@@ -14,7 +14,7 @@ student's logits are given, all logits of the teacher are computed at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from ligerzoo.losses.logps import items_or
 from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.options import Finite, Fraction, HeadOptions, LossInputs, NotNegative, NumItems, Positive, takes
 from ligerzoo.tensor_checks import check_num_items
+from ligerzoo.token_parts import TokenParts, divided_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def distillation_loss(inputs: LossInputs, options: DistillationOptions) -> LossO
         `LossOutput`: the loss, and as metrics its two parts before weighting, "soft_loss" and (if `hard_weight` is not
         0) "hard_loss", means over the tokens.
     """
-    (name, hidden, weight, target), o = inputs, options
+    (name, _, weight, target), o = inputs, options
     names = ("teacher_hidden", "teacher_weight", "teacher_logits")
     tensors = {argument: getattr(o, argument) for argument in names}
     check_inputs(inputs, bias=o.bias, teacher_bias=o.teacher_bias, **tensors)
@@ -104,6 +105,34 @@ def distillation_loss(inputs: LossInputs, options: DistillationOptions) -> LossO
     if given not in (["teacher_hidden", "teacher_weight"], ["teacher_logits"]):
         what = f"pass teacher_hidden and teacher_weight, or teacher_logits; got {', '.join(given) or 'none of them'}"
         raise LigerzooError(what, where=name)
+    parts = divided_tokens(target.numel())
+    if parts is not None and weight is not None and o.teacher_hidden is not None:
+        return _by_parts(inputs, options, o.teacher_hidden, parts)
+    return _whole_loss(inputs, options)
+
+
+def _by_parts(
+    inputs: LossInputs, options: DistillationOptions, teacher_hidden: Tensor, parts: TokenParts
+) -> LossOutput:
+    """Computes the loss of the tokens of this process, and adds up those of all; see `token_parts`."""
+    name, hidden, weight, target = inputs
+    count = options.target_mask(target).sum().clamp(min=1)
+    items = count if options.num_items is None else options.num_items
+    hidden, teacher_hidden = (parts.own(x.reshape(1, -1, x.shape[-1])) for x in (hidden, teacher_hidden))
+    target = parts.own(target.reshape(1, -1), fill=options.ignore_index)
+    own = replace(options, num_items=items, teacher_hidden=teacher_hidden)
+    loss, metrics = _whole_loss(LossInputs(name, hidden, weight, target), own)
+    weight_here = options.target_mask(target).sum() / count
+
+    def total(x: Tensor) -> Tensor:
+        return parts.of(parts.count).gather(x.view(1, 1)).sum()
+
+    return LossOutput(total(loss), {metric: total(value * weight_here) for metric, value in metrics.items()})
+
+
+def _whole_loss(inputs: LossInputs, options: DistillationOptions) -> LossOutput:
+    """Computes `distillation_loss` of inputs that it has checked."""
+    (name, hidden, weight, target), o = inputs, options
     features: Any = o.teacher_logits if o.teacher_hidden is None else o.teacher_hidden
     student = Side("", hidden, weight, o.bias, o.logit_scale, o.softcap)
     teacher = Side("teacher_", features, o.teacher_weight, o.teacher_bias, o.teacher_logit_scale, o.teacher_softcap)

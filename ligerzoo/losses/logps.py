@@ -44,6 +44,16 @@ def sequence_logps(inputs: LossInputs, options: SequenceLogpOptions) -> Tensor:
     return (masked_mean if options.average_log_prob else masked_sum)(logps, options.target_mask(inputs.target))
 
 
+@takes(LogpOptions)
+def label_logps(inputs: LossInputs, options: LogpOptions) -> Tensor:
+    """Returns the log-probability of each target, differentiable, without holding all logits.
+
+    Returns:
+        (B, T) fp32 (fp64 for fp64 input); 0 at ignored targets.
+    """
+    return token_logps_and_entropy(inputs, options)[0]
+
+
 def unpacked(name: str, hidden: Tensor, target: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Gathers the sequences of packed rows, one to a row, as the losses over sequences take them.
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError, WrongTypeError
-from ligerzoo.kernels import token_logps
 from ligerzoo.losses.distillation import distillation_loss
 from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import kto_loss
-from ligerzoo.losses.logps import sequence_logps, unpacked
+from ligerzoo.losses.logps import label_logps, sequence_logps, unpacked
 from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.options import HeadOptions, Loss, LossInputs
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
@@ -140,7 +139,7 @@ def model_token_logps(
         TypeError: the model is not a `ligerzoo.models.CausalLM`.
     """
     call = _ModelCall("model_token_logps", model, input_ids, labels, inputs)
-    return call.logps(partial(token_logps, temperature=temperature))
+    return call.logps(partial(label_logps, temperature=temperature))
 
 
 def model_sequence_logps(
@@ -355,7 +354,7 @@ class GRPO(HeadLoss, function=grpo_loss):
     """Group relative policy optimization and its variants: `grpo_loss`, whose keyword arguments are the options."""
 
     def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
-        return partial(token_logps, temperature=arguments.get("temperature", 1.0))
+        return partial(label_logps, temperature=arguments.get("temperature", 1.0))
 
 
 class PPOClip(HeadLoss, function=ppo_clip_loss):

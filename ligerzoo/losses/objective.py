@@ -44,6 +44,7 @@ from ligerzoo.kernels.loss.reduction import as_targets
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import NO_UPSTREAM, RowResults, Upstream, reference
 from ligerzoo.losses.options import LogpOptions, LossInputs
+from ligerzoo.token_parts import divided_tokens
 
 LossGroup = Literal["token", "sequence", "pair"]
 """What a loss sums over: tokens, sequences, or pairs of sequences b and B/2 + b of a batch."""
@@ -109,7 +110,8 @@ def evaluate_objective(inputs: LossInputs, objective: GroupObjective, options: L
     is_traced = torch.compiler.is_compiling() or hidden.is_meta or under_transform()
     if weight is None and not is_traced:
         return _evaluate_given_logits(inputs, objective, options)
-    if weight is not None and needs_gradient and torch.is_grad_enabled() and not is_traced:
+    is_whole = divided_tokens(inputs.target.numel()) is None
+    if weight is not None and needs_gradient and torch.is_grad_enabled() and is_whole and not is_traced:
         result = _evaluate_in_one_sweep(inputs, weight, objective, options)
         if result is not None:
             return result
@@ -128,17 +130,24 @@ def token_logps_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the (B, T) log-probabilities of the targets, and entropies if requested; differentiable."""
     name, hidden, weight, target = inputs
+    shape = target.shape
     if weight is not None:
+        if (parts := divided_tokens(target.numel())) is not None:
+            hidden = parts.own(hidden.reshape(1, -1, hidden.shape[-1]))
+            target = parts.own(target.reshape(1, -1), fill=options.ignore_index)
         head, budget = HeadInputs(hidden, weight, options.bias), options.logits_budget
         results = token_results(name, head, target, options.terms, budget, options.backend, statistics=with_entropy)
     else:
-        target = as_targets(name, target, hidden.shape[-1], options.ignore_index)
+        parts, target = None, as_targets(name, target, hidden.shape[-1], options.ignore_index)
         if not with_entropy:
             temperature = options.temperature
             return -cross_entropy(hidden, target, temperature=temperature, reduction="none", **options.of_logits), None
         logits = hidden.reshape(-1, hidden.shape[-1])
         results = reference(logits, target.reshape(-1), options.terms)
-    return results.logp.view(target.shape), results.entropy.view(target.shape) if with_entropy else None
+    logps, entropy = results.logp, results.entropy if with_entropy else None
+    if parts is not None:
+        logps, entropy = parts.gather(logps.view(1, -1)), None if entropy is None else parts.gather(entropy.view(1, -1))
+    return logps.view(shape), None if entropy is None else entropy.view(shape)
 
 
 def _evaluate_given_logits(inputs: LossInputs, objective: GroupObjective, options: LogpOptions) -> ObjectiveResult:

@@ -160,8 +160,8 @@ class CausalLM(Generative, LanguageModel):
         if objective is None:
             out.loss = context.parts.loss(self.lm_head, hidden, shift_labels, num_items_in_batch)
         else:
-            hidden = context.parts.gather(hidden)
-            out.loss, out.details = self.lm_head(hidden, shift_labels, num_items_in_batch, objective)
+            given = hidden, shift_labels, num_items_in_batch
+            out.loss, out.details = context.parts.objective(self.lm_head, *given, objective)
         if out.aux_loss is not None and out.loss is not None:
             out.loss = out.loss + self.aux_loss_weight * out.aux_loss
         return out

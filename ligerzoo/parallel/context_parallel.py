@@ -31,8 +31,10 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
 from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.token_parts import objective_parts
 
 Model = TypeVar("Model", bound=LanguageModel)
+Result = TypeVar("Result")
 
 
 def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
@@ -42,8 +44,8 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
     one process: the loss, and logits and hidden states of all tokens. Average the gradients over the group, as FSDP2
     does if its mesh has these processes; or DDP. Calls with a KV cache, such as in `generate`, are not divided.
 
-    A loss without an objective is computed by parts; objectives, such as those of `ligerzoo.losses`, get the gathered
-    hidden states of the rows, and each process computes them as a whole.
+    A loss without an objective is computed by parts. Objectives get the gathered hidden states of the rows, and each
+    process computes their loss; those of `ligerzoo.losses` compute log-probabilities by parts.
 
     Args:
         model: any model whose decoder has `Attention`, `LatentAttention` or `GatedDeltaNet` in each block.
@@ -131,6 +133,20 @@ class DividedRows(RowParts):
         own = head(hidden, self.own(target, fill=-100), items / self.count)
         return cast(Tensor, _Mean.apply(own, self))
 
+    def objective(
+        self,
+        head: Callable[..., Result],
+        hidden: Tensor,
+        target: Tensor,
+        num_items: int | Tensor | None,
+        objective: Callable[..., object],
+    ) -> Result:
+        token = objective_parts.set(self)
+        try:
+            return head(self.gather(hidden), target, num_items, objective)
+        finally:
+            objective_parts.reset(token)
+
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         most = max(x.shape[2] for x in parts)
         parts = tuple([self._divisible(x, most) for x in parts])
@@ -195,8 +211,9 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _Gather(FusedFunction):
     """(B, c, ...) -> (n, B, c, ...).
 
-    All processes compute the same with the result, so each knows the gradient of its tokens. It counts n times, since
-    the gradients of the weights are averaged.
+    The gradient of a token is the sum of those of all processes. They compute the same loss with the result, so it
+    counts n times, as it has to: the gradients of the weights are averaged. What they compute by parts counts once,
+    with the n-fold gradient that `gather` of the parts gives.
     """
 
     @staticmethod
@@ -207,7 +224,7 @@ class _Gather(FusedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: FusedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[ctx.parts.rank] * ctx.parts.count, None
+        return _all_to_all(gradient.contiguous(), ctx.parts.group).sum(0), None
 
 
 class _Mean(FusedFunction):

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.adapters import adapters_disabled
-from ligerzoo.kernels import token_logps
 from ligerzoo.layers.exactness import exact_obstacle
 from ligerzoo.losses import Distillation, LossOutput, sampler_correction
+from ligerzoo.losses.logps import label_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.completions import SampledCompletion, without_labels
@@ -127,7 +127,7 @@ def completion_logps(model: CausalLM, batch: CompletionBatch, *, temperature: fl
     """Returns the log-probabilities of the tokens of completions, (S, L) fp32 on the model's device; 0 for padding."""
 
     def logps(*head: Any, **options: Any) -> tuple[None, Tensor]:
-        return None, token_logps(*head, temperature=temperature, **options)
+        return None, label_logps(*head, temperature=temperature, **options)
 
     details: Tensor = _forward(model, batch, logps).details
     return details

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from ligerzoo import AutoModel, AutoModelForSequenceClassification
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import read_config
+from ligerzoo.kernels.loss.chunked_head import HeadInputs
 from ligerzoo.kernels.recompute import Recompute
-from ligerzoo.losses import DPO
+from ligerzoo.losses import DPO, GRPO, KTO, Distillation, model_token_logps, objective
+from ligerzoo.losses.modules import HeadLoss
 from ligerzoo.models import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
@@ -205,18 +209,55 @@ def wrapped(directory: Path) -> None:
 
 
 def objectives(directory: Path) -> None:
-    """Losses over whole sequences, which several share a row."""
+    """Losses over whole sequences, which several share a row: each process has a part of the log-probabilities."""
     sequences = torch.tensor([[0, 1, -1], [3, 4, 5], [21, 22, -1], [24, 25, 26]])
+    logps = torch.tensor([[-3.0, -4.0, 0.0], [-2.0, -4.0, -1.0], [-3.0, -2.0, 0.0], [-4.0, -2.0, -1.0]])
+    rollout = {"advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]), "old_logps": logps, "ref_logps": logps - 1}
+    losses: list[tuple[HeadLoss, Inputs]] = [
+        (DPO(), {"ref_logps": torch.tensor([-9.0, -8.0, -9.0, -5.0])}),
+        (GRPO(beta=0.1, with_entropy=True, entropy_coef=0.1), rollout),
+        (KTO(), {"ref_logps": torch.tensor([-9.0, -8.0, -9.0, -5.0]), "desirable": torch.arange(4) < 2}),
+    ]
     for name in ("qwen3", "qwen3_moe"):
         whole, divided = pair(directory / name)
         inputs = packed(3, 17, 1, 10)
-        given: Inputs = {"sequences": sequences, "ref_logps": torch.tensor([-9.0, -8.0, -9.0, -5.0])}
-        given["model_inputs"] = {"position_ids": inputs.pop("position_ids")}
         inputs["labels"] = inputs["input_ids"]
-        expected, found = (DPO().of(model, **inputs, **given) for model in (whole, divided))
-        for key, metric in expected.metrics.items():
-            assert_close(found.metrics[key], metric, key)
-        compare_gradients(f"{name}, DPO", whole, divided, expected.loss, found.loss)
+        positions = {"position_ids": inputs.pop("position_ids")}
+        for loss, given in losses:
+            of = partial(loss.of, **inputs, **given, sequences=sequences, model_inputs=positions)
+            with recorded_heads() as tokens:
+                expected, found = of(whole), of(divided)
+            assert tokens == [-(-sequences.numel() // dist.get_world_size())]  # of the whole model, in one sweep
+            for key, metric in expected.metrics.items():
+                assert_close(found.metrics[key], metric, key)
+            compare_gradients(f"{name}, {type(loss).__name__}", whole, divided, expected.loss, found.loss)
+        teachers = pair(directory / name)
+        for num_items in (None, 50):
+            shared = {"hard_weight": 0.5, "num_items": num_items, "model_inputs": positions}
+            expected, found = (
+                Distillation().of_teacher(model, teacher.requires_grad_(False), *inputs.values(), **shared)
+                for model, teacher in zip((whole, divided), teachers, strict=True)
+            )
+            for key, metric in expected.metrics.items():
+                assert_close(found.metrics[key], metric, key)
+            compare_gradients(f"{name}, distillation", whole, divided, expected.loss, found.loss)
+        labels = inputs["labels"]
+        one, two = (model_token_logps(model, labels, labels, **positions) for model in (whole, divided))
+        assert_close(two, one, "log-probabilities")
+
+
+@contextmanager
+def recorded_heads() -> Iterator[list[int]]:
+    """Records of how many tokens log-probabilities are computed outside of a sweep."""
+    results, tokens = objective.token_results, []
+
+    def recorded(name: str, head: HeadInputs, *args: Any, **options: Any) -> Any:
+        tokens.append(head.hidden.shape[:-1].numel())
+        return results(name, head, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objective, "token_results", recorded)
+        yield tokens
 
 
 def outputs(directory: Path) -> None:
