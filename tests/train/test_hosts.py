@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,9 +25,9 @@ from ligerzoo.errors import CheckpointError
 from ligerzoo.parallel import liveness
 from ligerzoo.train import processes
 from ligerzoo.train.log import RunLog, read_log
-from ligerzoo.train.run_state import newest_checkpoint
+from ligerzoo.train.run_state import RunState, TrainedState, newest_checkpoint
 from tests.parallel import spawning
-from tests.train.test_elastic import compare, recorded
+from tests.train.test_elastic import compare, recorded, samples
 from tests.train.test_resume import environment
 from tests.train.tiny_run import arguments, options, train
 
@@ -93,7 +94,16 @@ def test_storage_that_is_not_shared(
         train(options(checkpoint, data, tmp_path / "run", resume=True))
 
 
-def continuing(rank: int, given: dict[str, Any]) -> None:
+def continuing(rank: int, given: dict[str, Any], killed: tuple[int, int, float] | None = None) -> None:
+    """Trains. A process of this rank kills itself these seconds after it has begun to save a step."""
+    save = RunState.save
+
+    def saving(self: RunState, step: int, trained: TrainedState) -> None:
+        if killed is not None and killed[:2] == (rank, step):
+            threading.Timer(killed[2], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        save(self, step, trained)
+
+    RunState.save = saving  # type: ignore[method-assign]
     with open(os.devnull, "w") as file:
         os.dup2(file.fileno(), 2)
         recorded(given)
@@ -102,33 +112,51 @@ def continuing(rank: int, given: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [20])
 def test_kills_at_random_moments(checkpoint: Path, data: Path, tmp_path: Path, kills: int) -> None:
-    """Of one of four processes. The others end, and the run continues on 2 or 8, with each sample in its step."""
+    """Of one of four processes, half of them while it saves. The others end, and the run continues on 2 or 8.
+
+    Together, both have trained each sample in its step, and none twice.
+    """
     source, shared = random.Random(0), {"batch_size": 1, "max_steps": 8, "save_every": 2, "keep": 1, "resume": True}
     whole = options(checkpoint, data, tmp_path / "whole", **shared, accumulate=2)
     begin = time.monotonic()
     spawning.on_all_processes(partial(continuing, given=whole), 4)
     seconds = time.monotonic() - begin
-    steps = []
-    for number in range(kills):
+    steps: list[int] = []
+    endings, unfinished, number = [], 0, 0
+    while len(steps) < kills:
+        number += 1
         given = {**whole, "output": str(tmp_path / f"killed-{number}")}
+        victim, is_saving = source.randrange(4), number % 4 < 2
+        killed = (victim, source.choice((2, 4, 6)), source.uniform(0, 0.2)) if is_saving else None
         with tempfile.TemporaryDirectory() as directory:
-            started = start(partial(continuing, given=given), 4, directory)
-            time.sleep(source.uniform(0, seconds))
-            started[source.randrange(4)].kill()
+            started = start(partial(continuing, given=given, killed=killed), 4, directory)
+            if is_saving:
+                started[victim].join(20 * seconds)
+            else:
+                time.sleep(source.uniform(0, seconds))
+                started[victim].kill()
             died = time.monotonic()
             for process in started:
                 process.join(60)
                 assert process.exitcode is not None
-            assert time.monotonic() - died < 60
-        last = newest_checkpoint(Path(given["output"]))
-        steps.append(0 if last is None else int(last.name.partition("-")[2]))
+            ended = time.monotonic() - died
+        output, last = Path(given["output"]), newest_checkpoint(Path(given["output"]))
+        done = 0 if last is None else int(last.name.partition("-")[2])
+        before = [line for line in samples(given["output"], after=0) if int(line.split()[0]) <= done]
         for file in tmp_path.glob(f"killed-{number}-samples-*"):
             file.unlink()
-        if not (Path(given["output"]) / "config.json").exists():
-            count = (2, 8)[number % 2]
-            spawning.on_all_processes(partial(continuing, given={**given, "accumulate": 8 // count}), count)
-            compare(given["output"], whole["output"], after=steps[-1], to_the_bit=False)
+        if (output / "config.json").exists():
+            continue  # the run had ended
+        endings.append(ended)
+        steps.append(done)
+        unfinished += any(path.is_dir() and path != last for path in output.glob("*"))
+        count = (2, 8)[len(steps) % 2]
+        spawning.on_all_processes(partial(continuing, given={**given, "accumulate": 8 // count}), count)
+        compare(given["output"], whole["output"], after=done, to_the_bit=False)
+        assert sorted(before + samples(given["output"], after=done)) == samples(whole["output"], after=0)
     assert len(set(steps)) > 2, steps
+    print(f"{kills} kills after steps {steps}, {unfinished} of them with a part of a checkpoint")
+    print(f"the other processes ended within {max(endings):.1f} s")
 
 
 # Two agents of torchrun
