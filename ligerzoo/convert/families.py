@@ -56,6 +56,16 @@ SHORT_CONV_MLP = (
 """MLPs of LFM2."""
 
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+_LFM_EXPERT = "feed_forward.experts.{expert}"
+_LFM_ROUTER = (Rename("feed_forward.expert_bias", ROUTER_BIAS), Rename("feed_forward.gate", "mlp.gate"))
+LFM_MOE = (
+    PerExpert((f"{_LFM_EXPERT}.w1.weight", f"{_LFM_EXPERT}.w3.weight"), "mlp.experts.gate_up_proj"),
+    PerExpert((f"{_LFM_EXPERT}.w2.weight",), "mlp.experts.down_proj"),
+    *_LFM_ROUTER,
+)
+LFM_MOE_MODULES = (Rename("feed_forward.experts", "mlp.experts"), *_LFM_ROUTER)
+"""LFM2's experts and routers, in files and in transformers' modules."""
+
 KOLIBRI = (
     Rename("moe.router.expert_bias", ROUTER_BIAS),
     Rename("post_attn_norm", "post_self_attn_layernorm"),
@@ -320,6 +330,20 @@ _MOE = (
         read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
         write_entries=_without_dense_size,
         layouts=lambda config: (Layout((*KOLIBRI, *PER_EXPERT)), Layout()),
+    ),
+    Architecture(
+        "lfm2_moe",
+        accepted={"attention_bias": (False,), "partial_rotary_factor": (1.0,)},
+        read_entries=first_spelling(
+            num_experts=("num_experts", "num_local_experts"),
+            rms_norm_eps=("norm_eps",),
+            tie_word_embeddings=("tie_embedding", "tie_word_embeddings"),
+        ),
+        write_entries=written_as(rms_norm_eps="norm_eps"),
+        layouts=lambda config: (
+            Layout((*LFM_MOE, *SHORT_CONV, *SHORT_CONV_MLP)),
+            Layout((*LFM_MOE_MODULES, *SHORT_CONV, *SHORT_CONV_MLP)),
+        ),
     ),
     Architecture(
         "mixtral",

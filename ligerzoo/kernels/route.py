@@ -7,7 +7,7 @@ logits, weighted by p, or by p over the sum of the k. Both give a token the same
 
 `route_sigmoid` (DeepSeek-V3, 2024, section 2.1.2): with s = sigmoid(logits_t) in fp32, the experts with the k largest
 s + bias of the best groups of experts, those with the largest sums of their two best s + bias; weighted by a factor
-times s, or times s over the sum of the k and 1e-20.
+times s, or times s over the sum of the k and a small number.
 
 In both `route` functions, the pairs (token, expert) become rows, sorted by expert and then by token, as in `routing`;
 but only experts with tokens are listed, so that a kernel's programs are as many as the experts that the tokens can
@@ -81,6 +81,7 @@ class SigmoidOptions(NamedTuple):
     num_selected_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    eps: float = 1e-20
 
 
 def sigmoid_reference(logits: Tensor, bias: Tensor, num_experts_per_token: int, options: SigmoidOptions) -> Routing:
@@ -90,7 +91,7 @@ def sigmoid_reference(logits: Tensor, bias: Tensor, num_experts_per_token: int, 
     ids = selection.sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_token]
     weights = scores.gather(1, ids)
     if options.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + options.eps)
     return _sorted_by_expert(ids, weights * options.scale, logits.shape[1])
 
 
@@ -266,7 +267,7 @@ def _route_kernel(
 
 @kernel
 def _route_sigmoid_kernel(
-    logits, routing, n_listed, bias_ptr, scale, group_size,
+    logits, routing, n_listed, bias_ptr, scale, eps, group_size,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
     SELECTED_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -288,7 +289,7 @@ def _route_sigmoid_kernel(
 
     weights = scores
     if RENORMALIZE:
-        weights = weights / (tl.sum(tl.where(ranks < SLOTS, scores, 0.0), axis=1)[:, None] + 1e-20)
+        weights = weights / (tl.sum(tl.where(ranks < SLOTS, scores, 0.0), axis=1)[:, None] + eps)
     _store_rows(ranks, weights * scale, token, routing, logits.n_tokens, n_listed, EXPERTS, SLOTS)
 
 
@@ -331,8 +332,8 @@ def _route(logits: Tensor, num_experts_per_token: int, renormalize: bool) -> Rou
 def _route_sigmoid(logits: Tensor, num_experts_per_token: int, bias: Tensor, options: SigmoidOptions) -> Routing:
     routing = _allocate(logits, num_experts_per_token)
     arguments, constants, warps = _launch_arguments(logits, routing)
-    num_groups, num_selected_groups, renormalize, scale = options
-    selection = bias.contiguous(), scale, logits.shape[1] // num_groups
+    num_groups, num_selected_groups, renormalize, scale, eps = options
+    selection = bias.contiguous(), scale, eps, logits.shape[1] // num_groups
     groups = num_groups, num_selected_groups
     _route_sigmoid_kernel[1](*arguments, *selection, *constants, renormalize, *groups, num_warps=warps)
     return routing
@@ -444,6 +445,7 @@ def route_sigmoid(
     num_selected_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    eps: float = 1e-20,
     backend: Backend = "auto",
 ) -> Routing:
     """Selects k of E experts for each token by biased sigmoid scores, and sorts the pairs of token and expert.
@@ -457,8 +459,9 @@ def route_sigmoid(
         num_experts_per_token: k, at most the number of experts in the selected groups.
         num_groups: number of groups of consecutive experts, a divisor of E. Several groups have two experts or more.
         num_selected_groups: number of groups from which a token's experts are selected.
-        renormalize: divide the k scores by their sum plus 1e-20.
+        renormalize: divide the k scores by their sum plus `eps`.
         scale: factor of the weights.
+        eps: a small positive number.
         backend: see `route`.
 
     Returns:
@@ -487,7 +490,7 @@ def route_sigmoid(
             f"route_sigmoid: num_experts_per_token={num_experts_per_token}; expected at most "
             f"{num_selected_groups * group_size}, the experts of {num_selected_groups} groups"
         )
-    options = SigmoidOptions(num_groups, num_selected_groups, renormalize, float(scale))
+    options = SigmoidOptions(num_groups, num_selected_groups, renormalize, float(scale), float(eps))
     with torch.no_grad():
         if uses_triton(logits, bias, backend=backend) and fits_one_program(*logits.shape) and len(logits):
             return _route_sigmoid(logits, num_experts_per_token, bias, options)

@@ -126,13 +126,15 @@ class SigmoidRouter(_BalancingBias):
         num_experts_per_token: k.
         num_groups: G, number of groups of E / G consecutive experts each.
         num_selected_groups: number of groups from which a token's experts are selected.
-        renormalize: divide the k scores by their sum plus 1e-20; see `Router` for k = 1.
+        renormalize: divide the k scores by their sum plus `eps`; see `Router` for k = 1.
         scale: factor of the expert weights, after `renormalize`.
+        eps: a small positive number.
+        balanced: add a bias for balanced load to the scores, for the selection only.
         in_fp32: compute logits in fp32 for every dtype of tokens, instead of in that dtype.
 
     Attributes:
         e_score_correction_bias: (E,), at least fp32 whatever the dtype of the module. A buffer: autograd and optimizers
-            leave it alone. A training loop that balances the load changes it in place.
+            leave it alone. A training loop that balances the load changes it in place. None unless `balanced`.
 
     Raises:
         ValueError: k is not between 1 and the number of experts in the selected groups, or E is not a multiple of G, or
@@ -150,6 +152,8 @@ class SigmoidRouter(_BalancingBias):
         num_selected_groups: int = 1,
         renormalize: bool | None = None,
         scale: float = 1.0,
+        eps: float = 1e-20,
+        balanced: bool = True,
         in_fp32: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -169,16 +173,17 @@ class SigmoidRouter(_BalancingBias):
         self.num_experts_per_token = num_experts_per_token
         self.num_groups, self.num_selected_groups = num_groups, num_selected_groups
         self.renormalize = _renormalizes(self, num_experts_per_token, renormalize)
-        self.scale, self.in_fp32 = scale, in_fp32
+        self.scale, self.eps, self.in_fp32 = scale, eps, in_fp32
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         bias = torch.empty(num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
-        self.register_buffer("e_score_correction_bias", bias)
+        self.register_buffer("e_score_correction_bias", bias if balanced else None)
         initialize(self, SigmoidRouter)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
         nn.init.normal_(self.weight, std=std)
-        nn.init.zeros_(self.e_score_correction_bias)
+        if (bias := self._buffers["e_score_correction_bias"]) is not None:
+            nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).
@@ -191,11 +196,12 @@ class SigmoidRouter(_BalancingBias):
         scores = logits.to(accumulation_dtype(logits.dtype)).sigmoid()
         with torch.no_grad():
             groups = self.num_groups, self.num_selected_groups
-            selection = selection_scores(scores, self.e_score_correction_bias, *groups)
+            bias = self._buffers["e_score_correction_bias"]
+            selection = selection_scores(scores, scores.new_zeros(()) if bias is None else bias, *groups)
             expert_ids = selection.topk(self.num_experts_per_token).indices
         weights = scores.gather(1, expert_ids)
         if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         return logits, expert_ids, weights * self.scale
 
     def logits(self, x: Tensor) -> Tensor:
@@ -204,9 +210,19 @@ class SigmoidRouter(_BalancingBias):
 
     def routing(self, logits: Tensor, backend: Backend) -> Routing:
         """See `Router.routing`."""
-        groups = {"num_groups": self.num_groups, "num_selected_groups": self.num_selected_groups}
-        bias, k = self.e_score_correction_bias, self.num_experts_per_token
-        return route_sigmoid(logits, bias, k, **groups, renormalize=self.renormalize, scale=self.scale, backend=backend)
+        bias, k = self._buffers["e_score_correction_bias"], self.num_experts_per_token
+        bias = logits.new_zeros(logits.shape[1], dtype=torch.float32) if bias is None else bias
+        return route_sigmoid(
+            logits,
+            bias,
+            k,
+            num_groups=self.num_groups,
+            num_selected_groups=self.num_selected_groups,
+            renormalize=self.renormalize,
+            scale=self.scale,
+            eps=self.eps,
+            backend=backend,
+        )
 
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape

@@ -58,6 +58,8 @@ from ligerzoo.models.kolibri1 import Kolibri1 as _Kolibri1
 from ligerzoo.models.kolibri1 import Kolibri1Config as Kolibri1Config
 from ligerzoo.models.lfm2 import Lfm2 as _Lfm2
 from ligerzoo.models.lfm2 import Lfm2Config as Lfm2Config
+from ligerzoo.models.lfm2_moe import Lfm2Moe as _Lfm2Moe
+from ligerzoo.models.lfm2_moe import Lfm2MoeConfig as Lfm2MoeConfig
 from ligerzoo.models.lfm3 import Lfm3 as _Lfm3
 from ligerzoo.models.lfm3 import Lfm3Config as Lfm3Config
 from ligerzoo.models.llama import Llama as _Llama
@@ -216,6 +218,9 @@ class Kolibri1(_Kolibri1):
 
 class Lfm2(_Lfm2):
     def __init__(self, config: Lfm2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Lfm2Moe(_Lfm2Moe):
+    def __init__(self, config: Lfm2MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Lfm3(_Lfm3):
     def __init__(self, config: Lfm3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

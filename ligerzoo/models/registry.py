@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "iquestcoder": "IQuestCoder",
     "kolibri1": "Kolibri1",
     "lfm2": "Lfm2",
+    "lfm2_moe": "Lfm2Moe",
     "lfm3": "Lfm3",
     "llama": "Llama",
     "mellum": "Mellum",

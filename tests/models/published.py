@@ -121,6 +121,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         sized(128167, 4096, 14336, 32, 8, head_dim=128), sized(120818, 2048, 6144, 16, 4, head_dim=128),
     ],
     "lfm2": [{}],
+    "lfm2_moe": [{}],
     "lfm3": [{}],
     "llama": [
         sized(32000, 4096, 11008, 32), sized(32000, 5120, 13824, 40), sized(32000, 8192, 28672, 64, 8),

@@ -43,8 +43,8 @@ KEPT_IN_FP32 = (
 )
 """Ends of the names of tensors that loading and saving leave in fp32."""
 
-ROUNDED_OTHERWISE = "flint", "gemma4_text", "granite_swa", "granitemoe_swa", "kolibri1", "muse_glimmer_text"
-"""Types whose sinks, experts or factors of queries transformers rounds elsewhere in half precision."""
+ROUNDED_OTHERWISE = "flint", "gemma4_text", "granite_swa", "granitemoe_swa", "kolibri1", "lfm2_moe", "muse_glimmer_text"
+"""Types whose sinks, experts, routers or factors of queries transformers rounds elsewhere in half precision."""
 
 
 @pytest.fixture(scope="module", params=TEXT_CHECKPOINTS, ids=str)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns dif
 FIRST = {str(tiny.config["model_type"]): tiny for tiny in reversed(CHECKPOINTS)}
 MIXTURES = (
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe_swa",
-    "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
-    "qwen3_vl_moe",
+    "lfm2_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "qwen3_vl_moe",
 )  # fmt: skip
 MESHES_OF_EXPERTS = {
     "expert=2": 4,
