@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,8 +266,10 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         heads += f" (values {config.value_size})"
     if config.kv_heads != config.num_attention_heads:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
+    if (size := getattr(config, "global_head_dim", config.key_size)) != config.key_size:
+        heads += f", of {size} in full attention"
     sizes = {"hidden": config.hidden_size, "feed-forward": config.intermediate_size, "vocabulary": config.vocab_size}
-    if _moe_layers(config) == config.num_hidden_layers:
+    if isinstance(config, RoutedConfig) and _moe_layers(config) == config.num_hidden_layers:  # instead of MLPs
         del sizes["feed-forward"]
     scaling: Mapping[str, Any] = config.rope_scaling or {}
     rope = f"rotary theta {config.rope_theta:,.0f}" + (f", scaled by {scaling['rope_type']}" if scaling else "")
@@ -282,18 +284,21 @@ def _describe_shape(config: DecoderConfig) -> Lines:
 
 
 def _moe_layers(config: DecoderConfig) -> int:
-    """Returns the number of layers with experts; the others have a dense MLP."""
-    match config:
-        case RoutedConfig():
-            return sum(map(config.has_mixture, range(config.num_hidden_layers)))
-    return 0
+    """Returns the number of layers with experts."""
+    has_mixture: Callable[[int], bool] = getattr(config, "has_mixture", lambda layer: False)
+    return sum(map(has_mixture, range(config.num_hidden_layers)))
+
+
+def _experts(config: object) -> tuple[int, int]:
+    """Returns the numbers of experts of a layer and of those of a token."""
+    return getattr(config, "num_experts", None) or 1, getattr(config, "num_experts_per_tok", None) or 1
 
 
 def _describe_experts(config: DecoderConfig) -> Lines:
-    if not isinstance(config, RoutedConfig) or not _moe_layers(config):
+    if not _moe_layers(config):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    return [("experts", f"{config.num_experts} of width {width:,}, {config.num_experts_per_tok} per token")]
+    return [("experts", "{0} of width {width:,}, {1} per token".format(*_experts(config), width=width))]
 
 
 def _windows(config: DecoderConfig) -> list[int | None]:
@@ -344,8 +349,9 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
             counts[part] += math.prod(tensor.shape)
     total = counts.total()
     lines = [("parameters", f"{total:,} ({with_unit(total, COUNTS)})")]
-    if counts["experts"] and isinstance(config, RoutedConfig):
-        inactive = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
+    if counts["experts"] and config:
+        experts, chosen = _experts(config)
+        inactive = counts["experts"] * (experts - chosen) // experts
         lines.append(("", f"{total - inactive:,} ({with_unit(total - inactive, COUNTS)}) active per token"))
     lines += [("", f"{part:<13}{count:>18,} {count / total:>6.1%}") for part, count in counts.most_common() if count]
     if config and config.tie_word_embeddings and "head" not in counts:

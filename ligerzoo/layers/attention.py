@@ -18,7 +18,7 @@ from ligerzoo.kernels import apply_sinks, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse, follows_cudnn
 from ligerzoo.kernels.recompute import is_recording, recomputable
-from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
+from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute, needs_flex_attention
 from ligerzoo.layers.cache import KeysAndValues, LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
@@ -143,8 +143,10 @@ class Attention(nn.Module):
             window=self.window,
             is_causal=self.is_causal,
             cache=cache,
-            # Only FlexAttention fuses soft caps, and it needs a mask. So does a path with other bits than cuDNN.
-            force=self.softcap is not None or (context.is_exact and not follows_cudnn(self.head_dim)),
+            # Only FlexAttention fuses soft caps and large heads, and it needs a mask. So do other bits than cuDNN's.
+            force=self.softcap is not None
+            or needs_flex_attention(q, k.shape[1])
+            or (context.is_exact and not follows_cudnn(self.head_dim)),
         )
         return context.parts.to_tokens(self.attend(q, k, v, mask, context), heads)
 
@@ -214,14 +216,15 @@ class Attention(nn.Module):
     def tensor_plan(self) -> TensorPlan:
         """Divides the heads over the processes of tensor parallelism."""
         norms = tuple(name for name in ("q_norm", "k_norm") if getattr(getattr(self, name), "spans_heads", False))
-        heads = Heads(self.kv_heads * self.head_dim, self.kv_heads)
+        shared = {"key-value heads": self.kv_heads} if self.key_projections else {}
+        of_keys = (*self.key_projections, *(name for name in norms if name == "k_norm"))
         return TensorPlan(
             {"heads": self.o_proj.in_features // self.head_dim},
-            ("q_proj", "k_proj", "v_proj"),
+            ("q_proj", *self.key_projections),
             ("o_proj",),
             norms=norms,
-            shared={"key-value heads": self.kv_heads},
-            heads=dict.fromkeys(("k_proj", "v_proj", *(name for name in norms if name == "k_norm")), heads),
+            shared=shared,
+            heads={name: Heads(self.kv_heads * self.head_dim, self.kv_heads) for name in of_keys},
         )
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:

@@ -5,7 +5,6 @@ Shapes: B batch, T tokens in the call, N query heads, K key-value heads, D head 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import KeysAndValues, LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.tensor_plan import TensorPlan
 
 
 class SharingAttention(Attention):
@@ -54,10 +52,6 @@ class TiedValueAttention(SharingAttention):
         q, k = super().project(x)
         return q, k, k
 
-    def tensor_plan(self) -> TensorPlan:
-        """See `Attention.tensor_plan`."""
-        return replace(super().tensor_plan(), columns=("q_proj", "k_proj"))
-
     @property
     def cached_features(self) -> int:
         """See `Attention.cached_features`."""
@@ -81,7 +75,3 @@ class SharedKeysAttention(SharingAttention):
         q, _ = self.position(q, q[:, :, :0], context)
         keys = context.shared_keys[self.shared_as]
         return self.o_proj(Attention.attend_to(self, q, keys, context).flatten(-2))  # type: ignore[no-any-return]
-
-    def tensor_plan(self) -> TensorPlan:
-        """See `Attention.tensor_plan`."""
-        return TensorPlan({"heads": self.q_proj.out_features // self.head_dim}, ("q_proj",), ("o_proj",))

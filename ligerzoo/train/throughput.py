@@ -48,7 +48,8 @@ class StepFlops:
         used = 1.0
         if experts := getattr(config, "num_experts", None):
             used = (model.experts_per_token or experts) / experts
-        weights = {id(weight): weight for weight in model.parameters() if weight.dim() > 1 and weight is not embedding}
+        tables = {id(embedding), *(id(table.weight) for table in model.model.embedding_tables)}
+        weights = {id(weight): weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables}
         weights[id(head)] = head
         matrices = sum(weight.numel() * (used if weight.dim() == 3 else 1) for weight in weights.values())
         heads = getattr(config, "num_attention_heads", 0)

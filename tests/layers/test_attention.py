@@ -1,3 +1,4 @@
+import copy
 import math
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from ligerzoo.layers import (
     GatedMLP,
     GateProjectionAttention,
     KVCache,
+    LayerOutputs,
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
@@ -174,6 +176,23 @@ def test_long_sequences_on_a_gpu(kind: str, window: int | None, softcap: float |
     required = [expected, *torch.autograd.grad(expected, (q, k, v), upstream)]
     for a, b in zip(got, required, strict=True):
         assert (a - b).norm() <= 2e-3 * b.norm()  # tf32
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by torch.compile
+@pytest.mark.parametrize("tokens", [300, 1500])
+def test_heads_larger_than_those_of_fused_kernels_on_a_gpu(tokens: int) -> None:
+    """Heads of 512 features: by FlexAttention for many tokens, without the scores of all heads."""
+    layer = Attention(64, 8, 2, 512, scale=1.0, q_norm=RMSNorm(512), k_norm=RMSNorm(512)).to("cuda", torch.bfloat16)
+    exact = copy.deepcopy(layer).float()
+    x = torch.randn(1, tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    wide = x.detach().float().requires_grad_()
+    record: list[Tensor] = []
+    y, expected = layer(x, Context(x)), exact(wide, Context(wide, outputs=LayerOutputs(attentions=record)))
+    assert (y - expected).norm() <= 0.02 * expected.norm()
+    dy = torch.randn_like(y)
+    got, truth = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, wide, dy.float())[0]
+    assert (got - truth).norm() <= 0.05 * truth.norm()
 
 
 @pytest.mark.gpu

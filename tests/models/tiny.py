@@ -109,8 +109,8 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
             is_scale = re.search(r"(norm(_?\d|_pre|_post)?|ln_q)\.weight$|\.router\.(per_expert_)?scale$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
-            if name.endswith("self_attn.q_norm.weight") and config["model_type"].startswith("gemma4"):
-                parameter *= 0.15  # there, scores have no scale
+            if config["model_type"].startswith("gemma4") and re.search(r"(q_norm|post_\w+norm(_\d)?)\.weight$", name):
+                parameter *= 0.3  # scores have no scale, and small branches amplify rounding less
         for name, buffer in model.named_buffers():
             if stays_fp32(name, config):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

@@ -34,7 +34,7 @@ GEMMA4_TEXT: dict[str, Any] = {
     "num_experts": None,
     "num_global_key_value_heads": None,
     "num_hidden_layers": 4,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "num_kv_shared_layers": 2,
     "pad_token_id": None,
     "rms_norm_eps": 1e-06,
@@ -60,7 +60,7 @@ MIXTURE = {
     "num_kv_shared_layers": 0,
     "top_k_experts": 3,
 }
-TIED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_key_value_heads": 2}
+TIED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
 
 def with_unused_projections(tensors: Tensors) -> Tensors:
@@ -93,7 +93,13 @@ def gemma4s() -> Iterator[Tiny]:
     }
     yield gemma4(
         "biases, untied, other rotations",
-        {"attention_bias": True, "tie_word_embeddings": False, "rope_parameters": rope, "rms_norm_eps": 1e-3},
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": rope,
+            "tie_word_embeddings": False,
+        },
         tensors=dict,
     )
     yield gemma4(
@@ -102,7 +108,7 @@ def gemma4s() -> Iterator[Tiny]:
     )
     yield gemma4(
         "minimal config",
-        {"num_hidden_layers": 7, "hidden_size_per_layer_input": 4},
+        {"num_hidden_layers": 7},
         absent=(
             "attention_bias", "attention_dropout", "attention_k_eq_v", "enable_moe_block", "final_logit_softcapping",
             "hidden_activation", "initializer_range", "layer_types", "max_position_embeddings",

@@ -14,6 +14,7 @@ from tests.models.tiny_deepseek_v3 import DEEPSEEK_V3
 from tests.models.tiny_gemma2 import GEMMA2
 from tests.models.tiny_gemma3 import GEMMA3, IMAGE
 from tests.models.tiny_gemma3_text import GEMMA3_TEXT
+from tests.models.tiny_gemma4_text import GEMMA4_TEXT
 from tests.models.tiny_gpt_oss import GPT_OSS
 from tests.models.tiny_llama import LLAMA
 from tests.models.tiny_mllama import MLLAMA
@@ -35,14 +36,15 @@ FAMILIES: dict[str, Mapping[str, Any]] = {
     "qwen3": QWEN3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
+    "gemma4_text": GEMMA4_TEXT,
     "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
     "qwen3_moe": QWEN3_MOE | {"output_router_logits": True},
     "qwen3_next": DELTA,
     "odd": GPT_OSS | {"num_attention_heads": 6, "num_key_value_heads": 2},
 }
-"""Grouped queries; norms of queries and keys; windows and soft caps; sinks; latents; router losses; the delta rule;
-heads that the processes do not divide."""
+"""Grouped queries; norms of queries and keys; windows and soft caps; keys of other layers; sinks; latents; router
+losses; the delta rule; heads that the processes do not divide."""
 
 
 def write(directory: Path, config: Mapping[str, Any]) -> None:

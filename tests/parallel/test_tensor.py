@@ -14,6 +14,7 @@ from tests.parallel.spawning import on_all_processes
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
 
 FIRST = {str(tiny.config["model_type"]): tiny for tiny in reversed(CHECKPOINTS)}
+GEMMA4 = next(tiny for tiny in CHECKPOINTS if tiny.config["model_type"] == "gemma4_text" and "mixture" in tiny.name)
 MIXTURES = (
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe_swa",
     "lfm2_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
@@ -55,6 +56,6 @@ def test_every_architecture_computes_as_one(tmp_path: Path, mesh: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh, processes", MESHES_OF_EXPERTS.items())
 def test_every_mixture_computes_as_one(tmp_path: Path, mesh: str, processes: int) -> None:
-    write(tmp_path, {name: FIRST[name] for name in MIXTURES})
+    write(tmp_path, {name: FIRST[name] for name in MIXTURES} | {"gemma4_text": GEMMA4})
     work = partial(process.architectures, directory=tmp_path, mesh=mesh, saves=True)
     on_all_processes(work, processes=processes)
