@@ -287,7 +287,6 @@ TRAINING_NUMBERS = {
     "--batch": ["0", "-1", "2.5", str(2**31)],
     "--seq": ["0", "x"],
     "--gpus": ["0", "1.5"],
-    "--mesh": [""],
     "--gpu-flops": ["0", "-1", "nan", "inf", "x"],
     "--gpu-bandwidth": ["0", "nan", "x"],
     "--nvlink": ["0", "inf", "x"],

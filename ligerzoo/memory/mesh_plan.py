@@ -15,8 +15,8 @@ from ligerzoo.layers.plain import find_modules
 from ligerzoo.memory.divided import DividedModel, divided
 from ligerzoo.memory.network import Transfer, members_of, transfers_of, uses_copy_engines
 from ligerzoo.memory.plan import WORDS, ActivationPlan, choose_plan
-from ligerzoo.memory.sharding import sharding_of
-from ligerzoo.memory.simulation import StepCount, StepMemory, count_step, gib, optimizer_bytes, step_memory
+from ligerzoo.memory.sharding import Sharding, sharding_of
+from ligerzoo.memory.simulation import StepCount, StepMemory, count_step, gib, step_memory
 from ligerzoo.memory.step_time import StepTime, step_time
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models.causal_lm import CausalLM
@@ -178,9 +178,8 @@ class SimulatedSteps:
         sharding = sharding_of(model, sizes, activations.keeps_gathered) if setting.gpus > 1 else None
         members = members_of(sizes, self.rates.gpus_per_host)
         transfers = transfers_of(count.collectives, self.divided.axes, sharding, members, engines)
-        time = step_time(
-            count.forward, count.backward, self._updated(setting), sharding, transfers, self.rates, engines
-        )
+        updated = self._updated(activations, sharding)
+        time = step_time(count.forward, count.backward, updated, sharding, transfers, self.rates, engines)
         nothing = self.count((Recompute.NOTHING,) * self.blocks)
         return MeshPlan(
             setting=setting,
@@ -191,22 +190,23 @@ class SimulatedSteps:
             flops=(nothing.forward + nothing.backward).flops,
         )
 
-    def _updated(self, setting: TrainingSetting) -> int:
+    def _updated(self, activations: ActivationPlan, sharding: Sharding | None) -> int:
         """Returns the bytes that the optimizer reads and writes: states and weights twice, gradients once."""
-        model = self.divided.model
-        if setting.gpus == 1:
-            trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-            return 2 * optimizer_bytes(model, setting.optimizer) + 3 * trained
-        sharding = sharding_of(model, setting.sizes)
-        states = self.memory(setting, (Recompute.NOTHING,) * self.blocks).optimizer_states
-        return 2 * states + 3 * sum(group.trained // group.count for group in sharding)
+        if sharding is None:
+            trained = sum(one.nbytes for one in self.divided.model.parameters() if one.requires_grad)
+        else:
+            trained = sum(group.trained // group.count for group in sharding)
+        return 2 * activations.step.optimizer_states + 3 * trained
 
-    def first_fit(self, setting: TrainingSetting, limit: int | None) -> ActivationPlan | None:
-        """Returns the step that recomputes the least, one level for all blocks; None if none fits."""
-        if limit is not None and self.uniform(setting, Recompute.BLOCK).step.peak > limit:
-            return None
-        plans = (self.uniform(setting, level) for level in Recompute)
-        return next(plan for plan in plans if limit is None or plan.step.peak <= limit)
+    def first_fit(
+        self, setting: TrainingSetting, limit: int | None, levels: Sequence[Recompute] = tuple(Recompute)
+    ) -> ActivationPlan:
+        """Returns the first step that fits, of those that recompute one level of all blocks; the last if none does."""
+        for level in levels:
+            plan = self.uniform(setting, level)
+            if limit is None or plan.step.peak <= limit:
+                break
+        return plan
 
     def best_fit(self, setting: TrainingSetting, limit: int | None) -> ActivationPlan:
         """Returns the step that recomputes the least, see `choose_plan`."""
@@ -303,26 +303,25 @@ def _division(sizes: MeshSizes) -> tuple[int, int, int]:
 def _best_shards(
     steps: SimulatedSteps, setting: TrainingSetting, sizes: MeshSizes, limit: int
 ) -> tuple[list[MeshPlan], list[Rejected]]:
-    """Returns the steps that fit, of all divisions of the GPUs into `replicate` and `shard`, and why the others do not.
+    """Returns the steps that fit, of the divisions of GPUs into `replicate` and `shard`, and the first that does not.
 
-    Those that do not fit begin with the one that needs the least.
+    More replicas need more memory.
     """
-    found, peaks = [], {}
+    found: list[MeshPlan] = []
     copies = (sizes.shard or 1) // (sizes.expert // gcd(sizes.expert, sizes.context))
+    levels = tuple(Recompute)
     for replicas in _powers_of_2(copies):
         if copies % replicas:
             continue
         tried = replace(sizes, replicate=replicas, shard=(sizes.shard or 1) // replicas)
         own = replace(setting, mesh=named(tried))
-        plan = steps.first_fit(own, limit)
-        if plan is None:
-            peaks[tried] = steps.uniform(own, Recompute.BLOCK).step.peak
-        else:
-            found.append(steps.plan(own, plan))
-    return found, [
-        Rejected(tried, f"does not fit: {gib(peaks[tried])} GiB with everything recomputed")
-        for tried in sorted(peaks, key=lambda tried: peaks[tried])
-    ]
+        plan = steps.first_fit(own, limit, levels)
+        if plan.step.peak > limit:
+            needs = min(plan.step.peak, steps.uniform(own, Recompute.BLOCK).step.peak)
+            return found, [Rejected(tried, f"does not fit: {gib(needs)} GiB with everything recomputed")]
+        found.append(steps.plan(own, plan))
+        levels = levels[levels.index(plan.levels[0]) :]
+    return found, []
 
 
 def _divisions(model: CausalLM, gpus: int, rates: GPURates) -> Iterator[MeshSizes]:
