@@ -6,6 +6,7 @@ from ligerzoo.exports import foreign_modules, lazy
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
+    from ligerzoo.hub import AutoModelForMaskedLM as AutoModelForMaskedLM
     from ligerzoo.hub import AutoModelForSequenceClassification as AutoModelForSequenceClassification
     from ligerzoo.hub import from_transformers as from_transformers
     from ligerzoo.text.tokenizer import Tokenizer as Tokenizer
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 # Imported at first use, so that `import ligerzoo` is fast.
 _MODULES = {
     "AutoModel": "ligerzoo.hub",
+    "AutoModelForMaskedLM": "ligerzoo.hub",
     "AutoModelForSequenceClassification": "ligerzoo.hub",
     "Processor": "ligerzoo.vision.processor",
     "Tokenizer": "ligerzoo.text.tokenizer",
@@ -24,6 +26,7 @@ _MODULES = {
 
 __all__ = [
     "AutoModel",
+    "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
     "Processor",
     "Tokenizer",

@@ -333,8 +333,8 @@ _REASONS = {
     "ligerzoo has no integration with Megatron-Core": "apply_liger_kernel_to_megatron",
     "ligerzoo uses the cache manager of Triton": "apply_liger_triton_cache_manager LigerTritonFileCacheManager",
     "ligerzoo needs no transformers": "is_transformers_available",
-    "ligerzoo has causal language models and their classifiers": (
-        "AutoModelForSeq2SeqLM AutoModelForMaskedLM AutoModelForTokenClassification AutoModelForQuestionAnswering"
+    "ligerzoo has causal language models, their classifiers, and encoders with a head for masked tokens": (
+        "AutoModelForSeq2SeqLM AutoModelForTokenClassification AutoModelForQuestionAnswering"
     ),
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.convert import architecture_of
 from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
 from ligerzoo.convert.fields import is_classifier, parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, quote
@@ -28,6 +28,7 @@ from ligerzoo.memory.simulation import COUNTS, with_unit
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.moe import RoutedConfig
+from ligerzoo.models.registry import MODEL_CLASSES
 from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
@@ -45,6 +46,7 @@ PARTS = {
     "embed_tokens": "embedding",
     "lm_head": "head",
     "score.weight": "head",
+    "head.": "head",
     "norm": "norms",
     "linear_attn": "linear attention",
     ".conv.": "convolutions",
@@ -89,7 +91,7 @@ class ArchitectureSummary:
 
 def architectures() -> list[ArchitectureSummary]:
     """Returns a summary of each architecture in ligerzoo.models."""
-    return [_summarize(architecture_of(model_type)) for model_type in MODEL_TYPES]
+    return [_summarize(architecture_of(model_type)) for model_type in MODEL_CLASSES]
 
 
 def _summarize(architecture: Architecture) -> ArchitectureSummary:

@@ -103,12 +103,15 @@ def test_signatures_are_readable() -> None:
     )  # fmt: skip
 
 
+NAMES = "AutoModel", "AutoModelForMaskedLM", "Tokenizer", "from_transformers"
+
+
 def test_problems_of_a_built_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "PACKAGES", {"ligerzoo": "Loading"})
     monkeypatch.setattr(site, "MORE", {})
     site.entries.cache_clear()
     (tmp_path / "reference").mkdir()
-    entries = "".join(f'<dt id="ligerzoo.{name}">' for name in ("AutoModel", "Tokenizer", "from_transformers"))
+    entries = "".join(f'<dt id="ligerzoo.{name}">' for name in NAMES)
     (tmp_path / "reference" / "ligerzoo.html").write_text(f'{entries}<a href="../index.html#no">')
     (tmp_path / "index.html").write_text('<a href="reference/ligerzoo.html#ligerzoo.Tokenizer"><img src="missing.svg">')
     found = site.problems(tmp_path)

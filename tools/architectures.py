@@ -11,7 +11,7 @@ from pathlib import Path
 from ligerzoo import models
 from ligerzoo.errors import ConfigError
 from ligerzoo.info import architectures
-from ligerzoo.models.registry import ARCHITECTURES
+from ligerzoo.models.registry import MODEL_CLASSES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architectures.md"
@@ -45,7 +45,7 @@ def exports() -> str:
     )
     imports, classes = [], []
     for module, name in modules:
-        is_model = ARCHITECTURES.get(module) == name
+        is_model = MODEL_CLASSES.get(module) == name
         imports.append(f"from ligerzoo.models.{module} import {name} as {'_' * is_model}{name}")
         if is_model:
             arguments = f"self, config: {name}Config, *, device: _Device = None, dtype: _Dtype = None"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ligerzoo import kernels, layers, models
-from ligerzoo.models.registry import ARCHITECTURES
+from ligerzoo.models.registry import MODEL_CLASSES
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "tools" / "catalogue.toml"
@@ -145,7 +145,7 @@ def users() -> dict[str, list[str]]:
     """Returns the architectures that have each layer, with the defaults of their configs."""
     public = {getattr(layers, name): name for name in layers.__all__ if inspect.isclass(getattr(layers, name))}
     found: dict[str, list[str]] = defaultdict(list)
-    for name in ARCHITECTURES.values():
+    for name in MODEL_CLASSES.values():
         config = getattr(models, f"{name}Config")(**NEEDED.get(name, {}))
         model = getattr(models, name)(config, device="meta")
         kinds = {type(module) for module in model.modules()}

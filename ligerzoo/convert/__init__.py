@@ -18,11 +18,11 @@ from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.registry import ALIASES, ARCHITECTURES
+from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLASSES
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = tuple(ARCHITECTURES)
-"""Every `model_type` of the zoo. Each is in `families`, or has a module of this name here, imported when needed."""
+"""Every `model_type` of the zoo but encoders'. Each is in `families`, or has a module here, imported when needed."""
 
 _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""
@@ -40,10 +40,10 @@ def architecture_of(model_type: object) -> Architecture:
         model_type = ALIASES.get(model_type, model_type)
         if model_type in FAMILIES:
             return FAMILIES[model_type]
-    if model_type not in MODEL_TYPES:
+    if model_type not in tuple(MODEL_CLASSES):  # which may not be hashable
         what, own = "no such architecture", "a class of your own after AutoModel.register"
-        expected = " or ".join((own, *MODEL_TYPES, *_REGISTERED))
-        remedy = did_you_mean(model_type, (*MODEL_TYPES, *_REGISTERED))
+        expected = " or ".join((own, *MODEL_CLASSES, *_REGISTERED))
+        remedy = did_you_mean(model_type, (*MODEL_CLASSES, *_REGISTERED))
         raise ConfigError(what, where="model_type", got=repr(model_type), expected=expected, remedy=remedy)
     architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture
@@ -100,7 +100,7 @@ def architecture_for_config(config_class: type) -> Architecture:
 def _find(attribute: str, cls: type) -> Architecture | None:
     """Returns the architecture whose `model_class` or `config_class` is this class, importing only its converter."""
     package, _, module = cls.__module__.rpartition(".")
-    own = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_TYPES else []
+    own = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_CLASSES else []
     return next((found for found in (*_REGISTERED.values(), *own) if getattr(found, attribute) is cls), None)
 
 
@@ -131,8 +131,14 @@ def architecture_to_load(raw: Entries, model_class: type[LanguageModel], options
         if issubclass(config_class, architecture.config_class):
             return architecture, config_class
     what, got = "the checkpoint has another architecture", repr(architecture.model_type)
-    remedy = f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained."
+    loaders = (f"{name}.from_pretrained" for name in (architecture.model_class.__name__, auto_class(architecture)))
+    remedy = f"Load it with {' or '.join(loaders)}."
     raise ConfigError(what, where="model_type", got=got, expected=model_class.__name__, remedy=remedy)
+
+
+def auto_class(architecture: Architecture) -> str:
+    """Returns the name of the class of `ligerzoo` that loads and builds models of an architecture."""
+    return "AutoModelForMaskedLM" if architecture.model_type in ENCODERS else "AutoModel"
 
 
 def register_architecture(

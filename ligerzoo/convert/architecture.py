@@ -24,7 +24,7 @@ from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.registry import ALIASES, ARCHITECTURES
+from ligerzoo.models.registry import ALIASES, MODEL_CLASSES
 
 SILU = ("silu", "swish")
 GELU_TANH = "gelu_pytorch_tanh"
@@ -94,7 +94,7 @@ class Architecture:
     @property
     def hf_class(self) -> str:
         """Class in transformers, for `architectures` in config.json."""
-        return self.class_name or f"{ARCHITECTURES[self.model_type]}ForCausalLM"
+        return self.class_name or f"{MODEL_CLASSES[self.model_type]}ForCausalLM"
 
     @property
     def accepted_entries(self) -> Mapping[str, tuple[object, ...]]:
@@ -106,12 +106,12 @@ class Architecture:
     @property
     def model_class(self) -> type[LanguageModel]:
         """The model class."""
-        return self.classes[0] if self.classes else getattr(models, ARCHITECTURES[self.model_type])
+        return self.classes[0] if self.classes else getattr(models, MODEL_CLASSES[self.model_type])
 
     @property
     def config_class(self) -> type[Any]:
         """The config class, a frozen dataclass."""
-        return self.classes[1] if self.classes else getattr(models, f"{ARCHITECTURES[self.model_type]}Config")
+        return self.classes[1] if self.classes else getattr(models, f"{MODEL_CLASSES[self.model_type]}Config")
 
     @property
     def optional(self) -> frozenset[str]:

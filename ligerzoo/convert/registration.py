@@ -9,7 +9,7 @@ from ligerzoo.convert.layout import Rule
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import REQUIRED_FIELDS
-from ligerzoo.models.registry import ALIASES, ARCHITECTURES
+from ligerzoo.models.registry import ALIASES, MODEL_CLASSES
 
 
 def check_arguments(config_class: object, model_class: object, model_type: object, layout: object) -> None:
@@ -23,7 +23,7 @@ def check_arguments(config_class: object, model_class: object, model_type: objec
         raise ConfigError("not a tuple of rules", where="layout", got=repr(layout), expected=expected)
     if not TEXT.accepts(model_type):
         raise ConfigError("not a name", where="model_type", got=repr(model_type), expected="a non-empty string")
-    if model_type in ARCHITECTURES or model_type in ALIASES:
+    if model_type in MODEL_CLASSES or model_type in ALIASES:
         what = "the name belongs to an architecture of ligerzoo.models"
         raise ConfigError(what, where="model_type", got=repr(model_type), remedy="Choose another name.")
 

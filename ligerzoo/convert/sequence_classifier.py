@@ -12,6 +12,7 @@ from ligerzoo.entries import OBJECT, Entries, JsonType, object_entry
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.building import building
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.registry import ENCODERS
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 
 LABEL_OPTIONS = ("num_labels", "id2label", "label2id", "problem_type")
@@ -82,6 +83,9 @@ class ClassifierArchitecture(Architecture):
 
 def classifier_architecture(causal_lm: Architecture, labels: Labels) -> ClassifierArchitecture:
     """Returns the architecture of sequence classifiers with these labels and the decoder of `causal_lm`."""
+    if causal_lm.model_type in ENCODERS:
+        what, where = "encoders have no sequence classifier here", f"model_type {causal_lm.model_type!r}"
+        raise ConfigError(what, where=where, remedy="Load it with AutoModelForMaskedLM, or with transformers.")
     inherited = {field.name: getattr(causal_lm, field.name) for field in fields(Architecture)}
     hf_class = causal_lm.classifier_class or causal_lm.hf_class.removesuffix("ForCausalLM") + CLASSIFIER_SUFFIX
     own = {"class_name": hf_class, "causal_lm": causal_lm, "labels": labels}

@@ -16,9 +16,11 @@ from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.masked_lm import MaskedLM
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 T = TypeVar("T", torch.device, torch.dtype)
+Model = TypeVar("Model", bound=LanguageModel)
 
 
 class AutoModel:
@@ -41,8 +43,7 @@ class AutoModel:
             ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
                 sets another one for some of its parameters.
         """
-        _check_is_config(config)
-        return cast(CausalLM, _build(partial(architecture_for_config(type(config)).build, config), device, dtype))
+        return _from_config(CausalLM, config, device, dtype)
 
     @staticmethod
     def register(
@@ -66,6 +67,28 @@ class AutoModel:
             ConfigError: An argument is invalid, or the name or a class is in use already.
         """
         convert.register_architecture(config_class, model_class, model_type=model_type, layout=layout)
+
+
+class AutoModelForMaskedLM:
+    """Loads and builds encoders with a head for masked tokens."""
+
+    from_pretrained = MaskedLM.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: object, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    ) -> MaskedLM:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of an encoder in ligerzoo.models.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: the config's class is not that of an encoder, or a device or dtype does not exist.
+        """
+        return _from_config(MaskedLM, config, device, dtype)
 
 
 class AutoModelForSequenceClassification:
@@ -103,6 +126,19 @@ class AutoModelForSequenceClassification:
         options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
         architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
         return cast(SequenceClassifier, _build(partial(architecture.build, config), device, dtype))
+
+
+def _from_config(
+    kind: type[Model], config: object, device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> Model:
+    """Builds a model of one kind. Raises ConfigError if the config is that of another kind."""
+    _check_is_config(config)
+    architecture = architecture_for_config(type(config))
+    if not issubclass(architecture.model_class, kind):
+        remedy = f"Call {convert.auto_class(architecture)}.from_config."
+        what = f"the config of another kind of model than {kind.__name__}"
+        raise ConfigError(what, where="config", got=type(config).__name__, remedy=remedy)
+    return cast(Model, _build(partial(architecture.build, config), device, dtype))
 
 
 def _build(

@@ -196,7 +196,7 @@ class Context:
         self.parts = WHOLE_ROWS if parts is None else parts  # torch 2.11 cannot compile an object as a default
         self._full_mask = self.padding_mask = self.documents = self._whole = None
         find_documents = partial(Documents, tokens=self.tokens, device=x.device, exact=exact)
-        reads_values = cache is None and _reads_values()
+        may_read = cache is None and reads_values()
         if isinstance(attention_mask, Mask) or (attention_mask is not None and attention_mask.ndim == 4):
             self._full_mask = attention_mask
         elif attention_mask is not None:
@@ -206,7 +206,7 @@ class Context:
             if is_checked and not torch.compiler.is_compiling():
                 if not _masks_any(self.padding_mask):
                     self.padding_mask = None
-                elif reads_values:
+                elif may_read:
                     self.documents = find_documents(partial(unpadded, self.padding_mask))
         if cache is not None and cache.exact and not (self._full_mask is None and self.padding_mask is None):
             raise ValueError(
@@ -220,11 +220,11 @@ class Context:
             self._packed_end = bounds[-1]
             segment = torch.searchsorted(bounds, self.cache_position, right=True) - 1
             self.segment_start = bounds[segment]
-            if reads_values and (exact or cu_seqlens.device.type == "cpu"):
+            if may_read and (exact or cu_seqlens.device.type == "cpu"):
                 self.documents = find_documents(lambda: [spans(cu_seqlens.tolist())])
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             is_start = begins_segment(position_ids)
-            found = is_start.cpu() if reads_values else _known_starts()  # a host sync
+            found = is_start.cpu() if may_read else _known_starts()  # a host sync
             if _has_any(is_start if found is None else found):
                 index = torch.arange(self.tokens, device=is_start.device)
                 self.segment_start = (index * is_start).cummax(1).values
@@ -474,7 +474,7 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
     return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
 
 
-def _reads_values() -> bool:
+def reads_values() -> bool:
     """Whether a context may read the values of its inputs."""
     return not (torch.compiler.is_compiling() or under_transform()) and _ASSUMED.get() is None
 

@@ -1,15 +1,17 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
 from ligerzoo.exports import lazy
-from ligerzoo.models.registry import ARCHITECTURES, VISION_CONFIGS
+from ligerzoo.models.registry import MODEL_CLASSES, VISION_CONFIGS
 
 # Imported at first use, so that a model imports only its own modules. Type checkers read __init__.pyi, which
 # `python -m tools.architectures` writes from this table.
 _MODULES = {
     **VISION_CONFIGS,
-    **{name: module for module, cls in ARCHITECTURES.items() for name in (cls, f"{cls}Config")},
+    **{name: module for module, cls in MODEL_CLASSES.items() for name in (cls, f"{cls}Config")},
     "CausalLM": "causal_lm",
     "CausalLMOutput": "output",
+    "MaskedLM": "masked_lm",
+    "MaskedLMOutput": "output",
     "Labels": "sequence_classifier",
     "SequenceClassifier": "sequence_classifier",
     "SequenceClassifierOutput": "output",

@@ -64,6 +64,7 @@ from ligerzoo.models.lfm3 import Lfm3 as _Lfm3
 from ligerzoo.models.lfm3 import Lfm3Config as Lfm3Config
 from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
+from ligerzoo.models.masked_lm import MaskedLM as MaskedLM
 from ligerzoo.models.mellum import Mellum as _Mellum
 from ligerzoo.models.mellum import MellumConfig as MellumConfig
 from ligerzoo.models.minimax_m2 import MiniMaxM2 as _MiniMaxM2
@@ -79,6 +80,8 @@ from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
 from ligerzoo.models.mllama import Mllama as _Mllama
 from ligerzoo.models.mllama import MllamaConfig as MllamaConfig
 from ligerzoo.models.mllama_vision import MllamaVisionConfig as MllamaVisionConfig
+from ligerzoo.models.modernbert import ModernBert as _ModernBert
+from ligerzoo.models.modernbert import ModernBertConfig as ModernBertConfig
 from ligerzoo.models.muse_glimmer import MuseGlimmer as _MuseGlimmer
 from ligerzoo.models.muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from ligerzoo.models.muse_glimmer_text import MuseGlimmerText as _MuseGlimmerText
@@ -93,6 +96,7 @@ from ligerzoo.models.olmo3 import Olmo3Config as Olmo3Config
 from ligerzoo.models.olmoe import Olmoe as _Olmoe
 from ligerzoo.models.olmoe import OlmoeConfig as OlmoeConfig
 from ligerzoo.models.output import CausalLMOutput as CausalLMOutput
+from ligerzoo.models.output import MaskedLMOutput as MaskedLMOutput
 from ligerzoo.models.output import SequenceClassifierOutput as SequenceClassifierOutput
 from ligerzoo.models.phi3 import Phi3 as _Phi3
 from ligerzoo.models.phi3 import Phi3Config as Phi3Config
@@ -248,6 +252,9 @@ class Mixtral(_Mixtral):
 
 class Mllama(_Mllama):
     def __init__(self, config: MllamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class ModernBert(_ModernBert):
+    def __init__(self, config: ModernBertConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class MuseGlimmer(_MuseGlimmer):
     def __init__(self, config: MuseGlimmerConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -18,11 +18,10 @@ from ligerzoo.layers import (
     load_balancing_loss,
     shifted_labels,
 )
-from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
-from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.language_model import LanguageModelWithHead
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
 from ligerzoo.models.pretrained import Generative
 
@@ -35,7 +34,7 @@ one. Returns the loss, 0-d or None, and details of any type.
 """
 
 
-class CausalLM(Generative, LanguageModel):
+class CausalLM(Generative, LanguageModelWithHead):
     """A decoder and a language-model head.
 
     A subclass takes a config, builds both parts and passes them to this constructor. All are on the `device` and in the
@@ -59,29 +58,8 @@ class CausalLM(Generative, LanguageModel):
     def __init__(
         self, config: LanguageModelConfig, model: Decoder, lm_head: LMHead | None = None, **parts: nn.Module
     ) -> None:
-        super().__init__(config, model)
-        if lm_head is None:
-            lm_head = LMHead(self.get_input_embeddings().weight.shape[1], config.vocab_size)
+        super().__init__(config, model, lm_head, **parts)
         self.aux_loss_weight = getattr(config, "router_aux_loss_coef", self.aux_loss_weight)
-        self.lm_head = lm_head
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.tie_weights()
-        if config.initializer_range != INIT_STD:
-            LanguageModel.init_weights(self)  # a subclass that overrides it has parameters yet to come
-
-    def tie_weights(self) -> None:
-        """Shares the weight of the embedding with the head, if the config ties them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
-
-    def get_output_embeddings(self) -> LMHead:
-        """Returns the language-model head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, value: LMHead) -> None:
-        """Replaces the language-model head."""
-        self.lm_head = value
 
     def forward(
         self,

@@ -12,27 +12,35 @@ from ligerzoo.tensor_checks import check_tensor
 
 _REMEDIES = {
     "labels": "Pass labels of all tokens: the model shifts them itself",
+    "": "Pass the token to predict, or -100 for one that is not predicted",
     "shift_labels": "Pass the label that each token predicts, or -100 for an ignored token",
 }
 
 
 def check_labels(
-    labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size, vocab_size: int, model_class: type
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    shape: torch.Size,
+    vocab_size: int,
+    model_class: type,
+    *,
+    shifts: bool = True,
 ) -> None:
     """Raises for labels of another type, dtype or shape, or (on a CPU, or if LIGERZOO_DEBUG=1) outside the vocabulary.
 
     Args:
-        labels: (B, T), not shifted, or None. The label of the first token is never read.
+        labels: (B, T), not shifted, or None.
         shift_labels: (B, T), already shifted, or None; takes precedence over `labels`.
         shape: (B, T) of the tokens.
         vocab_size: V.
         model_class: the class that messages name.
+        shifts: the model shifts `labels`, so that the label of the first token is never read.
     """
     name = model_class.__name__
-    for argument, target, first in (("labels", labels, 1), ("shift_labels", shift_labels, 0)):
+    for argument, target, first in (("labels", labels, int(shifts)), ("shift_labels", shift_labels, 0)):
         if target is None:
             continue
-        check_tensor(name, argument, target, "integer", [tuple(shape)], remedy=_REMEDIES[argument])
+        check_tensor(name, argument, target, "integer", [tuple(shape)], remedy=_REMEDIES[argument if shifts else ""])
         is_read = argument == "shift_labels" or shift_labels is None
         if is_read and (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
             read = target[:, first:]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs
+from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs, LMHead
 from ligerzoo.layers.context import LAYER_OUTPUTS
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.models.building import ModelMeta, forget_values, require_values
 from ligerzoo.models.config import LanguageModelConfig
@@ -241,3 +242,41 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
     ) -> KVCache:
         """Returns an empty KV cache for `past_key_values`; see `ligerzoo.layers.Decoder.new_cache`."""
         return self.model.new_cache(capacity, dtype, exact=exact)
+
+
+class LanguageModelWithHead(LanguageModel):
+    """A decoder and a language-model head.
+
+    Args:
+        config: config of the architecture.
+        model: token ids to final hidden states.
+        lm_head: hidden states to logits or loss; None for one without options. Shares the weight of the embedding if
+            the config ties them.
+        parts: further modules, by attribute name.
+    """
+
+    def __init__(
+        self, config: LanguageModelConfig, model: Decoder, lm_head: LMHead | None = None, **parts: nn.Module
+    ) -> None:
+        super().__init__(config, model)
+        if lm_head is None:
+            lm_head = LMHead(self.get_input_embeddings().weight.shape[1], config.vocab_size)
+        self.lm_head = lm_head
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.tie_weights()
+        if config.initializer_range != INIT_STD:
+            LanguageModel.init_weights(self)  # a subclass that overrides it has parameters yet to come
+
+    def tie_weights(self) -> None:
+        """Shares the weight of the embedding with the head, if the config ties them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> LMHead:
+        """Returns the language-model head."""
+        return self.lm_head
+
+    def set_output_embeddings(self, value: LMHead) -> None:
+        """Replaces the language-model head."""
+        self.lm_head = value

@@ -87,6 +87,23 @@ class CausalLMOutput(ModelOutput):
 
 
 @dataclass
+class MaskedLMOutput(ModelOutput):
+    """Output of an encoder with a head for masked tokens; see `ModelOutput` for access by name and index.
+
+    Attributes:
+        loss: 0-d fp32, if labels were given.
+        logits: (B, T, V) in the model's dtype; None if labels were given, since they are never materialized then.
+        hidden_states: see `CausalLMOutput`.
+        attentions: see `CausalLMOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
 class SequenceClassifierOutput(ModelOutput):
     """Output of a sequence classifier; see `ModelOutput` for access by name and index.
 
@@ -107,6 +124,7 @@ class SequenceClassifierOutput(ModelOutput):
 
 # FSDP2 and DDP find the tensors to hook through pytree.
 _pytree.register_dataclass(CausalLMOutput)
+_pytree.register_dataclass(MaskedLMOutput)
 _pytree.register_dataclass(SequenceClassifierOutput)
 
 

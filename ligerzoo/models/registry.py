@@ -1,4 +1,4 @@
-"""The list of architectures, from which exports, converters, tables and tests derive."""
+"""The lists of architectures, from which exports, converters, tables and tests derive."""
 
 ARCHITECTURES = {
     "apertus": "Apertus",
@@ -62,7 +62,18 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3",
     "youtu": "Youtu",
 }
-"""The model class of each `model_type` in config.json. It is in the module of this name, with `<class>Config`."""
+"""The class of a causal language model by the `model_type` in config.json.
+
+It is in the module of this name, with `<class>Config`.
+"""
+
+ENCODERS = {
+    "modernbert": "ModernBert",
+}
+"""The same of encoders, which have a head for masked tokens and generate no text."""
+
+MODEL_CLASSES = {**ARCHITECTURES, **ENCODERS}
+"""All of them."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` that name an architecture of another name."""

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from ligerzoo.errors import ConfigError, LigerzooError
-from ligerzoo.models import ARCHITECTURES, CausalLM, Llama, LlamaConfig
+from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from ligerzoo.models.building import building
+from ligerzoo.models.registry import MODEL_CLASSES
 
 CONFIG = LlamaConfig(
     vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
@@ -69,6 +70,6 @@ def test_unknown_names_of_models() -> None:
 
     with pytest.raises(AttributeError, match=r"module 'ligerzoo.models' has no attribute 'Lama'"):
         ligerzoo.models.Lama  # noqa: B018
-    for model_type, name in ARCHITECTURES.items():
+    for model_type, name in MODEL_CLASSES.items():
         assert getattr(ligerzoo.models, name).__module__ == f"ligerzoo.models.{model_type}"
-    assert {*ARCHITECTURES.values()} < {*dir(ligerzoo.models)}
+    assert {*MODEL_CLASSES.values()} < {*dir(ligerzoo.models)}

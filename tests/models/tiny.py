@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+)
+
+from ligerzoo.models.registry import ENCODERS
 
 Tensors = dict[str, Tensor]
 
@@ -97,6 +105,7 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     """Returns a transformers model with random weights of std 0.2; the default of 0.02 would hide most mistakes."""
     copied = copy.deepcopy(dict(config))  # transformers changes its argument in place
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    auto_class = AutoModelForMaskedLM if config["model_type"] in ENCODERS else auto_class
     model = auto_class.from_config(AutoConfig.for_model(**copied), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     is_recurrent = any(name.endswith("A_log") for name, _ in model.named_parameters())

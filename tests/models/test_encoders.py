@@ -1,0 +1,280 @@
+"""Every tiny encoder against transformers: hidden states, logits, loss, gradients, padding, packing, saving."""
+
+import copy
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMaskedLM as TheirMaskedLM
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ligerzoo import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, cli, models
+from ligerzoo.convert import architecture_for, architecture_of
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.info import describe
+from ligerzoo.models import MaskedLM, ModernBert, ModernBertConfig
+from ligerzoo.models.registry import ENCODERS
+from tests.models.comparing import (
+    assert_close,
+    assert_errors_as_small,
+    gradients,
+    raw_bytes,
+    stored_tensors,
+    under_their_names,
+)
+from tests.models.tiny import Tiny
+from tests.train.tiny_run import write_tokenizer
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+ROWS = [row for name in ENCODERS for row in import_module(f"tests.models.tiny_{name}").CHECKPOINTS]
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=str)
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    row: Tiny = request.param
+    return row
+
+
+def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> tuple[MaskedLM, PreTrainedModel]:
+    theirs = TheirMaskedLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return AutoModelForMaskedLM.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
+
+
+@pytest.fixture(scope="module")
+def both(directory: Path, device: str) -> tuple[MaskedLM, PreTrainedModel]:
+    return load(directory, device)
+
+
+@pytest.fixture
+def tokens(tiny: Tiny, device: str) -> Tensor:
+    return torch.randint(tiny.config["vocab_size"], (2, tiny.tokens), device=device)
+
+
+@pytest.fixture
+def labels(tokens: Tensor) -> Tensor:
+    """The tokens, of which three of ten have labels."""
+    return tokens.masked_fill(torch.rand(tokens.shape, device=tokens.device) > 0.3, -100)
+
+
+def assert_same_training(ours: MaskedLM, theirs: PreTrainedModel, inputs: Tensor, **options: Tensor) -> None:
+    losses = []
+    for model in (ours, theirs):
+        model.zero_grad()
+        loss = model(inputs, **options).loss
+        loss.backward()
+        losses.append(loss.detach())
+    assert_close(*losses, "loss")
+    expected = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), expected)
+    assert got.keys() == expected.keys() == dict(theirs.named_parameters()).keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():  # keys' biases change no probability, so that their gradients are 0
+        assert_close(got[name], gradient, f"gradient of {name}", max(gradient.abs().max().item(), 1e-3 * largest))
+
+
+def test_logits_loss_and_gradients(both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor) -> None:
+    ours, theirs = both
+    options = {"output_hidden_states": True, "output_attentions": True}
+    got, expected = (model(tokens, **options) for model in both)
+    assert_close(got.logits, expected.logits, "logits")
+    for name in ("hidden_states", "attentions"):
+        for one, other in zip(got[name], expected[name], strict=True):
+            assert_close(one, other, name)
+    assert_same_training(ours, theirs, tokens, labels=labels)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch(both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor, side: str) -> None:
+    """Padding is not computed: blocks get one row of all tokens. Results are those of the texts alone."""
+    ours, theirs = both
+    mask = torch.ones_like(tokens)
+    mask[1, slice(None, 13) if side == "left" else slice(-13, None)] = 0
+    shapes = []
+    handle = ours.model.layers[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    got = ours(tokens, mask, output_hidden_states=True)
+    handle.remove()
+    assert shapes == [(1, mask.sum(), ours.config.hidden_size)]
+    is_token = mask == 1
+    assert_close(got.logits[is_token], theirs(tokens, attention_mask=mask).logits[is_token], "logits")
+    computed = ours(tokens, mask, torch.arange(tokens.shape[1], device=tokens.device)[None])
+    assert_close(computed.logits[is_token], got.logits[is_token], "logits where padding is computed")
+    alone = ours(tokens[1:, is_token[1]], output_hidden_states=True)
+    assert_close(got.logits[1:, is_token[1]], alone.logits, "logits of a text alone")
+    for one, other in zip(got.hidden_states, alone.hidden_states, strict=True):
+        assert_close(one[1:, is_token[1]], other, "hidden states of a text alone")
+        assert not one[~is_token].any()
+    assert_same_training(ours, theirs, tokens, attention_mask=mask, labels=labels.masked_fill(~is_token, -100))
+    assert_close(
+        ours(tokens, mask, labels=labels).loss,
+        ours(tokens, mask, labels=labels.masked_fill(~is_token, -100)).loss,
+        "labels of padding",
+    )
+
+
+def test_packed(both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor) -> None:
+    """Texts A and B of [A | B | padding] have the logits, loss and gradients of separate texts."""
+    model, _ = both
+    bounds = torch.tensor([0, 17, 33], device=tokens.device)
+    row, labels = tokens[:1], labels[:1].clone()
+    labels[:, 33:] = -100
+    parts = [(row[:, i:j], labels[:, i:j]) for i, j in ((0, 17), (17, 33))]
+    logits = model(row, cu_seqlens=bounds).logits
+    assert_close(logits[:, :33], torch.cat([model(text).logits for text, _ in parts], 1), "logits")
+    positions = torch.cat([torch.arange(17), torch.arange(16), torch.arange(row.shape[1] - 33)])[None]
+    assert_close(model(row, position_ids=positions.to(row.device)).logits[:, :33], logits[:, :33], "by position_ids")
+    found = []
+    for calls in ([(row, labels, {"cu_seqlens": bounds})], [(*part, {}) for part in parts]):
+        model.zero_grad()
+        count = (labels != -100).sum()
+        loss = sum(model(x, labels=y, num_items_in_batch=count, **options).loss for x, y, options in calls)
+        loss.backward()
+        found.append((loss.detach(), {name: gradient.clone() for name, gradient in gradients(model).items()}))
+    (loss, got), (alone, expected) = found
+    assert_close(loss, alone, "loss")
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert_close(got[name], gradient, name, max(gradient.abs().max().item(), 1e-3 * largest))
+
+
+def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
+    ours, theirs = load(directory, device, torch.bfloat16)
+    exact = copy.deepcopy(theirs).float()
+
+    @torch.no_grad()
+    def draw() -> tuple[Tensor, Tensor, Tensor]:
+        tokens = torch.randint(tiny.config["vocab_size"], (16, tiny.tokens), device=device)
+        return ours(tokens).logits, theirs(tokens).logits, exact(tokens).logits
+
+    assert_errors_as_small(draw, device)
+
+
+def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+    model = AutoModelForMaskedLM.from_pretrained(directory)
+    original, config = stored_tensors(directory), json.loads((directory / "config.json").read_text())
+    size = sum(tensor.nbytes for tensor in original.values())
+    model.save_pretrained(tmp_path, max_shard_size=size // tiny.shards + 1)
+    assert raw_bytes(stored_tensors(tmp_path)) == raw_bytes(original)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    again, report = TheirMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    theirs, tokens = TheirMaskedLM.from_pretrained(directory), torch.arange(20)[None]
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_new_models_are_read_by_transformers(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+    config = AutoModelForMaskedLM.from_pretrained(directory).config
+    model = AutoModelForMaskedLM.from_config(config, dtype="float32")
+    assert type(model) is architecture_of(tiny.config["model_type"]).model_class
+    model.save_pretrained(tmp_path)
+    ours, theirs = load(tmp_path, "cpu")
+    assert ours.config == config
+    tokens = torch.randint(config.vocab_size, (2, tiny.tokens))
+    assert_close(ours(tokens).logits, theirs(tokens).logits, "logits")
+    assert_close(ours(tokens).logits, model(tokens).logits, "logits of the new model")
+
+
+SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+CONFIG = ModernBertConfig(**SIZES, num_attention_heads=4, sliding_window=6)
+TOKENS = torch.arange(40).view(2, 20)
+
+
+def test_checkpointing_and_compiled_code_give_the_same() -> None:
+    model, mask = ModernBert(CONFIG), torch.ones_like(TOKENS)
+    mask[0, 15:] = 0
+    labels = TOKENS.masked_fill(mask == 0, -100)
+
+    def run(call: Any) -> list[Tensor]:
+        model.zero_grad()
+        loss = call(TOKENS, mask, labels=labels).loss
+        loss.backward()
+        return [loss.detach(), *gradients(model).values()]
+
+    expected = run(model)
+    model.gradient_checkpointing_enable()
+    for got, one in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(got, one, rtol=0, atol=0)
+    model.gradient_checkpointing_disable()
+    for got, one in zip(run(torch.compile(model, backend="eager", fullgraph=True)), expected, strict=True):
+        assert_close(got, one, "compiled", max(one.abs().max().item(), 1e-3))
+
+
+def test_a_loss_of_no_labels_is_zero() -> None:
+    model = ModernBert(CONFIG)
+    loss = model(TOKENS, labels=torch.full_like(TOKENS, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(gradient.any() for gradient in gradients(model).values())
+
+
+def test_encoders_are_exported_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--architectures"]) == 0
+    out = capsys.readouterr().out
+    for model_type, name in ENCODERS.items():
+        architecture = architecture_of(model_type)
+        assert architecture_for(getattr(models, name)) is architecture
+        assert issubclass(architecture.model_class, MaskedLM)
+        assert f"{name} ({model_type})" in out
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "use_cache", "exact", "objective", "output_router_logits"])
+def test_inputs_of_decoders_are_refused(name: str) -> None:
+    with pytest.raises(LigerzooError, match=f"^{name}: not an input of ModernBert"):
+        ModernBert(CONFIG)(TOKENS, **{name: True})
+
+
+def test_what_only_decoders_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModernBert(CONFIG)
+    for call in (model.generate, model.generate_many, model.new_cache):
+        with pytest.raises(LigerzooError, match="ModernBert: an encoder, whose tokens attend to later ones, has no"):
+            call(TOKENS)
+    with pytest.raises(TypeError, match="attention_mask"):
+        model(TOKENS, [[1] * 20] * 2)
+    with pytest.raises(LigerzooError, match=r"labels\[0, 0\]: label outside the vocabulary; got 50"):
+        model(TOKENS, labels=TOKENS + 50)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"another architecture.*AutoModelForMaskedLM.from_pretrained"):
+        AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="encoders have no sequence classifier here"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"another kind of model than CausalLM.*AutoModelForMaskedLM.from_config"):
+        AutoModel.from_config(CONFIG)
+    with pytest.raises(ConfigError, match=r"another kind of model than MaskedLM.*AutoModel.from_config"):
+        AutoModelForMaskedLM.from_config(models.LlamaConfig())
+    write_tokenizer(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("Two ligers. " * 50)
+    for command in (
+        ["generate", "--prompt", "Hi"],
+        ["serve"],
+        ["train", "--data", str(text), "--output", str(tmp_path / "run")],
+    ):
+        assert cli.main([command[0], str(tmp_path), *command[1:]]) != 0
+        assert "AutoModelForMaskedLM" in capsys.readouterr().err
+    assert "KV cache" not in describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"hidden_activation": "silu"},
+        {"classifier_activation": "relu"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"sparse_pred_ignore_index": 0},
+    ],
+    ids=str,
+)
+def test_entries_that_would_change_the_model_are_refused(entries: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(entries))}: not supported"):
+        architecture_of("modernbert").config_from_hf({"model_type": "modernbert", **entries})
+
+
+def test_a_null_theta_of_local_attention_is_the_global_one() -> None:
+    config = architecture_of("modernbert").config_from_hf({"global_rope_theta": 500.0, "local_rope_theta": None})
+    assert (config.rope_theta, config.rope_local_base_freq) == (500.0, 500.0)
