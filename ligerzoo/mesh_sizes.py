@@ -62,6 +62,26 @@ class MeshSizes:
             raise ConfigError(what, where="mesh", got=repr(item), expected=expected, remedy=remedy)
         return cls(**sizes)
 
+    @classmethod
+    def of_engine(cls, replicate: int, shard: int, context: int, tensor: int, experts: int, where: str) -> Self:
+        """Returns the sizes for another engine's, whose experts are divided over the processes of `tensor`, too.
+
+        Args:
+            replicate: copies.
+            shard: processes that shard weights.
+            context: processes that divide rows.
+            tensor: processes that divide layers.
+            experts: processes that divide experts.
+            where: the engine's option for `experts`.
+
+        Raises:
+            ConfigError: `experts` is neither 1 nor a multiple of `tensor`.
+        """
+        if experts > 1 and experts % tensor:
+            what, expected = "experts are divided over all processes of a tensor group", f"1, or a multiple of {tensor}"
+            raise ConfigError(what, where=where, got=experts, expected=expected)
+        return cls(replicate, shard, context, tensor, max(1, experts // tensor))
+
     def over(self, processes: int) -> Self:
         """Returns the sizes for a number of processes, with that of `shard`.
 

@@ -34,12 +34,14 @@ MODELS = {
     "meta-llama/Llama-3.2-1B": LLAMA,
     "meta-llama/Llama-3.1-8B": LLAMA,
     "Qwen/Qwen2-VL-2B-Instruct": QWEN2_VL,
+    "run/checkpoint/step-1000": LLAMA,  # tests/integrations run the engines that save it, and the next
+    "run/epoch_0_step_99/model": LLAMA,
 }
 
 RECIPES = ("for batch in batches:", "for prompts in batches:")
 """Lines of the blocks that tests/losses/test_examples.py runs, with the data they need."""
 
-OTHER_METHODS = ("training.md", "preferences.md", "distillation.md", "coming-from.md")
+OTHER_METHODS = ("training.md", "preferences.md", "distillation.md", "coming-from.md", "other-engines.md")
 """Pages whose kinds of commands are on other pages too, or in tests/train."""
 
 FILE = re.compile(r"# (\S+\.py)\n")

@@ -59,8 +59,8 @@ ARROWS = {
     ),
     "info": ("convert errors files layers memory models optimizer_table text", ""),
     "integrations": (
-        "checks convert dtensors errors exports foreign_names hub kernels layers ligerzoo models parallel "
-        "tensor_checks",
+        "checks convert dtensors errors exports foreign_names hub kernels layers ligerzoo mesh_sizes models parallel "
+        "tensor_checks train",
         "",
     ),
     "doctor": ("kernels layers models train", ""),
@@ -85,6 +85,10 @@ def declared(requirements: list[str]) -> set[str]:
 
 REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
 EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["optional-dependencies"].items()}
+CLIENTS = {
+    "integrations": EXTRAS["integrations"] | EXTRAS["nemo"] | EXTRAS["torchtitan"],
+    "serve": EXTRAS["serve"],
+}
 OPTIONAL = EXTRAS["vision"] | EXTRAS["low-bit"] | EXTRAS["tracking"] | EXTRAS["data"]
 
 
@@ -117,7 +121,7 @@ def complaints_of(file: str, source: str) -> tuple[list[str], set[tuple[str, str
             used.add((importer, part(name), is_lazy))
             allowed = part(name) in {importer} | eager | (lazy if is_lazy else set())
         else:
-            clients = EXTRAS[importer] if importer in ("integrations", "serve") else set()
+            clients = CLIENTS.get(importer, set())
             allowed = root in (REQUIRED | clients | (OPTIONAL if is_lazy else set()))
         if not allowed:
             found.append(f"{file}:{line}: {importer} may not import {name}" + ("" if is_lazy else " eagerly"))

@@ -47,3 +47,11 @@ def test_sizes_must_fit_the_processes(text: str, product: int) -> None:
 def test_experts_are_split_within_shard_and_context() -> None:
     with pytest.raises(ConfigError, match=r"mesh shard \* context: .* got expert=3; expected a divisor of 4 \* 2"):
         MeshSizes.parse("shard=4 context=2 expert=3").over(8)
+
+
+def test_sizes_of_another_engine() -> None:
+    """Whose experts are divided over the processes of `tensor`, too."""
+    assert MeshSizes.of_engine(2, 4, 1, 2, 8, "ep") == MeshSizes(replicate=2, shard=4, tensor=2, expert=4)
+    assert MeshSizes.of_engine(1, 4, 2, 2, 1, "ep") == MeshSizes(shard=4, context=2, tensor=2)
+    with pytest.raises(ConfigError, match=r"ep: experts are divided over all .* got 2; expected 1, or a multiple of 4"):
+        MeshSizes.of_engine(1, 2, 1, 4, 2, "ep")

@@ -126,11 +126,12 @@ def test_the_newest_versions_are_installed_without_pins(tmp_path: Path) -> None:
         ["make", *options, "test-newest"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
         env={**os.environ, "CALLS": str(tmp_path / "calls"), "FAILS": "nothing", "KILLED_AT": "nothing"},
     )  # fmt: skip
-    asked, installed, ours, compiled, tested = calls(tmp_path)[-5:]
+    asked, installed, ours, engines, compiled, tested = calls(tmp_path)[-6:]
     assert asked == "tools/requirements.py newest test,integrations,serve"
     assert "--upgrade" in installed
     assert "constraints.txt" not in installed + ours
     assert ours.endswith("--no-deps --editable .")
+    assert engines.endswith("--no-deps --requirement tools/engines.txt")
     assert compiled.startswith("-m compileall ")
     assert tested.startswith("-m pytest ")
     assert tested.endswith(" tests/integrations")

@@ -145,6 +145,14 @@ def test_weights_and_logits(directories: dict[str, tuple[Path, Path]], method: s
 
 
 @every_format
+def test_engines_cannot_read_them(directories: dict[str, tuple[Path, Path]], method: str) -> None:
+    quantized, plain = directories[method]
+    assert all(weight.is_meta for weight in hub.load_on_meta(plain, CausalLM).parameters())
+    with pytest.raises(LigerzooError, match="quantized: tensors are quantized; expected dense tensors"):
+        hub.load_on_meta(quantized, CausalLM)
+
+
+@every_format
 def test_the_saved_checkpoint_is_not_quantized(
     directories: dict[str, tuple[Path, Path]], tmp_path: Path, method: str
 ) -> None:

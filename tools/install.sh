@@ -5,7 +5,8 @@
 #   tools/install.sh VENV EXTRAS newest     # with the newest releases, beyond the bounds of pyproject.toml
 #   tools/install.sh VENV EXTRAS oldest     # with the lowest versions of libraries that have an upper bound
 #
-# TORCH=pinned takes torch and triton from constraints.txt, and the newest of everything else.
+# TORCH=pinned takes torch and triton from constraints.txt, and the newest of everything else. The newest also have the
+# engines of tools/engines.txt.
 #
 # pip's output goes to a log, which is shown if a step fails. The file VENV.incomplete exists while an environment is
 # being changed. If an earlier run failed or was killed and left this file, the environment is made again from nothing.
@@ -66,6 +67,9 @@ else
   pip+=(--upgrade --upgrade-strategy eager --constraint "$constraints")
   step "Installing the $versions versions for ligerzoo[$extras]" "${pip[@]}" --requirement "$requirements"
   step "Installing ligerzoo" "${pip[@]}" --no-deps --editable .
+  if [ "$versions" = newest ]; then
+    step "Installing other engines" "${pip[@]}" --no-deps --requirement tools/engines.txt
+  fi
 fi
 # On all cores; pip uses one. Leaves out half of the source, of which Python compiles what it imports. Some packages have
 # files for other versions of Python, which cannot be compiled.

@@ -6,6 +6,7 @@ from ligerzoo.hub.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
 from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
 from ligerzoo.hub.description import read_config as read_config
 from ligerzoo.hub.loading import load as load
+from ligerzoo.hub.loading import load_on_meta as load_on_meta
 from ligerzoo.hub.saving import save as save
 from ligerzoo.hub.sharing import from_transformers as from_transformers
 from ligerzoo.hub.state import hf_state_dict as hf_state_dict

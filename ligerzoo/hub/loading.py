@@ -98,6 +98,31 @@ def load(
     return model.eval()
 
 
+def load_on_meta(name_or_path: str | Path, model_class: type[Model], *, dtype: str | torch.dtype = "auto") -> Model:
+    """Builds the model of a checkpoint on the meta device, for engines that read the weights themselves.
+
+    Its `origin` has the names and shapes of the stored tensors, which are compared with the model as in `load`.
+
+    Args:
+        name_or_path: see `load`, as for `model_class`.
+        dtype: see `LanguageModel.from_pretrained`.
+
+    Raises:
+        ConfigError: As `load`.
+        CheckpointError: As `load`; or the tensors are quantized.
+    """
+    directory = find_checkpoint(name_or_path)
+    with _opened(directory, model_class, {}) as (described, generation_config, checkpoint):
+        if described.quantization is not None:
+            remedy = "Load the checkpoint with ligerzoo.AutoModel and save it with save_pretrained."
+            raise CheckpointError("tensors are quantized", where=directory, expected="dense tensors", remedy=remedy)
+        model, match = _plan(described, model_class, checkpoint, dtype, strict=True)
+    model.tie_weights()
+    model.origin = LoadedFrom(described.raw, model.config, match.layout, match.tied, missing=match.missing)
+    model.generation_config = generation_config
+    return model
+
+
 @contextlib.contextmanager
 def _opened(
     directory: Path, model_class: type[LanguageModel], overrides: Mapping[str, object]

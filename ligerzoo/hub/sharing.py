@@ -50,7 +50,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
         CheckpointError: A parameter is missing, unexpected, of another shape, on another device than the first,
             quantized, sharded, or on the meta device; or cannot be shared without a copy, and `copy` is False.
     """
-    raw, architecture, config = _read_config(hf_model)
+    raw, architecture, config = read_transformers_config(hf_model)
     tensors: dict[str, Tensor] = hf_model.state_dict(keep_vars=True)
     _check_plain(tensors)
     model = cast("CausalLM", architecture.build(config, device="meta"))
@@ -78,7 +78,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     return model.train(hf_model.training)
 
 
-def _read_config(hf_model: nn.Module) -> tuple[dict[str, object], Architecture, Any]:
+def read_transformers_config(hf_model: nn.Module) -> tuple[dict[str, object], Architecture, Any]:
     """Returns the entries of the config that are set, the architecture that it names, and our config."""
     config: Any = getattr(hf_model, "config", None)
     if not hasattr(config, "to_dict"):
