@@ -23,6 +23,8 @@ from ligerzoo.models import (
     Gemma2Config,
     Gemma3Text,
     Gemma3TextConfig,
+    Gemma4Text,
+    Gemma4TextConfig,
     GptOss,
     GptOssConfig,
     Llama,
@@ -49,6 +51,10 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "global_head_dim": 32, "sliding_window": 7, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+}  # fmt: skip
 FACTORS = [1.0 + i for i in range(8)]
 LONGROPE = {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1]}
 PHI3: dict[str, Any] = {**TINY, "rope_scaling": LONGROPE, "original_max_position_embeddings": 50}
@@ -58,6 +64,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "mistral": lambda: Mistral(MistralConfig(**SIZES, sliding_window=7)),
     "gemma2": lambda: Gemma2(Gemma2Config(**SIZES, sliding_window=7)),
     "gemma3_text": lambda: Gemma3Text(Gemma3TextConfig(**SIZES, sliding_window=7)),
+    "gemma4_text": lambda: Gemma4Text(Gemma4TextConfig(**{**SIZES, **GEMMA4})),
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
     "qwen3_next": lambda: Qwen3Next(Qwen3NextConfig(**SIZES, **HYBRID)),
