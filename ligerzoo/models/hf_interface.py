@@ -91,6 +91,11 @@ class HFInterface(nn.Module):
         return None
 
     @property
+    def gathered_with_head(self) -> tuple[nn.Module, ...]:
+        """Modules whose weights FSDP2 gathers with those of the head."""
+        return ()
+
+    @property
     def shares_head(self) -> bool:
         """Whether the language-model head and the embedding are the same parameter."""
         head = self.get_output_embeddings()

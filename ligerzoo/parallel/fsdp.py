@@ -9,7 +9,7 @@ The groups, in the order of the forward:
     each block  of the decoder and of vision towers; freed after forward, gathered again for backward, except the last
                 one of the decoder: its backward comes right after the head's
     head        kept until its backward, which comes first. Its gradients exist after the forward (`LMHead`), so their
-                reduction overlaps with the backward of the blocks
+                reduction overlaps with the backward of the blocks. A model may gather other modules with it
     root        the rest, such as the final norm; also embedding and head if they share their weight
 
 In one group with the root, embedding and head would be gathered before the first kernel, and reduced after the last
@@ -18,7 +18,7 @@ one, without any computation to overlap with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -111,17 +111,18 @@ def shard_model(
     sharding = _Sharding()
     trained_dtypes: dict[FSDPModule, torch.dtype | None] = {}
 
-    def apply(module: nn.Module, mesh: DeviceMesh, reshard: bool, policy: MixedPrecisionPolicy) -> FSDPModule:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        assert isinstance(module, FSDPModule)
-        sharding.resharded[module] = reshard
-        return module
+    def apply(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, policy: MixedPrecisionPolicy) -> FSDPModule:
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        group = modules[0]
+        assert isinstance(group, FSDPModule)
+        sharding.resharded[group] = reshard
+        return group
 
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
-    def shard(module: nn.Module, reshard: bool) -> FSDPModule:
-        trained_dtype = _trained_dtype(model, module)
-        group = apply(module, mesh, reshard, policy)
+    def shard(reshard: bool, *modules: nn.Module) -> FSDPModule:
+        trained_dtype = _trained_dtype(model, modules)
+        group = apply([*modules], mesh, reshard, policy)
         trained_dtypes[group] = trained_dtype
         return group
 
@@ -130,15 +131,15 @@ def shard_model(
         expected = "an nn.ModuleList of blocks in a module with the attribute gradient_checkpointing"
         raise LigerzooError("no blocks", where=type(model).__name__, expected=expected)
     for experts in find_modules(model, ExpertParallelExperts):  # groups within those of their blocks
-        apply(experts, experts.shards, reshard_after_forward, replace(policy, cast_forward_inputs=False))
+        apply([experts], experts.shards, reshard_after_forward, replace(policy, cast_forward_inputs=False))
     for stack in stacks:
         is_decoder = stack is getattr(model, "decoder_layers", None)
-        groups = [shard(block, reshard_after_forward and not (is_decoder and block is stack[-1])) for block in stack]
+        groups = [shard(reshard_after_forward and not (is_decoder and block is stack[-1]), block) for block in stack]
         if is_decoder:
             groups = _shard_ends(model, groups, shard)
         if prefetch is not None:
             _prefetch(groups, prefetch)
-    shard(model, False)
+    shard(False, model)
     if copy_engines:
         sharding.reductions = use_copy_engines(trained_dtypes, mesh, param_dtype)
     if model.modalities and dist.get_world_size() > 1:
@@ -160,9 +161,9 @@ def _shard_ends(model: LanguageModel, blocks: Sequence[FSDPModule], shard: Any) 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if model.shares_head:
         return list(blocks)
-    groups = [shard(embedding, True), *blocks]
+    groups = [shard(True, embedding), *blocks]
     groups[0].set_unshard_in_backward(len(list(embedding.parameters())) > 1)  # backward reads an adapter only
-    return groups if head is None else [*groups, shard(head, False)]
+    return groups if head is None else [*groups, shard(False, *model.gathered_with_head, head)]
 
 
 def _prefetch(groups: Sequence[FSDPModule], depth: int) -> None:
@@ -172,7 +173,7 @@ def _prefetch(groups: Sequence[FSDPModule], depth: int) -> None:
         group.set_modules_to_backward_prefetch(list(reversed(groups[max(0, index - depth) : index])))
 
 
-def _trained_dtype(model: nn.Module, module: nn.Module) -> torch.dtype | None:
+def _trained_dtype(model: nn.Module, modules: Iterable[nn.Module]) -> torch.dtype | None:
     """Returns the dtype of the trainable parameters of a group, None without any.
 
     Raises:
@@ -180,7 +181,7 @@ def _trained_dtype(model: nn.Module, module: nn.Module) -> torch.dtype | None:
     """
     names = {weight: name for name, weight in model.named_parameters()}
     by_dtype: dict[torch.dtype, str] = {}
-    for weight in module.parameters():
+    for weight in (one for module in modules for one in module.parameters()):
         if weight.requires_grad and (is_divided(weight) or not is_dtensor(weight)):
             by_dtype.setdefault(weight.dtype, names[weight])
     if len(by_dtype) > 1:

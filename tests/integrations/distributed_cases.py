@@ -10,11 +10,12 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor
 
-from ligerzoo.dtensors import full
+from ligerzoo.dtensors import full, is_dtensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, wrap
 from ligerzoo.models import Llama
@@ -110,6 +111,59 @@ def equal_whole(model: Any, whole: Any) -> None:
         torch.testing.assert_close(model(IDS[:2]).logits, whole(IDS[:2]).logits, rtol=0, atol=1e-5)
 
 
+def equal_without_the_head(directory: Path) -> None:
+    """Gradients are those of one process if a trainer multiplies with the head's weight, as TRL's do."""
+    for sizes in ({"tp_size": 2}, {"fsdp_size": 2}):
+        config, gradients = transformers.DistributedConfig(**sizes), []
+        for given in ({"distributed_config": config}, {}):
+            model: Any = AutoModelForCausalLM.from_pretrained(directory / "llama", **given)
+
+            def forward(ids: Tensor, model: Any = model) -> Tensor:
+                hidden, weight = model.model(ids).last_hidden_state, model.lm_head.weight
+                weight = weight.full_tensor() if is_dtensor(weight) else weight
+                return F.linear(hidden, weight).logsumexp(-1).mean()
+
+            model.forward = forward
+            model(IDS[dist.get_rank() // config.tp_size : 4 : config.dp_size] if given else IDS[:4]).backward()
+            gradients.append({name: full(weight.grad) for name, weight in model.named_parameters()})
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def train_with_trl(directory: Path, **sizes: int) -> list[list[float]]:
+    """Trains with TRL's trainers for SFT and DPO; returns losses and gradient norms."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    from tests.integrations.clients import tokenizer
+
+    config = transformers.DistributedConfig(**sizes)
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(directory / "llama", distributed_config=config)
+
+    words = [[f"w{token}" for token in ids.tolist()] for ids in IDS]
+    pairs = [{"prompt": " ".join(w[:4]), "chosen": " ".join(w[4:8]), "rejected": " ".join(w[8:])} for w in words]
+    options: dict[str, Any] = {
+        "max_steps": 3, "per_device_train_batch_size": 4 // config.dp_size, "learning_rate": 1e-2, "bf16": False,
+        "adam_epsilon": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True,
+    }  # fmt: skip
+    texts = Dataset.from_list([{"text": " ".join(w)} for w in words])
+    data = {"processing_class": tokenizer()}
+    found = []
+    for start in (
+        lambda: SFTTrainer(load(), SFTConfig(str(directory), **options), train_dataset=texts, **data),
+        lambda: DPOTrainer(
+            load(), load(), DPOConfig(str(directory), **options), train_dataset=Dataset.from_list(pairs), **data
+        ),
+    ):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = start()
+        trainer.train()
+        found += [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
+    return found
+
+
 def other_ways(directory: Path) -> None:
     """`tp_plan`, `wrap`, mixed precision, classifiers."""
     whole: Any = AutoModelForCausalLM.from_pretrained(directory / "llama")
@@ -192,16 +246,22 @@ def every_architecture(rank: int, directory: Path, sizes: dict[str, int]) -> Non
         dist.barrier()
 
 
-def main(directory: Path) -> None:
-    """All cases in one process group, since starting processes takes seconds."""
+def main(directory: Path, *, with_trl: bool) -> None:
+    """All cases in one process group, since starting processes takes seconds; those of TRL alone."""
     ParallelismConfig._validate_accelerator = lambda *_: None  # accelerate refuses CPUs, for transformers' models too
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if with_trl:
+        found = {name: train_with_trl(directory, **{name: 2}) for name in ("tp_size", "fsdp_size")}
+        (directory / f"results {os.environ['RANK']}.json").write_text(json.dumps(found))
+        dist.destroy_process_group()
+        return
     results = trained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory / "llama").train()
     losses = train(model, directory / "llama by accelerate", 2, **SHARDED_BY_ACCELERATE)
     results["llama by accelerate"] = {"losses": losses}
     results["llama adapters"] = {"losses": train_adapters(directory, directory / "adapters", 2)}
+    equal_without_the_head(directory)
     other_ways(directory)
     fused_names(directory)
     refusals(directory)
@@ -210,4 +270,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), with_trl="trl" in sys.argv)

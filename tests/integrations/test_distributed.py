@@ -82,6 +82,18 @@ def test_two_processes_train_and_generate_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's
+def test_trl_trains_in_two_processes_as_in_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = subprocess.run([*TORCHRUN, "-m", process.__name__, str(tmp_path), "trl"], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    expected = process.train_with_trl(tmp_path, tp_size=1)
+    for rank in (0, 1):
+        for sizes, result in json.loads((tmp_path / f"results {rank}.json").read_text()).items():
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=0, msg=sizes)
+
+
+@pytest.mark.slow
 def test_the_script_of_the_docs(tmp_path: Path) -> None:
     [script] = [block for block in blocks(ROOT / "docs/transformers.md", "python") if block.startswith("# several.py")]
     (tmp_path / "several.py").write_text(with_small_models(script))
@@ -142,6 +154,9 @@ def test_plans(model_type: str, tmp_path: Path) -> None:
     if model_type != "phi3":
         for rule in (*model.tp_plan, *model.fsdp_plan):
             assert any(rule.replace("*", str(number)) in names for number in range(4)), rule
+    if model_type in ("llama", "qwen3"):
+        theirs = {f"{prefix}{rule}": style for rule, style in model.config.base_model_fsdp_plan.items()}
+        assert model.fsdp_plan == {**theirs, "lm_head": "keep_full_weight"}
     assert model.fsdp_plan[f"{prefix}layers.*"] == "free_full_weight"
 
 

@@ -61,6 +61,11 @@ class WrappedModel(Distribution, Generic[Model]):
         return self.model.zoo_model.modalities
 
     @property
+    def gathered_with_head(self) -> tuple[nn.Module, ...]:
+        """The final norm: trainers of TRL multiply with the head's weight without its forward, but after the norm's."""
+        return (self.model.zoo_model.model.norm,)
+
+    @property
     def shares_head(self) -> bool:
         """Whether the language-model head and the embedding are the same parameter."""
         head = self.get_output_embeddings()

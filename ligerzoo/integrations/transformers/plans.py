@@ -81,7 +81,7 @@ def fsdp_rules(model: LanguageModel) -> dict[str, str]:
     if not model.shares_head:
         rules[model.get_input_embeddings()] = "free_full_weight"
         if (head := model.get_output_embeddings()) is not None:
-            rules[head] = "keep_full_weight"
+            rules |= dict.fromkeys((*model.gathered_with_head, head), "keep_full_weight")
     rules |= {block: "free_full_weight" for stack in block_stacks(model) for block in stack}
     return {_generic(name): rules[module] for name, module in model.named_modules() if module in rules}
 
