@@ -3,7 +3,7 @@
     tokens -> embedding -> L x [ x += norm(conv or attention(norm(x)));  x += norm(mlp(norm(x))) ] -> norm -> head
     attention: norm(q), norm(k) -> rotary embedding -> scores -> each head * sigmoid(gate(x))
 
-Distinctive: LFM2 with sandwich norms, attention with a gate per head, and sliding windows in half of it.
+Distinctive: LFM2 with sandwich norms, a gate per attention head, and sliding windows.
 
 Sliding-window layers have a smaller rotary base. Full attention rotates half of the feature pairs. Of four layers, two
 are convolutions, which see seven tokens.
