@@ -185,7 +185,8 @@ def check_divisible(model: LanguageModel, axis: Axis, processes: int, *, but_exp
         raise ConfigError(what, where=f"mesh {axis}", got=processes, expected=1, remedy=remedy)
     for name, layer in layers.items():
         if (obstacle := next(_obstacles(layer, processes), None)) is not None:
-            where, remedy = f"mesh {axis}, {name}", f"Use a mesh with a smaller {axis}, or without."
+            others = f"with a smaller {axis}, or " if next(_obstacles(layer, 1), None) is None else ""
+            where, remedy = f"mesh {axis}, {name}", f"Use a mesh {others}without {axis}."
             raise ConfigError(obstacle, where=where, got=f"{processes} processes", remedy=remedy)
 
 

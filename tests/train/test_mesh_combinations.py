@@ -201,7 +201,7 @@ def thorough(processes: int) -> list[Case]:
         "weights": (
             {},
             LORA,
-            {**LORA, "dora": True, "lora_targets": ("q_proj", "up_proj", "in_proj_z")},
+            {**LORA, "dora": True, "lora_targets": ("q_",)},
             {"train_only": ("layers.1",)},
             {"optimizer": "muon", "weight_decay": 0.1},
         ),
