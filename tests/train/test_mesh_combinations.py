@@ -201,7 +201,7 @@ def thorough(processes: int) -> list[Case]:
         "weights": (
             {},
             LORA,
-            {**LORA, "dora": True, "lora_targets": ("q_",)},
+            {**LORA, "dora": True, "lora_targets": ("q_proj",)},
             {"train_only": ("layers.1",)},
             {"optimizer": "muon", "weight_decay": 0.1},
         ),
@@ -216,8 +216,11 @@ def thorough(processes: int) -> list[Case]:
         if mesh is not None and method in ("grpo", "opd"):
             mesh = mesh.partition(" expert")[0]
             steps.pop("accumulate", None)
+        weights = dict(row["weights"])
+        if "lora_targets" in weights and family == "deepseek_v3":
+            weights["lora_targets"] = ("q_b_proj",)
         if mesh is not None:
-            cases.append(Case(family, processes, mesh, method, {**row["weights"], **steps}))
+            cases.append(Case(family, processes, mesh, method, weights | steps))
     return [*{str(case): case for case in cases}.values()]
 
 
