@@ -329,7 +329,7 @@ _REASONS = {
     "the teacher is a head, not probabilities: see ligerzoo.kernels.linear_kl_div": (
         "LigerFusedLinearKLDivLoss liger_fused_linear_kl_div LigerFusedLinearKLDivFunction"
     ),
-    "ligerzoo does not shard experts over processes by expert": "LigerExpertParallelFusedMoe",
+    'ligerzoo.parallel.parallelize(model, "expert=2") divides the experts of a model': "LigerExpertParallelFusedMoe",
     "ligerzoo has no integration with Megatron-Core": "apply_liger_kernel_to_megatron",
     "ligerzoo uses the cache manager of Triton": "apply_liger_triton_cache_manager LigerTritonFileCacheManager",
     "ligerzoo needs no transformers": "is_transformers_available",

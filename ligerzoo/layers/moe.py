@@ -130,7 +130,7 @@ class MoE(nn.Module):
             apply it to the router's input only; here, as in Mixtral, the experts receive it too.
 
     Raises:
-        ValueError: j is not in [0, 1).
+        ValueError: j is not in [0, 1), or a `Router` and `Experts` have other numbers of experts.
     """
 
     @explains_options
@@ -138,6 +138,9 @@ class MoE(nn.Module):
         super().__init__()
         if not 0 <= jitter_noise < 1:
             raise ValueError(f"MoE: jitter_noise={jitter_noise}; expected a number in [0, 1)")
+        if isinstance(gate, Router) and isinstance(experts, Experts) and len(gate.weight) != len(experts.down_proj):
+            found, expected = len(gate.weight), len(experts.down_proj)
+            raise ValueError(f"MoE: gate routes to {found} experts; expected {expected}, the number of experts")
         self.gate = gate
         self.experts = experts
         self.jitter_noise = jitter_noise

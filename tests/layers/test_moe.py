@@ -489,3 +489,9 @@ def test_repr() -> None:
 def test_invalid_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("routed", "present"), [(4, 8), (8, 4)])
+def test_a_router_and_experts_have_the_same_number_of_experts(routed: int, present: int) -> None:
+    with pytest.raises(ValueError, match=f"routes to {routed} experts; expected {present}"):
+        MoE(Router(H, routed, 2), Experts(H, I, present))
