@@ -25,7 +25,7 @@ TEXT: dict[str, Mapping[str, Any]] = {
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
     "granite": GRANITE,
     "gpt_oss": GPT_OSS | {"output_router_logits": True, "num_local_experts": 8},
-    "mixtral": MIXTRAL | {"num_local_experts": 8},
+    "mixtral": MIXTRAL | {"num_local_experts": 8, "num_hidden_layers": 2},
     "qwen3_moe": QWEN3_MOE | {"num_hidden_layers": 2},
     "deepseek_v3": DEEPSEEK_V3,
     "qwen3_next": QWEN3_NEXT | {"linear_num_key_heads": 4},

@@ -34,8 +34,9 @@ def write_family(directory: Path, name: str, seed: int) -> Path:
     if name in VISION:
         return write_vision_checkpoint(directory, name)
     write_tokenizer(directory)
-    ids = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
-    (directory / "config.json").write_text(json.dumps({**TEXT[name], **ids, "max_position_embeddings": 256}))
+    changes = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
+    changes |= {"output_router_logits": False}  # a loss of routers is that of each micro-batch
+    (directory / "config.json").write_text(json.dumps({**TEXT[name], **changes, "max_position_embeddings": 256}))
     model = AutoModel.from_config(read_config(directory), dtype="float32", device="cpu")
     torch.manual_seed(seed)
     model.init_weights(0.15)
