@@ -128,7 +128,7 @@ def test_tests_of_layers_run_for_every_kind_of_layer() -> None:
     cases: list[Any] = [Case({"row": row}, pytest.mark.every_layer) for row in CHECKPOINTS]
     mark_repeated_checkpoints(cases)
     taken = [row for row, case in zip(CHECKPOINTS, cases, strict=True) if not case.is_thorough]
-    assert len(taken) < 40
+    assert len(taken) < len(CHECKPOINTS) / 8
     assert set().union(*map(of_layers, taken)) == set().union(*map(of_layers, CHECKPOINTS))
 
 

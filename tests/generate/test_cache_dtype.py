@@ -10,7 +10,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, graphs, slots
 from ligerzoo.generate import rows as rows_module
 from ligerzoo.kernels.fp8 import FP8, to_storage
-from ligerzoo.layers import Attention, KVCache, RecurrentLayerCache, TokenCache
+from ligerzoo.layers import Attention, KVCache, RecurrentLayerCache, SharedKeysAttention, TokenCache
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import BUILD, build
@@ -84,10 +84,13 @@ def test_logits_are_those_of_rounded_keys_and_values(model: Any, prompts: list[T
             logits = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)], 1)
             tolerance = 1e-9 if logits.dtype == torch.float64 else 0.1 * expected.abs().max().item()
             torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
-            for layer in cache.layers:
+            for layer, block in zip(cache.layers, model.model.layers, strict=True):
                 is_recurrent = isinstance(layer, RecurrentLayerCache)
-                assert layer._keys is not None
-                assert layer._keys.dtype == (logits.dtype if is_recurrent else FP8)
+                if isinstance(block.mixer, SharedKeysAttention):  # it has none
+                    assert layer._keys is None
+                else:
+                    assert layer._keys is not None
+                    assert layer._keys.dtype == (logits.dtype if is_recurrent else FP8)
 
 
 @pytest.mark.usefixtures("capture")
