@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -42,33 +43,15 @@ from tqdm import tqdm
 from benchmarks.decoding import clean_up
 from benchmarks.measure import save_result, synchronize
 from benchmarks.processes import Json
+from benchmarks.sharded_training import LLAMA_8B
+from benchmarks.trainer import QWEN3_30B_A3B_4_LAYERS
 from ligerzoo.adapters import add_lora
 from ligerzoo.models import Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
 from ligerzoo.parallel import items_per_process, parallelize, start_processes, stop_processes
 
 STEPS = 20
-DENSE: Json = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 1 << 20,
-}
-EXPERTS: Json = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
+DENSE = {**LLAMA_8B, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-6}
+EXPERTS = {**QWEN3_30B_A3B_4_LAYERS, "rope_theta": 1e4}
 LONG = {**DENSE, "vocab_size": 32000}
 SHAPES = {"dense": DENSE, "experts": EXPERTS, "long": LONG, "longest": LONG}
 TOKENS = {"dense": (8, 4096), "experts": (8, 4096), "long": (1, 32768)}
@@ -188,7 +171,7 @@ def ours(run: Run, mesh: str) -> Json:
         model = Qwen3Moe(Qwen3MoeConfig(**shape), dtype=run.dtype, device=run.device).train()
         add_lora(model, 16, 32)
     else:
-        model = Llama(LlamaConfig(**shape, rope_theta=5e5), dtype=run.dtype, device=run.device).train()
+        model = Llama(LlamaConfig(**shape), dtype=run.dtype, device=run.device).train()
     if run.count > 1:
         parallelize(model, mesh)
     divides = "shard" in mesh
@@ -249,7 +232,7 @@ def _their_config(run: Run) -> Any:
     from transformers import Qwen3MoeConfig as Sparse
 
     shape = {**run.shape, "tie_word_embeddings": False}
-    return Sparse(**shape) if run.case == "experts" else Dense(**shape, rope_theta=5e5)
+    return Sparse(**shape) if run.case == "experts" else Dense(**shape)
 
 
 def _patched(run: Run) -> Any:
@@ -271,7 +254,7 @@ def _planned(run: Run, engine: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    directory = [TemporaryDirectory().name]
+    directory = [mkdtemp() if run.rank == 0 else ""]
     dist.broadcast_object_list(directory)
     if run.rank == 0:
         torch.manual_seed(0)
@@ -284,7 +267,11 @@ def _planned(run: Run, engine: str) -> Any:
     options: Json = {"tp_plan": "auto"}
     if engine == "expert plan":
         options = {"distributed_config": DistributedConfig(tp_size=run.count, enable_expert_parallel=True)}
-    return AutoModelForCausalLM.from_pretrained(directory[0], dtype=run.dtype, attn_implementation="sdpa", **options)
+    model = AutoModelForCausalLM.from_pretrained(directory[0], dtype=run.dtype, attn_implementation="sdpa", **options)
+    dist.barrier()
+    if run.rank == 0:
+        shutil.rmtree(directory[0])
+    return model
 
 
 def _attention_of(case: str) -> str:

@@ -142,7 +142,7 @@ class Context:
             token itself.
         cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
-        block_inputs: inputs of blocks in addition to hidden states; initially None, for none.
+        block_inputs: inputs of blocks in addition to hidden states; initially None.
         shared_keys: keys and values of layers that later layers attend to as well, by name; initially empty.
         outputs: as given.
         documents: what attends to each other in packed or padded rows; None if the host does not know it.

@@ -92,7 +92,7 @@ def _exchanged(x: Tensor, received: list[int], sent: list[int], group: dist.Proc
 
 
 def _on_host(rows: Tensor, balanced: Rows) -> Rows:
-    """Returns numbers of rows as a list; on meta, where there is no routing, those of processes with equal numbers."""
+    """Returns numbers of rows as a list; on meta, which routes nothing, those of processes with equal numbers."""
     return balanced if rows.is_meta else cast(Rows, rows.tolist())
 
 
