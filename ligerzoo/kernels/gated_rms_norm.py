@@ -34,12 +34,20 @@ from ligerzoo.kernels.torch_math import silu
 from ligerzoo.tensor_checks import check_floats
 
 
-def reference(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def reference(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
     """`gated_rms_norm` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(x.dtype)
-    wide = x.to(dtype)
-    normalized = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (weight * normalized * silu(z.to(dtype))).to(x.dtype)
+    gate, wide = silu(z.to(dtype)), x.to(dtype)
+    groups = (wide if norm_before_gate else wide * gate).unflatten(-1, (-1, group_size or x.shape[-1]))
+    normalized = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
+    return (weight * normalized * gate if norm_before_gate else weight * normalized).to(x.dtype)
 
 
 @jit
@@ -160,7 +168,16 @@ class _GatedRMSNorm(FusedFunction):
         return *if_needed(_backward(dy, *ctx.saved_tensors, *needed), needed), None
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
+def gated_rms_norm(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps) * silu(z)` over the last dimension, normalized and gated in fp32.
 
     Args:
@@ -168,18 +185,23 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, *, b
         z: (..., H) gate before its activation, any strides.
         weight: (H,).
         eps: added to the mean square.
+        group_size: features of a group, each of which is normalized by its own mean square (Mamba-2); None for H.
+        norm_before_gate: gate the normalized values (Qwen3-Next). False normalizes `x * silu(z)` (Mamba-2).
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         (..., H), contiguous, in the dtype of `x`.
 
     Raises:
-        ValueError: the shapes do not match, or `backend` does not support the tensors.
+        ValueError: the shapes do not match, `group_size` does not divide H, or `backend` does not support the tensors.
     """
     check_floats("gated_rms_norm", x=x, z=z, weight=weight)
     check_columns("gated_rms_norm", x, weight=weight)
     if z.shape != x.shape:
         raise ValueError(f"gated_rms_norm: z has shape {tuple(z.shape)}; expected {tuple(x.shape)}")
-    if uses_triton(x, z, weight, backend=backend) and fits_registers(x, backend):
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        raise ValueError(f"gated_rms_norm: group_size={group_size}; expected a divisor of H, {x.shape[-1]}")
+    is_plain = group_size is None and norm_before_gate
+    if is_plain and uses_triton(x, z, weight, backend=backend) and fits_registers(x, backend):
         return _GatedRMSNorm.apply(x, z, weight, eps)
-    return reference(x, z, weight, eps)
+    return reference(x, z, weight, eps, group_size, norm_before_gate)

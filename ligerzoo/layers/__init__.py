@@ -15,6 +15,8 @@ Attention
     RotaryNormAttention                   norms of queries and keys after rotation
     LatentAttention                       latent attention (MLA)
     GatedDeltaNet                         linear attention (gated delta rule)
+    Mamba2Mixer                           a state-space model (Mamba-2)
+    Mamba2Scales                          constant factors of Mamba-2's parts
     CausalConv1d                          a short causal convolution
     ShortConv                             a gated short convolution in place of attention
     CrossAttention                        cross-attention
@@ -156,17 +158,18 @@ from ligerzoo.layers.cross_attention import (
 )
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
-from ligerzoo.layers.delta_net import GatedDeltaNet, GatedRMSNorm
+from ligerzoo.layers.delta_net import GatedDeltaNet
 from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.mamba2 import Mamba2Mixer, Mamba2Scales
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
-from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
+from ligerzoo.layers.norm import AllHeadsRMSNorm, GatedRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.per_layer_inputs import (
     LayerInput,
     ParallelMixture,
@@ -246,6 +249,8 @@ __all__ = [
     "Linear",
     "LinearAttentionBlock",
     "LogitRouter",
+    "Mamba2Mixer",
+    "Mamba2Scales",
     "Mask",
     "MergerMLP",
     "MoE",

@@ -15,10 +15,10 @@ from ligerzoo.kernels import (
     delta_gates,
     gated_delta_rule,
     gated_delta_step,
-    gated_rms_norm,
 )
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.linear import INIT_STD, Linear, initialize
+from ligerzoo.layers.norm import GatedRMSNorm
 from ligerzoo.layers.projection import project
 from ligerzoo.layers.recurrent import RecurrentMixer, last_inputs
 from ligerzoo.layers.row_parts import RowParts
@@ -29,43 +29,6 @@ from ligerzoo.tensor_checks import explains_options
 
 _LARGEST_DECAY = 16.0
 """Decay rates of new layers are between 0 and this."""
-
-
-class GatedRMSNorm(nn.Module):
-    """RMS normalization with an output gate, `norm(x) * silu(z)`; see `ligerzoo.kernels.gated_rms_norm`.
-
-    Args:
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
-    """
-
-    @explains_options
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        *,
-        backend: Backend = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.backend: Backend = check_backend(backend)
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        initialize(self, GatedRMSNorm)
-
-    def init_weights(self, std: float = INIT_STD) -> None:
-        """Sets the scale to 1, whatever `std` is."""
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x: (..., D), z: (..., D) -> (..., D)."""
-        return gated_rms_norm(x, z, self.weight, self.eps, backend=self.backend)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class GatedDeltaNet(RecurrentMixer):

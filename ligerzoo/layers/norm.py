@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
+from ligerzoo.kernels import add_rms_norm, gated_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.linear import INIT_STD, initialize
@@ -83,6 +83,59 @@ class AllHeadsRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., N, D) -> (..., N, D)."""
         return super().forward(x.flatten(-2)).view_as(x)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS normalization with an output gate, `norm(x) * silu(z)` or `norm(x * silu(z))`; see
+    `ligerzoo.kernels.gated_rms_norm`.
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+        group_size: size of the groups of features that are normalized independently; None for one group. It must
+            divide the features of the input.
+        norm_before_gate: gate the normalized values, instead of normalizing the gated ones.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+    """
+
+    @explains_options
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+        self.backend: Backend = check_backend(backend)
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        initialize(self, GatedRMSNorm)
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the scale to 1, whatever `std` is."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x: (..., D), z: (..., D) -> (..., D)."""
+        return gated_rms_norm(
+            x,
+            z,
+            self.weight,
+            self.eps,
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class LayerNorm(nn.Module):

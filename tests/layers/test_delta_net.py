@@ -1,6 +1,7 @@
-"""Gated delta networks and gated attention: packing, padding, and caches that say what they cannot do."""
+"""Gated delta networks, Mamba-2 and gated attention: packing, padding, and caches that say what they cannot do."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from ligerzoo.layers import (
     KVCache,
     Linear,
     LinearAttentionBlock,
+    Mamba2Mixer,
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
 )
 from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.recurrent import RecurrentMixer
 
 HIDDEN = 24
 
@@ -31,7 +34,11 @@ def delta_net(kernel_size: int = 4) -> GatedDeltaNet:
     return GatedDeltaNet(HIDDEN, 2, 4, 6, 5, conv_kernel_size=kernel_size)
 
 
-def with_exact_projections(net: GatedDeltaNet) -> GatedDeltaNet:
+def mamba() -> Mamba2Mixer:
+    return Mamba2Mixer(HIDDEN, 4, 5, 6, num_groups=2, in_bias=True)
+
+
+def with_exact_projections(net: RecurrentMixer) -> RecurrentMixer:
     """Makes each projection select features, which rounds nothing: BLAS sums in an order that depends on the rows."""
     for module in net.modules():
         if isinstance(module, Linear):
@@ -41,12 +48,12 @@ def with_exact_projections(net: GatedDeltaNet) -> GatedDeltaNet:
 
 
 def hybrid(*kinds: str) -> Decoder:
-    """A decoder of "linear" and "full" layers."""
+    """A decoder of "linear", "mamba" and "full" layers."""
 
     def block(kind: str) -> PreNormBlock:
         norms, mlp = (RMSNorm(HIDDEN), RMSNorm(HIDDEN)), GatedMLP(HIDDEN, 32)
-        if kind == "linear":
-            return LinearAttentionBlock(norms[0], delta_net(), norms[1], mlp)
+        if kind != "full":
+            return LinearAttentionBlock(norms[0], delta_net() if kind == "linear" else mamba(), norms[1], mlp)
         return PreNormBlock(norms[0], GatedAttention(HIDDEN, 4, 2, rotary=RotaryEmbedding(6)), norms[1], mlp)
 
     return Decoder(Embedding(50, HIDDEN), map(block, kinds), RMSNorm(HIDDEN))
@@ -54,7 +61,7 @@ def hybrid(*kinds: str) -> Decoder:
 
 @pytest.fixture
 def decoder(device: str) -> Decoder:
-    return hybrid("linear", "full", "linear").to(device, torch.float64).eval()
+    return hybrid("linear", "full", "mamba").to(device, torch.float64).eval()
 
 
 def tokens(device: str, rows: int = 2, length: int = 20) -> Tensor:
@@ -69,12 +76,16 @@ def packed_context(x: Tensor, lengths: list[int], given: str) -> Context:
 
 
 @pytest.mark.parametrize("lengths", [[64, 128, 64], [1, 70, 2, 1, 130]], ids=str)
-@pytest.mark.parametrize("kernel_size", [1, 2, 4])
+@pytest.mark.parametrize("kernel_size, kind", [(1, "delta"), (2, "delta"), (4, "delta"), (4, "mamba")])
 @pytest.mark.parametrize("given", ["cu_seqlens", "position_ids"])
-def test_packed_segments_are_those_of_each_alone(lengths: list[int], kernel_size: int, given: str, device: str) -> None:
+def test_packed_segments_are_those_of_each_alone(
+    lengths: list[int], kernel_size: int, kind: str, given: str, device: str
+) -> None:
     """Bit by bit: neither the state nor the convolution sees other segments. Those of one and two tokens are shorter
     than it."""
-    net = with_exact_projections(GatedDeltaNet(HIDDEN, 2, 16, 8, 4, conv_kernel_size=kernel_size)).to(device)
+    options = {"conv_kernel_size": kernel_size}
+    delta, ssd = GatedDeltaNet(HIDDEN, 2, 16, 8, 4, **options), Mamba2Mixer(HIDDEN, 16, 4, 8, num_groups=2, **options)
+    net = with_exact_projections(delta if kind == "delta" else ssd).to(device)
     x = torch.randn(1, sum(lengths), HIDDEN, device=device, requires_grad=True)
     packed = net(x, packed_context(x, lengths, given))
     weights = torch.randn_like(packed)
@@ -142,8 +153,9 @@ MASKS = [
 ]
 
 
-def test_padding_anywhere_has_no_effect(device: str) -> None:
-    net = delta_net().to(device)
+@pytest.mark.parametrize("new", [delta_net, mamba])
+def test_padding_anywhere_has_no_effect(new: Callable[[], RecurrentMixer], device: str) -> None:
+    net = new().to(device)
     mask = torch.tensor([[c == "#" for c in row] for row in MASKS], device=device)
     x = torch.randn(len(MASKS), 20, HIDDEN, device=device)
     got = net(x, Context(x, attention_mask=mask))
@@ -313,8 +325,9 @@ def test_gated_attention_is_attention_times_a_gate(bias: bool) -> None:
 
 
 @torch.no_grad()
-def test_bytes_of_the_states() -> None:
-    net = delta_net().bfloat16()
+@pytest.mark.parametrize("new", [delta_net, mamba])
+def test_bytes_of_the_states(new: Callable[[], RecurrentMixer]) -> None:
+    net = new().bfloat16()
     x = torch.randn(3, 5, HIDDEN, dtype=torch.bfloat16)
     cache = net.new_cache()
     net(x, Context(x, cache=KVCache([cache])), cache)

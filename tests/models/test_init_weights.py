@@ -24,6 +24,7 @@ from ligerzoo.layers import (
     LayerNorm,
     Linear,
     LMHead,
+    Mamba2Mixer,
     RMSNorm,
     Router,
     TileEmbedding,
@@ -122,7 +123,10 @@ def test_statistics(model_type: str, std: float) -> None:
             elif isinstance(module, XIELU):
                 expected = 0.8 if own == "alpha_p" else 0.3
                 torch.testing.assert_close(nn.functional.softplus(parameter.data), torch.tensor([expected]))
-            elif isinstance(module, GatedRMSNorm) or own == "dt_bias":
+            elif isinstance(module, Mamba2Mixer) and own == "dt_bias":
+                steps = nn.functional.softplus(parameter)
+                assert 0.00099 < steps.min().item() < steps.max().item() < 0.101, name
+            elif isinstance(module, GatedRMSNorm) or own in ("dt_bias", "D"):
                 assert (parameter == 1).all(), name
             elif own == "A_log":  # of rates between 0 and 16
                 assert math.log(0.01) <= parameter.min().item() < parameter.max().item() <= math.log(16), name
