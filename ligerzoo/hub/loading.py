@@ -76,8 +76,9 @@ def load(
     device = available_device(device)
     with _opened(directory, model_class, overrides) as (described, generation_config, checkpoint):
         model, match = _plan(described, model_class, checkpoint, dtype, strict=strict)
-        is_extra = described.architecture.is_extra_tensor
-        extra_tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if is_extra(name, match.num_layers)}
+        is_extra, own = described.architecture.is_extra_tensor, {part.stored_name for part in match.slices}
+        extra_names = [name for name in checkpoint.tensors if name not in own and is_extra(name, match.num_layers)]
+        extra_tensors = {name: checkpoint.read(name) for name in extra_names}
         found = match.layout, match.tied, extra_tensors, match.missing, match.unexpected
         origin = LoadedFrom(described.raw, None if described.overrides else model.config, *found)
         if shard is not None:

@@ -1,5 +1,6 @@
 """Tests of Gemma 4 beyond those of every architecture: shared keys and values, per-layer embeddings, refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.layers import Context
 from ligerzoo.models import CausalLM, Gemma4TextConfig
 from tests.models.comparing import all_gradients
-from tests.models.tiny_gemma4_text import FULL, GEMMA4_TEXT, MIXTURE, SLIDING, TIED
+from tests.models.tiny_gemma4_text import CHECKPOINTS, FULL, GEMMA4_TEXT, MIXTURE, SLIDING, TIED
 
 
 def tiny(**changes: Any) -> CausalLM:
@@ -94,6 +95,18 @@ def test_embeddings_need_the_inputs_of_the_blocks() -> None:
     torch.testing.assert_close(model.model(x, context), model.model(tokens), rtol=0, atol=0)
     plain = tiny(hidden_size_per_layer_input=0)
     torch.testing.assert_close(plain(inputs_embeds=plain.model.embed_tokens(tokens)).logits, plain(tokens).logits)
+
+
+@torch.no_grad()
+def test_trained_keys_are_saved(tmp_path: Path) -> None:
+    """Loading keeps unused projections of the layers that share keys, but not those of the others, which change."""
+    CHECKPOINTS[-1].write(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert {name.split(".")[2] for name in model.origin.extra_tensors} == {"3"}
+    for parameter in model.parameters():
+        parameter += 1
+    model.save_pretrained(tmp_path)
+    assert_equal(AutoModel.from_pretrained(tmp_path).state_dict(), model.state_dict())
 
 
 OTHER_SIZES = {"1": {"head_dim": 32}, "3": {"head_dim": 48}}
