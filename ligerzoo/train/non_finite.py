@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.train.run_state import last_finite
+from ligerzoo.train.run_checkpoint import last_finite
 
 MAX_SKIPPED, MAX_SKIPPED_AT_END = 10, 2
 """Number of skipped steps in a row after which the run stops; and with which it may end."""

@@ -31,8 +31,9 @@ from ligerzoo.train.output_lock import locked_output
 from ligerzoo.train.plot import plot_metric
 from ligerzoo.train.run_data import RunData, RunPrompts
 from ligerzoo.train.run_options import RunOptions
-from ligerzoo.train.run_state import RunState, TrainedState, refuse_output
+from ligerzoo.train.run_state import RunState, refuse_output
 from ligerzoo.train.tracking import check_tracker, open_tracker
+from ligerzoo.train.trained_state import TrainedState
 from ligerzoo.vision.processor import tokenizer_of
 
 

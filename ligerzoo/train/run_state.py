@@ -1,9 +1,7 @@
 """The output directory of a run: checkpoints from which the run continues bit for bit, and the model at the end.
 
     OUTPUT/checkpoint-STEP/    the model and tokenizer in Hugging Face format, and what resuming needs:
-        state.json             step, options, rows of a step, and fingerprints of the files of the checkpoint
-        state.pt               data position, fingerprints of the weights, and an optimizer that only one process can
-                               use: tensors and numbers, no code
+        state.json, state.pt   see `run_checkpoint`
         optimizer/             other optimizers
         averages/              averaged weights, with an EMA
         trained/               trained parameters of a run that trains adapters, by their names in the model
@@ -13,33 +11,28 @@ The model of a run that trains adapters is an adapter in PEFT's format. Several 
 does not depend on their number: tensors are whole, the position in the data is that of all, and random numbers come
 from the seed, the step and the micro-batch (`Run.seed`).
 A checkpoint appears in one step, when all of its files are complete. A kill at any time leaves only whole ones.
-Resuming compares all fingerprints, so a file that was damaged, edited or exchanged is an error, never another run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
-import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from ligerzoo import adapters
 from ligerzoo.dtensors import local
-from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError, first_names
+from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
 from ligerzoo.files.slots import delete_leftovers
-from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub.saving import prepared
 from ligerzoo.models import CausalLM
 from ligerzoo.optimizer_table import LOW_BIT
@@ -52,74 +45,19 @@ from ligerzoo.parallel import (
 )
 from ligerzoo.parallel.host_copies import HostCopies
 from ligerzoo.parallel.states import StoredOptimizer, stored_optimizer
-from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.fingerprint import fingerprint, fingerprint_of_shards
-from ligerzoo.train.optimizers import EMA
 from ligerzoo.train.options import options_of
 from ligerzoo.train.output_lock import OutputLock
+from ligerzoo.train.run_checkpoint import RunCheckpoint, checkpoints, newest_checkpoint, write_state
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.saving_thread import SavingThread
-from ligerzoo.vision.processor import Processor
+from ligerzoo.train.trained_state import AVERAGES, OPTIMIZER, TrainedState
 
-LOG_FILE, STATE_FILE, TENSORS_FILE = "log.jsonl", "state.json", "state.pt"
-OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
+LOG_FILE, TRAINED = "log.jsonl", "trained"
 ROWS = {"accumulate", "batch_size"}
 """Options that may change if the rows of a step remain."""
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FILES_OF_A_RUN = ("config.json", LOG_FILE, "*.safetensors")
-_HASHED = 2**16
-"""Bytes of a safetensors file whose hash is stored: of its header. Fingerprints protect the tensors."""
-
-
-class Stateful(Protocol):
-    """Something with a state of numbers, texts, tensors, and lists and dicts of these."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainedState:
-    """What a run trains, and what continuing needs.
-
-    Attributes:
-        model: the model.
-        tokenizer: its tokenizer or processor.
-        optimizer: its optimizer.
-        data: the position in the data.
-        ema: the averaged weights, if there are any.
-    """
-
-    model: CausalLM
-    tokenizer: Tokenizer | Processor
-    optimizer: torch.optim.Optimizer
-    data: Stateful
-    ema: EMA | None
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The weights that train, by name."""
-        return {name: weight.detach() for name, weight in self.model.named_parameters() if weight.requires_grad}
-
-    def fingerprints(self, fingerprint: Callable[[object], str] = fingerprint) -> dict[str, str]:
-        """Returns the fingerprints of the states that are not in state.pt. All processes must call it."""
-        weights = self.weights
-        frozen = {name: tensor for name, tensor in self.model.state_dict().items() if name not in weights}
-        origin = "weights of MODEL" if adapters.has_adapters(self.model) else "weights that are not trained"
-        found = {"weights that are trained": fingerprint(weights), origin: fingerprint(frozen)}
-        found[OPTIMIZER] = fingerprint(self.optimizer.state_dict()["state"])
-        if self.ema is not None:
-            found[AVERAGES] = fingerprint(self.ema.state_dict()["averages"])
-        return found
-
-    def refuse_infinite_weights(self, output: Path, when: str) -> None:
-        """Raises LigerzooError if a weight that trains is infinite or NaN, in all processes."""
-        found = dict.fromkeys(chain.from_iterable(processes.gather(weights_that_are_not_finite(self.model))))
-        if found:
-            what, where = f"weights are infinite or NaN {when}, so the run stops", first_names(list(found), 3)
-            remedy = f"Look at the data, or lower the learning rate.{last_finite(output)}"
-            raise LigerzooError(what, where=where, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -184,7 +122,7 @@ class RunState:
     def __init__(self, output: str | Path, options: RunOptions, *, lock: OutputLock | None = None) -> None:
         self.output, self._keep, self._lock = Path(output), options.keep, lock
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
-        self.checkpoint: Path | None = None
+        self._resumed: RunCheckpoint | None = None
         self.step, ranks = 0, processes.data_ranks()
         self._thread, self._copies = SavingThread(), HostCopies()
         self.rows = options.rows_of_step(ranks)
@@ -197,7 +135,8 @@ class RunState:
                 if not self.checkpoint.is_dir():
                     what, remedy = "is not on this host", "Choose an output directory on storage that all hosts share."
                     raise CheckpointError(what, where=self.checkpoint, got=socket.gethostname(), remedy=remedy)
-                state = self._read_state(self.checkpoint)
+                self._resumed = RunCheckpoint.open(self.checkpoint)
+                state = self._resumed.state
                 may_change = {one.name for one in options_of(type(options)) if one.may_change}
                 if "rows" not in state:
                     self._refuse_other_processes(state["processes"])
@@ -221,26 +160,27 @@ class RunState:
             CheckpointError: A file of the checkpoint is missing, damaged, or not the one that was saved.
             LigerzooError: A weight that trains is infinite or NaN.
         """
-        if self.checkpoint is None:
+        if self._resumed is None:
             trained.refuse_infinite_weights(self.output, "before the first step")
             return
-        with failing_together(f"reading {self.checkpoint}"):
-            state = self._read_tensors(self.checkpoint)
+        directory = self._resumed.path
+        with failing_together(f"reading {directory}"):
+            state = self._resumed.read_tensors()
         is_earlier = "processes" in state  # an earlier format, with the fingerprints of shards
         own = state["processes"][processes.rank()] if is_earlier else state
         if adapters.has_adapters(trained.model):
-            load_tensors(trained.weights, self.checkpoint / TRAINED)
+            load_tensors(trained.weights, directory / TRAINED)
         if "optimizer" in state:
             trained.optimizer.load_state_dict(state["optimizer"])
         else:
-            load_optimizer(trained.model, trained.optimizer, self.checkpoint / OPTIMIZER)
+            load_optimizer(trained.model, trained.optimizer, directory / OPTIMIZER)
         if trained.ema is not None:
             averaged = trained.ema.state_dict()
-            load_tensors(averaged["averages"], self.checkpoint / AVERAGES)
+            load_tensors(averaged["averages"], directory / AVERAGES)
             trained.ema.load_state_dict({**averaged, "updates": state["ema_updates"]})
         found = trained.fingerprints(fingerprint_of_shards if is_earlier else fingerprint)
-        with failing_together(f"reading {self.checkpoint}"):
-            _compare(own["fingerprints"], found, self.checkpoint)
+        with failing_together(f"reading {directory}"):
+            self._resumed.compare(own["fingerprints"], found)
         trained.data.load_state_dict(own["data"])
 
     def save(self, step: int, trained: TrainedState) -> None:
@@ -316,12 +256,8 @@ class RunState:
                     saved.optimizer.write(new / OPTIMIZER)
                 if processes.is_main():  # after all that the processes do together
                     trained.tokenizer.save_pretrained(new)
-                    torch.save(saved.numbers, new / TENSORS_FILE)
-                    fingerprints = {TENSORS_FILE: fingerprint(saved.numbers), **_hashes(new)}
                     state = {"step": step, "options": self.options, "processes": processes.world_size()}
-                    state |= {"rows": self.rows, "fingerprints": fingerprints}
-                    fingerprints[STATE_FILE] = fingerprint(state)
-                    (new / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+                    write_state(new, {**state, "rows": self.rows}, saved.numbers)
         self.checkpoint, self.step = target, step
         if processes.is_main():
             for old in checkpoints(self.output)[: -self._keep]:
@@ -382,45 +318,6 @@ class RunState:
         with failing_together(f"saving {directory}"):
             adapters.save_adapter(model, directory, base_model=self.options.get("model"))
 
-    def _read_state(self, checkpoint: Path) -> dict[str, Any]:
-        """Reads state.json, and checks the small files of a checkpoint.
-
-        Raises:
-            CheckpointError: It is not what a save has written, or belongs to another step.
-        """
-        try:
-            state = read_json(checkpoint / STATE_FILE)
-        except CheckpointError as error:
-            raise _damaged(checkpoint, STATE_FILE, error.what, got=error.got) from error
-        fields = {"step": int, "options": dict, "processes": int, "fingerprints": dict}
-        if missing := [name for name, kind in fields.items() if not isinstance(state.get(name), kind)]:
-            got = f"no {' and no '.join(missing)}"
-            raise _damaged(checkpoint, STATE_FILE, "is not the state of a run", got=got)
-        own = state["fingerprints"].pop(STATE_FILE, None)
-        _compare({STATE_FILE: own}, {STATE_FILE: fingerprint(state)}, checkpoint)
-        self._tensors_fingerprint = state["fingerprints"].pop(TENSORS_FILE)
-        if (name := f"checkpoint-{state['step']}") != checkpoint.name:
-            raise _damaged(checkpoint, STATE_FILE, "is the state of another step", got=name, expected=checkpoint.name)
-        _compare(state["fingerprints"], _hashes(checkpoint), checkpoint)
-        return state
-
-    def _read_tensors(self, checkpoint: Path) -> dict[str, Any]:
-        """Reads state.pt.
-
-        Raises:
-            CheckpointError: It cannot be read, or is not what a save has written.
-        """
-        try:
-            state = torch.load(checkpoint / TENSORS_FILE, map_location="cpu", weights_only=True)
-        except Exception as error:  # what damaged bytes raise depends on where they are
-            got = " ".join(str(error).split())[:200]
-            raise _damaged(checkpoint, TENSORS_FILE, "cannot be read", got=got) from error
-        found = fingerprint(state)
-        if found != self._tensors_fingerprint and "processes" in state:
-            found = fingerprint_of_shards(state, as_on_gpu=True)
-        _compare({TENSORS_FILE: self._tensors_fingerprint}, {TENSORS_FILE: found}, checkpoint)
-        return state  # type: ignore[no-any-return]
-
     def _refuse_other_processes(self, count: int) -> None:
         if count != processes.world_size():
             what = "a checkpoint of an earlier version, from a run of another number of processes"
@@ -446,71 +343,6 @@ class RunState:
                 f"{', '.join(sorted(may_change))}."
             )
             raise ConfigError(what, where=self.checkpoint, got=", ".join(changes), remedy=remedy)
-
-
-def weights_that_are_not_finite(model: CausalLM) -> list[str]:
-    """Returns the names of weights that train and, in this process, have a value that is infinite or NaN.
-
-    Waits for the GPU.
-    """
-    own = {name: local(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    largest = [
-        (name, torch.linalg.vector_norm(weight.detach(), torch.inf).double())
-        for name, weight in own.items()
-        if weight.numel()
-    ]
-    if not largest:
-        return []
-    are_finite = torch.stack([value for _, value in largest]).isfinite().tolist()
-    return [name for (name, _), is_finite in zip(largest, are_finite, strict=True) if not is_finite]
-
-
-def checkpoints(output: Path) -> list[Path]:
-    """Returns the checkpoints in a run's directory, oldest first."""
-    found = [path for path in output.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(filter(Path.is_dir, found), key=_step)
-
-
-def newest_checkpoint(output: Path) -> Path | None:
-    """Returns the newest checkpoint in a run's directory, or None."""
-    return next(reversed(checkpoints(output)), None)
-
-
-def last_finite(output: Path) -> str:
-    """Returns a sentence with the newest checkpoint, for errors of values that are not finite; nothing without one."""
-    newest = newest_checkpoint(output)
-    return "" if newest is None else f" The weights of {newest} are finite: start a new run from it."
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def _damaged(checkpoint: Path, name: str, what: str | None, **details: object) -> CheckpointError:
-    """Returns the error of a file of a checkpoint that is not the one that was saved."""
-    remedy = f"The file may be damaged. Remove {checkpoint} to resume an earlier checkpoint."
-    return CheckpointError(what, where=checkpoint / name, remedy=remedy, **details)
-
-
-def _hashes(checkpoint: Path) -> dict[str, str]:
-    """Returns the hashes of the files of a checkpoint but state.json and state.pt, by name."""
-    hashes = {}
-    for path in checkpoint.rglob("*"):
-        name = path.relative_to(checkpoint).as_posix()
-        if path.is_file() and name not in (STATE_FILE, TENSORS_FILE):
-            with path.open("rb") as file:
-                content = file.read(_HASHED if path.suffix == ".safetensors" else -1)
-            digest = hashlib.blake2b(content, digest_size=16, key=str(path.stat().st_size).encode())
-            hashes[name] = digest.hexdigest()
-    return hashes
-
-
-def _compare(saved: Mapping[str, Any], found: Mapping[str, str], checkpoint: Path) -> None:
-    """Raises CheckpointError for the first fingerprint that was saved and is not found."""
-    for name, expected in saved.items():
-        if found.get(name) != expected:
-            what = "differs from what was saved" if name in found else "is missing"
-            raise _damaged(checkpoint, name, what)
 
 
 def refuse_output(output: Path) -> None:

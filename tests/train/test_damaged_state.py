@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.train.recipes import sft
-from ligerzoo.train.run_state import newest_checkpoint
+from ligerzoo.train.run_checkpoint import newest_checkpoint
 from tests.train.tiny_run import options
 
 Damage = Callable[[Path], object]

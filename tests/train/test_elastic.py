@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.parallel import stop_processes
-from ligerzoo.train import processes, run_state
+from ligerzoo.train import processes, run_checkpoint, trained_state
 from ligerzoo.train.fingerprint import fingerprint, fingerprint_of_shards
 from ligerzoo.train.log import RunLog, read_log
-from ligerzoo.train.run_state import RunState, TrainedState, checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
+from ligerzoo.train.run_state import RunState
+from ligerzoo.train.trained_state import TrainedState
 from tests.parallel.spawning import on_all_processes
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
 from tests.train.preference_data import labelled, pairs, write
@@ -184,21 +186,21 @@ def as_earlier(self: RunState, step: int, trained: TrainedState) -> None:
     own = {"data": trained.data.state_dict(), "random": {"cpu": torch.get_rng_state(), "cuda": []}}
     prints = trained.fingerprints(fingerprint_of_shards)
     if processes.world_size() == 1:
-        del prints[run_state.OPTIMIZER]
+        del prints[trained_state.OPTIMIZER]
     tensors: dict[str, Any] = {"processes": processes.gather({**own, "fingerprints": prints})}
     if trained.ema is not None:
         tensors["ema_updates"] = trained.ema.updates
     if processes.world_size() == 1:
         tensors["optimizer"] = trained.optimizer.state_dict()
-        shutil.rmtree(checkpoint / run_state.OPTIMIZER)
+        shutil.rmtree(checkpoint / trained_state.OPTIMIZER)
     if processes.is_main():
-        torch.save(tensors, checkpoint / run_state.TENSORS_FILE)
-        state = json.loads((checkpoint / run_state.STATE_FILE).read_text())
+        torch.save(tensors, checkpoint / run_checkpoint.TENSORS_FILE)
+        state = json.loads((checkpoint / run_checkpoint.STATE_FILE).read_text())
         del state["rows"]
-        of_files = {run_state.TENSORS_FILE: fingerprint_of_shards(tensors, as_on_gpu=True)}
-        state["fingerprints"] = of_files | run_state._hashes(checkpoint)
-        state["fingerprints"][run_state.STATE_FILE] = fingerprint(state)
-        (checkpoint / run_state.STATE_FILE).write_text(json.dumps(state))
+        of_files = {run_checkpoint.TENSORS_FILE: fingerprint_of_shards(tensors, as_on_gpu=True)}
+        state["fingerprints"] = of_files | run_checkpoint.hashes(checkpoint)
+        state["fingerprints"][run_checkpoint.STATE_FILE] = fingerprint(state)
+        (checkpoint / run_checkpoint.STATE_FILE).write_text(json.dumps(state))
 
 
 save_now = RunState.save
@@ -225,8 +227,10 @@ def test_a_checkpoint_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.
         of_earlier_version(0, given)
     else:
         on_all_processes(partial(of_earlier_version, given=given), count)
-    state = {"step": SAVED, "options": {}, "processes": 3, "fingerprints": {}}
-    monkeypatch.setattr(RunState, "_read_state", lambda *_: state)
+    state = {"step": SAVED, "options": {}, "processes": 3}
+    monkeypatch.setattr(
+        run_checkpoint.RunCheckpoint, "open", lambda path: run_checkpoint.RunCheckpoint(path, state, "")
+    )
     with pytest.raises(ConfigError, match="of an earlier version, from a run of another number of processes"):
         train({**given, "resume": True})
 

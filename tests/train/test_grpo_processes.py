@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.train.log import RunLog
-from ligerzoo.train.run_state import checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.grpo_run import grpo_options, write_prompts, write_reward
 from tests.train.test_grpo import LOW_TOKENS, steps, train, weights

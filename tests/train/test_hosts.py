@@ -25,7 +25,9 @@ from ligerzoo.errors import CheckpointError
 from ligerzoo.parallel import liveness
 from ligerzoo.train import processes
 from ligerzoo.train.log import RunLog, read_log
-from ligerzoo.train.run_state import RunState, TrainedState, newest_checkpoint
+from ligerzoo.train.run_checkpoint import newest_checkpoint
+from ligerzoo.train.run_state import RunState
+from ligerzoo.train.trained_state import TrainedState
 from tests.parallel import spawning
 from tests.train.test_elastic import compare, recorded, samples
 from tests.train.test_resume import environment

@@ -12,7 +12,7 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import RunLog
 from ligerzoo.train.optimizers import SkipNonFinite
-from ligerzoo.train.run_state import checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
 from tests.train import tiny_run
 from tests.train.test_resume import stop_after
 from tests.train.test_shared_options import Given, given  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ligerzoo.train.log import RunLog, read_log
-from ligerzoo.train.run_state import checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.preference_data import labelled, options, pairs, write
 from tests.train.test_resume import untimed_log

@@ -18,10 +18,11 @@ import torch
 import ligerzoo
 from ligerzoo import AutoModel, Tokenizer, cli
 from ligerzoo.errors import CheckpointError, ConfigError
-from ligerzoo.train import run_state
+from ligerzoo.train import run_checkpoint
 from ligerzoo.train.log import RunLog, read_log
 from ligerzoo.train.recipes import sft
-from ligerzoo.train.run_state import RunState, checkpoints, newest_checkpoint
+from ligerzoo.train.run_checkpoint import checkpoints, newest_checkpoint
+from ligerzoo.train.run_state import RunState
 from tests.train.tiny_run import arguments, options
 
 TIMED = ("seconds", "tokens_per_second", "memory_gib")
@@ -205,7 +206,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         save(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_state.torch, "save", save_once)
+        patch.setattr(run_checkpoint.torch, "save", save_once)
         expected = r"checkpoint-4: cannot be saved, so the run stops; got .*No space left on device\. Make room"
         with pytest.raises(CheckpointError, match=expected) as raised:
             train(parts)

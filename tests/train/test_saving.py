@@ -20,9 +20,9 @@ from ligerzoo.dtensors import full, local
 from ligerzoo.errors import LigerzooError
 from ligerzoo.parallel import host_copies, liveness
 from ligerzoo.parallel.host_copies import HostCopies
-from ligerzoo.train import processes, run_state
+from ligerzoo.train import processes, run_checkpoint
 from ligerzoo.train.log import RunLog, read_log
-from ligerzoo.train.run_state import checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
 from ligerzoo.train.saving_thread import SavingThread
 from tests.parallel.spawning import on_all_processes
 from tests.train.test_hosts import start
@@ -70,14 +70,14 @@ def test_steps_run_while_a_checkpoint_is_written(given: Given, monkeypatch: pyte
 
     get_attribute = torch.nn.Module.__getattr__
     monkeypatch.setattr(torch.nn.Module, "__getattr__", reading)
-    monkeypatch.setattr(run_state.torch, "save", late)
+    monkeypatch.setattr(run_checkpoint.torch, "save", late)
     monkeypatch.setattr(RunLog, "step", logged)
     assert train(given) == 0
     assert_same_run(Path(given["output"]), expected)
     for name in ("checkpoint-2", "checkpoint-4"):
         ours, theirs = (files_of(output / name) for output in (Path(given["output"]), expected))
-        assert {key: value for key, value in ours.items() if key != run_state.STATE_FILE} == {
-            key: value for key, value in theirs.items() if key != run_state.STATE_FILE
+        assert {key: value for key, value in ours.items() if key != run_checkpoint.STATE_FILE} == {
+            key: value for key, value in theirs.items() if key != run_checkpoint.STATE_FILE
         }
 
 
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_interrupts_the_writing(given: Given, monkeypatch: pytes
         if step == 2:
             signal.raise_signal(signal.SIGINT)  # saves
 
-    monkeypatch.setattr(run_state.torch, "save", endless)
+    monkeypatch.setattr(run_checkpoint.torch, "save", endless)
     monkeypatch.setattr(RunLog, "step", logged)
     with pytest.raises(KeyboardInterrupt):
         train(given)
@@ -138,7 +138,7 @@ def full_disk(rank: int, given: Given) -> None:
         save(content, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_state.torch, "save", failing)
+        patch.setattr(run_checkpoint.torch, "save", failing)
         with pytest.raises(LigerzooError, match=r"No space left on device|rank 0 failed"):
             train({**given, "max_steps": 50})
     gathered(rank)

@@ -32,7 +32,8 @@ from ligerzoo.models.config import DecoderConfig
 from ligerzoo.train import run_model
 from ligerzoo.train.log import read_log
 from ligerzoo.train.methods import SFTRunOptions
-from ligerzoo.train.run_state import RunState, checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
+from ligerzoo.train.run_state import RunState
 from tests.train import preference_data, tiny_run
 from tests.train.grpo_run import grpo_options, opd_options, write_prompts, write_reward
 from tests.train.preference_data import labelled, pairs, write

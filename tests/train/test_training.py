@@ -13,8 +13,8 @@ from ligerzoo.train import processes
 from ligerzoo.train.log import read_log
 from ligerzoo.train.optimizers import clipped_step
 from ligerzoo.train.recipes import sft
+from ligerzoo.train.run_checkpoint import checkpoints
 from ligerzoo.train.run_model import check_model
-from ligerzoo.train.run_state import checkpoints
 from tests.covering import representatives
 from tests.train.test_resume import assert_equal, stop_after, train, untimed_log
 from tests.train.tiny_run import arguments, options, write_data

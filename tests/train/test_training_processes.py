@@ -21,7 +21,7 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
 from ligerzoo.train.log import RunLog, read_log
 from ligerzoo.train.output_lock import LOCK_FILE
-from ligerzoo.train.run_state import checkpoints
+from ligerzoo.train.run_checkpoint import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.test_resume import environment, train, untimed_log
 from tests.train.tiny_run import arguments, options
