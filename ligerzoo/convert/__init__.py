@@ -41,9 +41,9 @@ def architecture_of(model_type: object) -> Architecture:
         if model_type in FAMILIES:
             return FAMILIES[model_type]
     if model_type not in tuple(MODEL_CLASSES):  # which may not be hashable
-        known = (*MODEL_CLASSES, *_REGISTERED)
-        expected = f"one of {len(known)} types, such as 'llama', or a class of your own after AutoModel.register"
-        remedy = did_you_mean(model_type, known) or "docs/architectures.md has all types."
+        accepted = (*MODEL_CLASSES, *_REGISTERED)
+        expected = f"one of {len(accepted)} types, such as 'llama', or a class of your own after AutoModel.register"
+        remedy = did_you_mean(model_type, accepted) or "docs/architectures.md has all types."
         raise ConfigError(
             "no such architecture", where="model_type", got=repr(model_type), expected=expected, remedy=remedy
         )
