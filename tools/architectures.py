@@ -11,7 +11,7 @@ from pathlib import Path
 from ligerzoo import models
 from ligerzoo.errors import ConfigError
 from ligerzoo.info import architectures
-from ligerzoo.models.registry import MODEL_CLASSES
+from ligerzoo.models.registry import MODEL_CLASSES, module_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architectures.md"
@@ -44,8 +44,9 @@ def exports() -> str:
         ((module, name) for name, module in models._MODULES.items()), key=lambda pair: (pair[0], pair[1].lower())
     )
     imports, classes = [], []
+    model_classes = {(module_of(model_type), name) for model_type, name in MODEL_CLASSES.items()}
     for module, name in modules:
-        is_model = MODEL_CLASSES.get(module) == name
+        is_model = (module, name) in model_classes
         imports.append(f"from ligerzoo.models.{module} import {name} as {'_' * is_model}{name}")
         if is_model:
             arguments = f"self, config: {name}Config, *, device: _Device = None, dtype: _Dtype = None"

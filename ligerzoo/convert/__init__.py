@@ -18,7 +18,7 @@ from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLASSES
+from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLASSES, module_of
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = tuple(ARCHITECTURES)
@@ -47,7 +47,7 @@ def architecture_of(model_type: object) -> Architecture:
         raise ConfigError(
             "no such architecture", where="model_type", got=repr(model_type), expected=expected, remedy=remedy
         )
-    architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
+    architecture: Architecture = import_module(f"{__name__}.{module_of(model_type)}").ARCHITECTURE
     return architecture
 
 
@@ -102,7 +102,8 @@ def architecture_for_config(config_class: type) -> Architecture:
 def _find(attribute: str, cls: type) -> Architecture | None:
     """Returns the architecture whose `model_class` or `config_class` is this class, importing only its converter."""
     package, _, module = cls.__module__.rpartition(".")
-    own = [architecture_of(module)] if package == "ligerzoo.models" and module in MODEL_CLASSES else []
+    types = MODEL_CLASSES if package == "ligerzoo.models" else ()
+    own = [architecture_of(model_type) for model_type in types if module_of(model_type) == module]
     return next((found for found in (*_REGISTERED.values(), *own) if getattr(found, attribute) is cls), None)
 
 

@@ -59,6 +59,7 @@ Mixtures of experts
 Blocks
     PreNormBlock                          norms before the branches (pre-norm)
     PostNormBlock                         norms after the branches (OLMo 2)
+    ResidualNormBlock                     norms of the residual sums (BERT)
     SandwichBlock                         norms before and after (sandwich)
     ScaledSandwichBlock                   a sandwich times a number
     ParallelMixture                       a mixture of experts parallel to the MLP of a block
@@ -76,6 +77,7 @@ Embeddings, decoder and head
     NormalizedEmbedding                   embeddings with a norm
     Linear                                a linear layer
     Decoder                               a whole decoder
+    AbsolutePositionDecoder               a decoder with learned positions and token types
     PerLayerDecoder                       a decoder with per-layer embeddings
     PerLayerInputs                        the inputs of its blocks
     BlockStack                            blocks alone
@@ -129,6 +131,7 @@ All layers
 from typing import TYPE_CHECKING
 
 from ligerzoo.exports import renamed
+from ligerzoo.layers.absolute_positions import AbsolutePositionDecoder
 from ligerzoo.layers.attention import (
     Attention,
     GatedAttention,
@@ -145,6 +148,7 @@ from ligerzoo.layers.block import (
     LinearAttentionBlock,
     PostNormBlock,
     PreNormBlock,
+    ResidualNormBlock,
     SandwichBlock,
     ScaledPreNormBlock,
 )
@@ -209,6 +213,7 @@ from ligerzoo.layers.xielu import XIELU
 __all__ = [
     "MLP",
     "XIELU",
+    "AbsolutePositionDecoder",
     "AllHeadsRMSNorm",
     "Attention",
     "AxialRotaryEmbedding",
@@ -268,6 +273,7 @@ __all__ = [
     "RasterVisionTower",
     "RecurrentLayerCache",
     "ResampledPositionEmbedding",
+    "ResidualNormBlock",
     "ReversedRotaryEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",

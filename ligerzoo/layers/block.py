@@ -198,6 +198,34 @@ class PostNormBlock(ResidualBlock):
         return x + self.post_feedforward_layernorm(self.mlp(x, context))  # type: ignore[no-any-return]
 
 
+class ResidualNormBlock(ResidualBlock):
+    """Block with norms of the sums (BERT; Vaswani et al. 2017): `x = norm(x + attention(x)); x = norm(x + mlp(x))`.
+
+    Args:
+        self_attn: the attention.
+        post_attention_layernorm: norm of the sum with attention's output.
+        mlp: the MLP.
+        post_feedforward_layernorm: norm of the sum with the MLP's output.
+    """
+
+    def __init__(
+        self,
+        self_attn: nn.Module,
+        post_attention_layernorm: nn.Module,
+        mlp: nn.Module,
+        post_feedforward_layernorm: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.post_attention_layernorm = self_attn, post_attention_layernorm
+        self.mlp, self.post_feedforward_layernorm = mlp, post_feedforward_layernorm
+        check_parts(self)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        x, _ = add_and_normalize(x, self.self_attn(x, context, cache), self.post_attention_layernorm)
+        x, _ = add_and_normalize(x, self.mlp(x, context), self.post_feedforward_layernorm)
+        return x
+
+
 class SandwichBlock(ResidualBlock):
     """Block with norms before and after each branch (Ding et al. 2021, section 2.4; Gemma 2 and 3, GLM-4).
 

@@ -143,6 +143,7 @@ class Context:
         cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
         block_inputs: inputs of blocks in addition to hidden states; initially None.
+        token_types: (B, T) token types, for `AbsolutePositionDecoder`; initially None, for type 0.
         shared_keys: keys and values of layers that later layers attend to as well, by name; initially empty.
         outputs: as given.
         documents: what attends to each other in packed or padded rows; None if the host does not know it.
@@ -169,6 +170,7 @@ class Context:
     cross_attention_inputs: TokenInputs | None
     deepstack: AddedFeatures | None
     block_inputs: BlockInputs | None
+    token_types: Tensor | None
     shared_keys: dict[str, KeysAndValues]
     outputs: LayerOutputs
     parts: RowParts
@@ -237,7 +239,7 @@ class Context:
         if position_ids is None:
             position_ids = self.token_positions() if exact else self._segment_positions()
         self.position_ids = position_ids
-        self.cross_attention_inputs = self.deepstack = self.block_inputs = None
+        self.cross_attention_inputs = self.deepstack = self.block_inputs = self.token_types = None
         self.shared_keys = {}
         self.outputs = LayerOutputs(router_logits=[]) if outputs is None else outputs
         self._rotations, self._masks = {}, {}

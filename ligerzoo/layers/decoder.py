@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ class Decoder(nn.Module):
         activation_plan: what backward recomputes of each block, in order; empty for nothing. `gradient_checkpointing`
             takes precedence. See `ligerzoo.memory.apply_activation_plan`.
     """
+
+    has_token_types: ClassVar[bool] = False
+    """Whether the input depends on the context's `token_types`."""
 
     @explains_options
     def __init__(

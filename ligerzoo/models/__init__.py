@@ -1,13 +1,13 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
 from ligerzoo.exports import lazy
-from ligerzoo.models.registry import MODEL_CLASSES, VISION_CONFIGS
+from ligerzoo.models.registry import MODEL_CLASSES, VISION_CONFIGS, module_of
 
 # Imported at first use, so that a model imports only its own modules. Type checkers read __init__.pyi, which
 # `python -m tools.architectures` writes from this table.
 _MODULES = {
     **VISION_CONFIGS,
-    **{name: module for module, cls in MODEL_CLASSES.items() for name in (cls, f"{cls}Config")},
+    **{name: module_of(model_type) for model_type, cls in MODEL_CLASSES.items() for name in (cls, f"{cls}Config")},
     "CausalLM": "causal_lm",
     "CausalLMOutput": "output",
     "MaskedLM": "masked_lm",

@@ -6,6 +6,8 @@ from ligerzoo.models.apertus import Apertus as _Apertus
 from ligerzoo.models.apertus import ApertusConfig as ApertusConfig
 from ligerzoo.models.arcee import Arcee as _Arcee
 from ligerzoo.models.arcee import ArceeConfig as ArceeConfig
+from ligerzoo.models.bert import Bert as _Bert
+from ligerzoo.models.bert import BertConfig as BertConfig
 from ligerzoo.models.causal_lm import CausalLM as CausalLM
 from ligerzoo.models.deepseek_v2 import DeepseekV2 as _DeepseekV2
 from ligerzoo.models.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
@@ -130,12 +132,16 @@ from ligerzoo.models.qwen3_vl import Qwen3VL as _Qwen3VL
 from ligerzoo.models.qwen3_vl import Qwen3VLConfig as Qwen3VLConfig
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe as _Qwen3VLMoe
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoeConfig as Qwen3VLMoeConfig
+from ligerzoo.models.roberta import Roberta as _Roberta
+from ligerzoo.models.roberta import RobertaConfig as RobertaConfig
 from ligerzoo.models.seed_oss import SeedOss as _SeedOss
 from ligerzoo.models.seed_oss import SeedOssConfig as SeedOssConfig
 from ligerzoo.models.sequence_classifier import Labels as Labels
 from ligerzoo.models.sequence_classifier import SequenceClassifier as SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3 as _SmolLM3
 from ligerzoo.models.smollm3 import SmolLM3Config as SmolLM3Config
+from ligerzoo.models.xlm_roberta import XLMRoberta as _XLMRoberta
+from ligerzoo.models.xlm_roberta import XLMRobertaConfig as XLMRobertaConfig
 from ligerzoo.models.youtu import Youtu as _Youtu
 from ligerzoo.models.youtu import YoutuConfig as YoutuConfig
 
@@ -147,6 +153,9 @@ class Apertus(_Apertus):
 
 class Arcee(_Arcee):
     def __init__(self, config: ArceeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Bert(_Bert):
+    def __init__(self, config: BertConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class DeepseekV2(_DeepseekV2):
     def __init__(self, config: DeepseekV2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
@@ -316,11 +325,17 @@ class Qwen3VL(_Qwen3VL):
 class Qwen3VLMoe(_Qwen3VLMoe):
     def __init__(self, config: Qwen3VLMoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
+class Roberta(_Roberta):
+    def __init__(self, config: RobertaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
 class SeedOss(_SeedOss):
     def __init__(self, config: SeedOssConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class SmolLM3(_SmolLM3):
     def __init__(self, config: SmolLM3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class XLMRoberta(_XLMRoberta):
+    def __init__(self, config: XLMRobertaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Youtu(_Youtu):
     def __init__(self, config: YoutuConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

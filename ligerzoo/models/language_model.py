@@ -118,12 +118,14 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         output_attentions: bool | None = None,
         output_router_logits: bool | None = None,
         exact: bool = False,
+        token_types: Tensor | None = None,
         **modalities: Any,
     ) -> tuple[Tensor, Context]:
         """Runs the decoder without a head. The arguments after `x` are those of `forward`.
 
         Args:
             x: (B, T) token ids, or (B, T, H) embeddings.
+            token_types: (B, T) for an `AbsolutePositionDecoder`; None for type 0.
 
         Returns:
             Final hidden states (B, T, H), or those of this process, see `RowParts`; and the context, which holds what
@@ -153,6 +155,7 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             raise LigerzooError(what, where="output_attentions", got=True, expected=expected)
         given = attention_mask, position_ids, cu_seqlens, past_key_values, outputs
         context = Context(x, *given, exact=exact, parts=parts)
+        context.token_types = token_types
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
         hidden = self.model(self.embed(x, context, **modalities), context)

@@ -68,7 +68,10 @@ It is in the module of this name, with `<class>Config`.
 """
 
 ENCODERS = {
+    "bert": "Bert",
     "modernbert": "ModernBert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
 }
 """The same of encoders, which have a head for masked tokens and generate no text."""
 
@@ -88,3 +91,8 @@ VISION_CONFIGS = {
     "Qwen3VisionConfig": "qwen3_vision",
 }
 """The modules of the configs of vision towers."""
+
+
+def module_of(model_type: str) -> str:
+    """Returns the name of the module of an architecture, in `models` and in `convert`."""
+    return model_type.replace("-", "_")

@@ -9,7 +9,7 @@ from torch import nn
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from ligerzoo.models.building import building
-from ligerzoo.models.registry import MODEL_CLASSES
+from ligerzoo.models.registry import MODEL_CLASSES, module_of
 
 CONFIG = LlamaConfig(
     vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
@@ -71,5 +71,5 @@ def test_unknown_names_of_models() -> None:
     with pytest.raises(AttributeError, match=r"module 'ligerzoo.models' has no attribute 'Lama'"):
         ligerzoo.models.Lama  # noqa: B018
     for model_type, name in MODEL_CLASSES.items():
-        assert getattr(ligerzoo.models, name).__module__ == f"ligerzoo.models.{model_type}"
+        assert getattr(ligerzoo.models, name).__module__ == f"ligerzoo.models.{module_of(model_type)}"
     assert {*MODEL_CLASSES.values()} < {*dir(ligerzoo.models)}

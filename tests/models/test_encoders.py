@@ -17,8 +17,8 @@ from ligerzoo import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassi
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.info import describe
-from ligerzoo.models import MaskedLM, ModernBert, ModernBertConfig
-from ligerzoo.models.registry import ENCODERS
+from ligerzoo.models import Bert, BertConfig, MaskedLM, ModernBert, ModernBertConfig, Roberta, RobertaConfig
+from ligerzoo.models.registry import ENCODERS, module_of
 from tests.models.comparing import (
     assert_close,
     assert_errors_as_small,
@@ -33,7 +33,7 @@ from tests.train.tiny_run import write_tokenizer
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-ROWS = [row for name in ENCODERS for row in import_module(f"tests.models.tiny_{name}").CHECKPOINTS]
+ROWS = [row for name in ENCODERS for row in import_module(f"tests.models.tiny_{module_of(name)}").CHECKPOINTS]
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=str)
@@ -54,7 +54,22 @@ def both(directory: Path, device: str) -> tuple[MaskedLM, PreTrainedModel]:
 
 @pytest.fixture
 def tokens(tiny: Tiny, device: str) -> Tensor:
-    return torch.randint(tiny.config["vocab_size"], (2, tiny.tokens), device=device)
+    return random_tokens(tiny, 2, device)
+
+
+def random_tokens(tiny: Tiny, rows: int, device: str) -> Tensor:
+    """Draws tokens other than padding, whose embedding has no gradient in transformers, and no position in RoBERTa."""
+    tokens = torch.randint(tiny.config["vocab_size"], (rows, tiny.tokens), device=device)
+    pad = architecture_of(tiny.config["model_type"]).config_from_hf(tiny.config).pad_token_id
+    return tokens if pad is None else tokens.masked_fill(tokens == pad, 7)
+
+
+@pytest.fixture
+def types(tiny: Tiny, tokens: Tensor) -> dict[str, Tensor]:
+    """Token types, where the model has some."""
+    config = architecture_of(tiny.config["model_type"]).config_from_hf(tiny.config)
+    number = getattr(config, "type_vocab_size", 0)
+    return {"token_type_ids": torch.randint_like(tokens, number)} if number else {}
 
 
 @pytest.fixture
@@ -63,74 +78,106 @@ def labels(tokens: Tensor) -> Tensor:
     return tokens.masked_fill(torch.rand(tokens.shape, device=tokens.device) > 0.3, -100)
 
 
+def loss_and_gradients(model: Any, inputs: Tensor, **options: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(inputs, **options).loss
+    loss.backward()
+    return loss.detach(), {name: gradient.clone() for name, gradient in gradients(model).items()}
+
+
+Training = tuple[Tensor, dict[str, Tensor]]
+
+
+def assert_same(ours: MaskedLM, got: Training, theirs: PreTrainedModel, expected: Training) -> None:
+    """Compares losses and gradients, those of tied weights under the embedding's name."""
+    assert_close(got[0], expected[0], "loss")
+    names = {p: name for name, p in theirs.named_parameters(remove_duplicate=False) if "decoder" not in name}
+    named = {names.get(theirs.get_parameter(name), name): gradient for name, gradient in expected[1].items()}
+    own = under_their_names(ours, got[1], named)
+    dead = {"cls.predictions.bias", "lm_head.bias"} - named.keys()  # of heads that are not tied
+    assert own.keys() == named.keys()
+    assert len(named) == len(dict(theirs.named_parameters()).keys() - dead)
+    largest = max(gradient.abs().max().item() for gradient in named.values())
+    for name, gradient in named.items():  # keys' biases change no probability, so that their gradients are 0
+        assert_close(own[name], gradient, f"gradient of {name}", max(gradient.abs().max().item(), 1e-3 * largest))
+
+
 def assert_same_training(ours: MaskedLM, theirs: PreTrainedModel, inputs: Tensor, **options: Tensor) -> None:
-    losses = []
-    for model in (ours, theirs):
-        model.zero_grad()
-        loss = model(inputs, **options).loss
-        loss.backward()
-        losses.append(loss.detach())
-    assert_close(*losses, "loss")
-    expected = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), expected)
-    assert got.keys() == expected.keys() == dict(theirs.named_parameters()).keys()
-    largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for name, gradient in expected.items():  # keys' biases change no probability, so that their gradients are 0
-        assert_close(got[name], gradient, f"gradient of {name}", max(gradient.abs().max().item(), 1e-3 * largest))
+    assert_same(
+        ours, loss_and_gradients(ours, inputs, **options), theirs, loss_and_gradients(theirs, inputs, **options)
+    )
 
 
-def test_logits_loss_and_gradients(both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor) -> None:
+@pytest.mark.every_checkpoint
+def test_logits_loss_and_gradients(
+    both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor, types: dict[str, Tensor]
+) -> None:
     ours, theirs = both
     options = {"output_hidden_states": True, "output_attentions": True}
-    got, expected = (model(tokens, **options) for model in both)
+    assert_close(ours(tokens).logits, theirs(tokens).logits, "logits without types")
+    got, expected = (model(tokens, **types, **options) for model in both)
     assert_close(got.logits, expected.logits, "logits")
     for name in ("hidden_states", "attentions"):
         for one, other in zip(got[name], expected[name], strict=True):
             assert_close(one, other, name)
-    assert_same_training(ours, theirs, tokens, labels=labels)
+    assert_same_training(ours, theirs, tokens, labels=labels, **types)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batch(both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor, side: str) -> None:
+def test_padded_batch(
+    tiny: Tiny,
+    both: tuple[MaskedLM, PreTrainedModel],
+    tokens: Tensor,
+    labels: Tensor,
+    types: dict[str, Tensor],
+    side: str,
+) -> None:
     """Padding is not computed: blocks get one row of all tokens. Results are those of the texts alone."""
     ours, theirs = both
     mask = torch.ones_like(tokens)
     mask[1, slice(None, 13) if side == "left" else slice(-13, None)] = 0
+    positions = tiny.positions(mask)
     shapes = []
     handle = ours.model.layers[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    got = ours(tokens, mask, output_hidden_states=True)
+    got = ours(tokens, mask, **types, output_hidden_states=True)
     handle.remove()
     assert shapes == [(1, mask.sum(), ours.config.hidden_size)]
     is_token = mask == 1
-    assert_close(got.logits[is_token], theirs(tokens, attention_mask=mask).logits[is_token], "logits")
-    computed = ours(tokens, mask, torch.arange(tokens.shape[1], device=tokens.device)[None])
+    expected = theirs(tokens, attention_mask=mask, **positions, **types)
+    assert_close(got.logits[is_token], expected.logits[is_token], "logits")
+    computed = ours(tokens, mask, positions.get("position_ids", torch.arange(tokens.shape[1])[None]), **types)
     assert_close(computed.logits[is_token], got.logits[is_token], "logits where padding is computed")
-    alone = ours(tokens[1:, is_token[1]], output_hidden_states=True)
+    text = {name: kinds[1:, is_token[1]] for name, kinds in types.items()}
+    alone = ours(tokens[1:, is_token[1]], **text, output_hidden_states=True)
     assert_close(got.logits[1:, is_token[1]], alone.logits, "logits of a text alone")
     for one, other in zip(got.hidden_states, alone.hidden_states, strict=True):
         assert_close(one[1:, is_token[1]], other, "hidden states of a text alone")
         assert not one[~is_token].any()
-    assert_same_training(ours, theirs, tokens, attention_mask=mask, labels=labels.masked_fill(~is_token, -100))
-    assert_close(
-        ours(tokens, mask, labels=labels).loss,
-        ours(tokens, mask, labels=labels.masked_fill(~is_token, -100)).loss,
-        "labels of padding",
-    )
+    seen = labels.masked_fill(~is_token, -100)
+    expected = loss_and_gradients(theirs, tokens, attention_mask=mask, labels=seen, **positions, **types)
+    assert_same(ours, loss_and_gradients(ours, tokens, attention_mask=mask, labels=labels, **types), theirs, expected)
 
 
-def test_packed(both: tuple[MaskedLM, PreTrainedModel], tokens: Tensor, labels: Tensor) -> None:
+def test_packed(
+    both: tuple[MaskedLM, PreTrainedModel], tiny: Tiny, tokens: Tensor, labels: Tensor, types: dict[str, Tensor]
+) -> None:
     """Texts A and B of [A | B | padding] have the logits, loss and gradients of separate texts."""
     model, _ = both
     bounds = torch.tensor([0, 17, 33], device=tokens.device)
     row, labels = tokens[:1], labels[:1].clone()
+    types = {name: kinds[:1] for name, kinds in types.items()}
     labels[:, 33:] = -100
-    parts = [(row[:, i:j], labels[:, i:j]) for i, j in ((0, 17), (17, 33))]
-    logits = model(row, cu_seqlens=bounds).logits
-    assert_close(logits[:, :33], torch.cat([model(text).logits for text, _ in parts], 1), "logits")
+    parts = [
+        (row[:, i:j], labels[:, i:j], {name: kinds[:, i:j] for name, kinds in types.items()})
+        for i, j in ((0, 17), (17, 33))
+    ]
+    logits = model(row, cu_seqlens=bounds, **types).logits
+    assert_close(logits[:, :33], torch.cat([model(text, **kinds).logits for text, _, kinds in parts], 1), "logits")
     positions = torch.cat([torch.arange(17), torch.arange(16), torch.arange(row.shape[1] - 33)])[None]
-    assert_close(model(row, position_ids=positions.to(row.device)).logits[:, :33], logits[:, :33], "by position_ids")
+    positions = positions.to(row.device) + tiny.first_position
+    assert_close(model(row, position_ids=positions, **types).logits[:, :33], logits[:, :33], "by position_ids")
     found = []
-    for calls in ([(row, labels, {"cu_seqlens": bounds})], [(*part, {}) for part in parts]):
+    for calls in ([(row, labels, {"cu_seqlens": bounds, **types})], parts):
         model.zero_grad()
         count = (labels != -100).sum()
         loss = sum(model(x, labels=y, num_items_in_batch=count, **options).loss for x, y, options in calls)
@@ -149,7 +196,7 @@ def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
 
     @torch.no_grad()
     def draw() -> tuple[Tensor, Tensor, Tensor]:
-        tokens = torch.randint(tiny.config["vocab_size"], (16, tiny.tokens), device=device)
+        tokens = random_tokens(tiny, 16, device)
         return ours(tokens).logits, theirs(tokens).logits, exact(tokens).logits
 
     assert_errors_as_small(draw, device)
@@ -163,8 +210,11 @@ def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Pa
     assert raw_bytes(stored_tensors(tmp_path)) == raw_bytes(original)
     assert json.loads((tmp_path / "config.json").read_text()) == config
     again, report = TheirMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()), report
-    theirs, tokens = TheirMaskedLM.from_pretrained(directory), torch.arange(20)[None]
+    theirs, expected = TheirMaskedLM.from_pretrained(directory, output_loading_info=True)
+    assert report == expected
+    assert {name.rpartition(".")[2] for name in report["missing_keys"]} <= {"bias"}, "of heads that are not tied"
+    assert not report["mismatched_keys"]
+    tokens = torch.arange(20)[None]
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
@@ -175,7 +225,7 @@ def test_new_models_are_read_by_transformers(tiny: Tiny, directory: Path, tmp_pa
     model.save_pretrained(tmp_path)
     ours, theirs = load(tmp_path, "cpu")
     assert ours.config == config
-    tokens = torch.randint(config.vocab_size, (2, tiny.tokens))
+    tokens = random_tokens(tiny, 2, "cpu")
     assert_close(ours(tokens).logits, theirs(tokens).logits, "logits")
     assert_close(ours(tokens).logits, model(tokens).logits, "logits of the new model")
 
@@ -185,8 +235,10 @@ CONFIG = ModernBertConfig(**SIZES, num_attention_heads=4, sliding_window=6)
 TOKENS = torch.arange(40).view(2, 20)
 
 
-def test_checkpointing_and_compiled_code_give_the_same() -> None:
-    model, mask = ModernBert(CONFIG), torch.ones_like(TOKENS)
+@pytest.mark.parametrize("model_class", [ModernBert, Roberta])
+def test_checkpointing_and_compiled_code_give_the_same(model_class: type[MaskedLM]) -> None:
+    config = CONFIG if model_class is ModernBert else RobertaConfig(**SIZES, num_attention_heads=4)
+    model, mask = model_class(config), torch.ones_like(TOKENS)
     mask[0, 15:] = 0
     labels = TOKENS.masked_fill(mask == 0, -100)
 
@@ -261,18 +313,57 @@ def test_what_only_decoders_do_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    "entries",
+    ("model_type", "entry", "value"),
     [
-        {"hidden_activation": "silu"},
-        {"classifier_activation": "relu"},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"sparse_pred_ignore_index": 0},
+        ("modernbert", "hidden_activation", "silu"),
+        ("modernbert", "classifier_activation", "relu"),
+        ("modernbert", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("modernbert", "sparse_pred_ignore_index", 0),
+        ("bert", "hidden_act", "relu"),
+        ("bert", "position_embedding_type", "relative_key"),
+        ("bert", "is_decoder", True),
+        ("bert", "add_cross_attention", True),
+        ("bert", "pruned_heads", {"0": [1]}),
     ],
-    ids=str,
 )
-def test_entries_that_would_change_the_model_are_refused(entries: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(entries))}: not supported"):
-        architecture_of("modernbert").config_from_hf({"model_type": "modernbert", **entries})
+def test_entries_that_would_change_the_model_are_refused(model_type: str, entry: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{entry}: not supported"):
+        architecture_of(model_type).config_from_hf({"model_type": model_type, entry: value})
+
+
+@pytest.mark.parametrize("values", [{"rope_theta": 5.0}, {"head_dim": 8}, {"num_key_value_heads": 2}], ids=str)
+def test_bert_has_no_fields_of_decoders(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="no entry: heads divide hidden_size, positions are learned"):
+        BertConfig(**SIZES, num_attention_heads=4, **values)
+
+
+@pytest.mark.parametrize("pad", [None, -1, 511])
+def test_positions_of_roberta_follow_the_padding_token(pad: int | None) -> None:
+    with pytest.raises(ConfigError, match=r"pad_token_id: invalid value.*an id below 511"):
+        RobertaConfig(**SIZES, num_attention_heads=4, pad_token_id=pad)
+
+
+def test_texts_have_learned_positions() -> None:
+    """Texts have as many tokens as the table has positions; a packed row has more."""
+    model = Bert(BertConfig(**SIZES, num_attention_heads=4, max_position_embeddings=15))
+    with pytest.raises(LigerzooError, match=r"input_ids: a text is longer than the table.*got 20; expected at most 15"):
+        model(TOKENS)
+    bounds = torch.tensor([0, 3, 10])
+    packed = model(TOKENS.view(1, -1), cu_seqlens=bounds).logits  # 30 tokens of padding
+    torch.testing.assert_close(packed[:, 3:10], model(TOKENS[:1, 3:10]).logits)
+    model(TOKENS, position_ids=torch.arange(20)[None] % 15)
+    with pytest.raises(LigerzooError, match="position_ids: a position has no embedding; got 19; expected 0 to 14"):
+        model(TOKENS, position_ids=torch.arange(20)[None])
+
+
+def test_token_types_are_checked() -> None:
+    bert, modern = Bert(BertConfig(**SIZES, num_attention_heads=4)), ModernBert(CONFIG)
+    with pytest.raises(LigerzooError, match="token_type_ids: no such token type; got 2; expected 0 to 1"):
+        bert(TOKENS, token_type_ids=torch.full_like(TOKENS, 2))
+    with pytest.raises(LigerzooError, match=r"token_type_ids has shape \(1, 20\); expected \(2, 20\)"):
+        bert(TOKENS, token_type_ids=TOKENS[:1])
+    with pytest.raises(LigerzooError, match="token_type_ids: ModernBert has no token types"):
+        modern(TOKENS, token_type_ids=TOKENS)
 
 
 def test_a_null_theta_of_local_attention_is_the_global_one() -> None:

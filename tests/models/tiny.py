@@ -70,8 +70,14 @@ class Tiny:
 
         Empty for most architectures, whose scores depend on relative positions only.
         """
-        is_absolute = self.config["model_type"] == "hunyuan_v1_dense"
-        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_absolute else {}
+        if self.config["model_type"] not in ("bert", "hunyuan_v1_dense", "roberta", "xlm-roberta"):
+            return {}
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0) + self.first_position}
+
+    @property
+    def first_position(self) -> int:
+        """Position of a text's first token."""
+        return int(self.config.get("pad_token_id", 1)) + 1 if "roberta" in self.config["model_type"] else 0
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")

@@ -1,0 +1,145 @@
+"""Base class of models over an encoder, in which tokens attend to earlier and later ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.layers import Context
+from ligerzoo.layers.context import reads_values
+from ligerzoo.models.language_model import LanguageModel
+
+
+class PackedRows(NamedTuple):
+    """How the tokens of padded rows are packed into one row without padding.
+
+    Attributes:
+        shape: B, T.
+        tokens: (n,) indices among all B * T of the tokens that are not padding; None if the rows are not packed.
+    """
+
+    shape: torch.Size
+    tokens: Tensor | None = None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, n, ...)."""
+        return x if self.tokens is None else x.flatten(0, 1)[self.tokens.to(x.device)][None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(1, n, F) -> (B, T, F), with zeros for padding."""
+        if self.tokens is None:
+            return x
+        padded = x.new_zeros(self.shape.numel(), x.shape[-1])
+        padded[self.tokens] = x[0]
+        return padded.view(*self.shape, -1)
+
+
+class Encoded(NamedTuple):
+    """Final hidden states of texts.
+
+    Attributes:
+        hidden: (1, n, H), those of tokens that are not padding; or (B, T, H) if the rows are not packed.
+        context: what the layers stored; hidden states are those of all rows.
+        rows: how the rows are packed.
+        cu_seqlens: (texts + 1,) boundaries of the texts in a packed row; None if each row is a text.
+    """
+
+    hidden: Tensor
+    context: Context
+    rows: PackedRows
+    cu_seqlens: Tensor | None
+
+    @property
+    def padding_mask(self) -> Tensor | None:
+        """(B, T) bool, False for padding in rows that are not packed; None without padding."""
+        return self.context.padding_mask
+
+
+class EncoderModel(LanguageModel):
+    """An encoder, to which subclasses add a head. There is no dropout, no cache and no generation."""
+
+    def encode(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> Encoded:
+        """Runs the encoder without a head.
+
+        Texts with a padding mask are packed into one row, so that nothing is computed for padding. Compiled code, and
+        calls with `position_ids` or `output_attentions`, compute padding.
+
+        Args:
+            x: (B, T) token ids, or (B, T, H) embeddings.
+            attention_mask: (B, T) padding mask, 1 for a token and 0 for padding; or a (B, 1, T, T) attention mask.
+            position_ids: (B or 1, T); see `CausalLM.forward`.
+            token_type_ids: (B, T) type of each token, such as 0 and 1 in the first and second text of a pair.
+            cu_seqlens: (n + 1,) int, boundaries of n texts packed into a single row; see `CausalLM.forward`.
+            output_hidden_states: see `CausalLM.forward`.
+            output_attentions: see `CausalLM.forward`.
+
+        Raises:
+            TypeError: an input has another type, such as a list instead of a tensor.
+            ValueError: the inputs have inconsistent shapes or values.
+            LigerzooError: the encoder has no token types, or the rows are divided over processes.
+        """
+        if self.row_parts.count > 1:
+            raise self._refusal("context parallelism")
+        rows = PackedRows(x.shape[:2])
+        if position_ids is None and cu_seqlens is None and not output_attentions:
+            rows = PackedRows(x.shape[:2], _tokens(attention_mask, x.shape[:2], x.device))
+        if rows.tokens is not None and attention_mask is not None:
+            lengths = attention_mask.to(x.device, torch.bool).sum(1)
+            cu_seqlens, attention_mask = F.pad(lengths.cumsum(0), (1, 0)), None
+            x = rows.pack(x)
+            if token_type_ids is not None and token_type_ids.shape == rows.shape:
+                token_type_ids = rows.pack(token_type_ids)
+        if token_type_ids is not None and not self.model.has_token_types:
+            what, remedy = f"{type(self).__name__} has no token types", "Leave them out."
+            raise LigerzooError(what, where="token_type_ids", remedy=remedy)
+        hidden, context = self.run_decoder(
+            x,
+            attention_mask,
+            position_ids,
+            token_types=token_type_ids,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            output_router_logits=False,
+        )
+        if context.hidden_states is not None:
+            context.outputs.hidden_states = [rows.unpack(states) for states in context.hidden_states]
+        return Encoded(hidden, context, rows, cu_seqlens)
+
+    def generate(self, *_: object, **__: object) -> Never:
+        """Raises LigerzooError: an encoder generates no text."""
+        raise self._refusal("generate")
+
+    def generate_many(self, *_: object, **__: object) -> Never:
+        """Raises LigerzooError: an encoder generates no text."""
+        raise self._refusal("generate_many")
+
+    def new_cache(self, *_: object, **__: object) -> Never:
+        """Raises LigerzooError: later tokens change the keys and values of earlier ones."""
+        raise self._refusal("a KV cache")
+
+    def _refusal(self, what: str) -> LigerzooError:
+        problem = f"an encoder, whose tokens attend to later ones, has no {what}"
+        return LigerzooError(problem, where=type(self).__name__, expected="a causal language model")
+
+
+def _tokens(attention_mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """Returns the indices of tokens that are not padding, of all B * T; None if rows are not packed."""
+    if attention_mask is None or getattr(attention_mask, "shape", None) != shape or not reads_values():
+        return None
+    index = attention_mask.to(device, torch.bool).flatten().nonzero()[:, 0]
+    return index if 0 < len(index) < shape.numel() else None
