@@ -6,6 +6,7 @@ from ligerzoo.exports import foreign_modules, lazy
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
+    from ligerzoo.hub import AutoModelForEmbedding as AutoModelForEmbedding
     from ligerzoo.hub import AutoModelForMaskedLM as AutoModelForMaskedLM
     from ligerzoo.hub import AutoModelForSequenceClassification as AutoModelForSequenceClassification
     from ligerzoo.hub import from_transformers as from_transformers
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 # Imported at first use, so that `import ligerzoo` is fast.
 _MODULES = {
     "AutoModel": "ligerzoo.hub",
+    "AutoModelForEmbedding": "ligerzoo.hub",
     "AutoModelForMaskedLM": "ligerzoo.hub",
     "AutoModelForSequenceClassification": "ligerzoo.hub",
     "Processor": "ligerzoo.vision.processor",
@@ -26,6 +28,7 @@ _MODULES = {
 
 __all__ = [
     "AutoModel",
+    "AutoModelForEmbedding",
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
     "Processor",

@@ -48,8 +48,8 @@ ARROWS = {
     ),
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models token_parts", ""),
     "models": ("checks dtensors errors exports kernels layers tensor_checks", "convert generate"),
-    "convert": ("checks dtensors entries errors models", ""),
-    "hub": ("checks convert device dtensors entries errors exports files kernels models", "vision"),
+    "convert": ("checks dtensors entries errors files layers models", ""),
+    "hub": ("checks convert device dtensors entries errors exports files kernels models", "text vision"),
     "adapters": ("checks convert dtensors entries errors exports files hub layers models tensor_checks", ""),
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),
@@ -214,8 +214,8 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith(("ligerz
 def test_saving_a_model_imports_only_its_converter() -> None:
     imported = set(fresh_interpreter(SAVING))
     names = (
-        "architecture", "families", "fields", "layout", "registration", "sequence_classifier", "stored_tensors",
-        "tensor_slices",
+        "architecture", "embedding", "embedding_settings", "families", "fields", "layout", "registration",
+        "sequence_classifier", "stored_tensors", "tensor_slices",
     )  # fmt: skip
     shared = {f"ligerzoo.convert.{name}" for name in names}
     assert {name for name in imported if "convert" in name} == {*shared, "ligerzoo.convert.apertus"}

@@ -324,7 +324,7 @@ def _entry(public: str) -> list[str]:
     options = ["   :members:"]
     if member.__bases__ not in ((object,), (tuple,)):
         options.append("   :show-inheritance:")
-    if name in ("CausalLM", "MaskedLM", "SequenceClassifier"):  # what all models have
+    if name in ("CausalLM", "EmbeddingModel", "MaskedLM", "SequenceClassifier"):  # what all models have
         options.append("   :inherited-members: Module")
     if name in ("Tokenizer", "Processor"):
         options += ["   :inherited-members:", "   :special-members: __call__"]

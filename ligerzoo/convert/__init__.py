@@ -9,6 +9,7 @@ from importlib import import_module
 
 from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.embedding import embedding_architecture, read_embedding
 from ligerzoo.convert.families import FAMILIES
 from ligerzoo.convert.fields import is_classifier
 from ligerzoo.convert.layout import Rule
@@ -16,7 +17,9 @@ from ligerzoo.convert.registration import check_arguments, check_unused
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_classifier
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, did_you_mean
+from ligerzoo.files.modules import ModuleFiles
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLASSES, module_of
 from ligerzoo.models.sequence_classifier import SequenceClassifier
@@ -63,8 +66,12 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
         expected = "a model that AutoModel.from_pretrained or AutoModel.from_config returns"
         remedy = "ligerzoo.from_transformers converts models of transformers."
         raise ConfigError(what, where="model", got=type(model).__name__, expected=expected, remedy=remedy)
-    if isinstance(model, SequenceClassifier):
-        return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
+    match model:
+        case SequenceClassifier():
+            return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
+        case EmbeddingModel():
+            base = architecture_for_config(type(model.config))
+            return embedding_architecture(base, model.settings, ModuleFiles("", model.files))
     return architecture_for(type(model))
 
 
@@ -107,7 +114,9 @@ def _find(attribute: str, cls: type) -> Architecture | None:
     return next((found for found in (*_REGISTERED.values(), *own) if getattr(found, attribute) is cls), None)
 
 
-def architecture_to_load(raw: Entries, model_class: type[LanguageModel], options: Entries) -> tuple[Architecture, type]:
+def architecture_to_load(
+    raw: Entries, model_class: type[LanguageModel], options: Entries, files: ModuleFiles
+) -> tuple[Architecture, type]:
     """Returns the architecture of a checkpoint, and the class of its config.
 
     The latter is the architecture's, or that of a registered subclass of its model class.
@@ -115,7 +124,8 @@ def architecture_to_load(raw: Entries, model_class: type[LanguageModel], options
     Args:
         raw: config.json.
         model_class: expected class of the model, or a subclass of the user.
-        options: arguments of the user, of which a classifier reads those about labels.
+        options: arguments of the user, of which a classifier reads those about labels, and an embedding model others.
+        files: the files of sentence-transformers, which an embedding model reads.
 
     Raises:
         ConfigError: No architecture has the name in config.json, or `model_class` is unrelated to it.
@@ -127,6 +137,8 @@ def architecture_to_load(raw: Entries, model_class: type[LanguageModel], options
         what, where, got = "the checkpoint is a sequence classifier", "architectures", raw["architectures"]
         expected, remedy = "a causal language model", "Load it with AutoModelForSequenceClassification."
         raise ConfigError(what, where=where, got=got, expected=expected, remedy=remedy)
+    elif issubclass(model_class, EmbeddingModel):
+        architecture = read_embedding(architecture, raw, options, files)
     if issubclass(architecture.model_class, model_class):
         return architecture, architecture.config_class
     if issubclass(model_class, architecture.model_class):

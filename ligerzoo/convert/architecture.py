@@ -123,6 +123,15 @@ class Architecture:
         """Names of stored tensors that loading leaves out."""
         return frozenset()
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Directories in the checkpoint's that hold further weights, of tensors named "<directory>/<name>"."""
+        return ()
+
+    def files_of(self, model: LanguageModel) -> dict[str, bytes]:
+        """Returns the contents of further files to save with a model, by relative path."""
+        return {}
+
     def is_extra_tensor(self, name: str, num_layers: int | None = None) -> bool:
         """Returns whether loading keeps a stored tensor that is not part of the model, and saving writes it again.
 

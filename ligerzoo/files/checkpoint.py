@@ -7,7 +7,7 @@ read. `checkpoint_writer` writes them.
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -79,6 +79,7 @@ class Checkpoint:
         directory: directory with `model.safetensors`, or with an index and its shards. These may be symbolic links, as
             in the hub's cache.
         strict: refuse a checkpoint with `absent` or `unlisted` tensors.
+        folders: directories in it with a further `model.safetensors` each. A tensor there is named "<folder>/<name>".
 
     Attributes:
         directory: the directory.
@@ -93,7 +94,7 @@ class Checkpoint:
 
     tensors: Mapping[str, TensorInfo]
 
-    def __init__(self, directory: str | Path, *, strict: bool = True) -> None:
+    def __init__(self, directory: str | Path, *, strict: bool = True, folders: Sequence[str] = ()) -> None:
         self.directory = Path(directory)
         with contextlib.ExitStack() as opened:
             with reading_directory(directory):
@@ -103,7 +104,12 @@ class Checkpoint:
                 _refuse_missing_files(self.directory, files)
                 self._files = {file: opened.enter_context(SafetensorsFile(self.directory / file)) for file in files}
                 infos = [info for file in self._files.values() for info in file.tensors.values()]
-                weight_map = weight_map or {info.name: info.file for info in infos}
+                weight_map = dict(weight_map or {info.name: info.file for info in infos})
+                for folder in folders:
+                    file = opened.enter_context(SafetensorsFile(self.directory / folder / SINGLE_FILE, folder))
+                    self._files[f"{folder}/{SINGLE_FILE}"] = file
+                    infos += file.tensors.values()
+                    weight_map |= {info.name: info.file for info in file.tensors.values()}
             self.tensors = {info.name: info for info in infos if weight_map.get(info.name) == info.file}
             self.absent = {name: file for name, file in weight_map.items() if name not in self.tensors}
             self.unlisted = {info.name: info for info in infos if info.name not in weight_map}
@@ -175,6 +181,7 @@ class SafetensorsFile:
 
     Args:
         path: the file, which may be a symbolic link.
+        folder: its directory in that of the checkpoint, with which the names of the entries begin; "" for none.
 
     Attributes:
         path: the file.
@@ -184,20 +191,23 @@ class SafetensorsFile:
         CheckpointError: The file is missing, damaged or not a safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
+    tensors: dict[str, TensorInfo]
+
+    def __init__(self, path: Path, folder: str = "") -> None:
         _refuse_missing_files(path.parent, [path.name])
         self.path, self._file = path, _open_safetensors(path)
-        self.tensors: dict[str, TensorInfo] = {}
-        for name in self._file.offset_keys():
-            header = self._file.get_slice(name)
-            self.tensors[name] = TensorInfo(name, path.name, tuple(header.get_shape()), header.get_dtype())
+        self._prefix, self.tensors = f"{folder}/" if folder else "", {}
+        for stored in self._file.offset_keys():
+            header, name = self._file.get_slice(stored), self._prefix + stored
+            file, shape = self._prefix + path.name, tuple(header.get_shape())
+            self.tensors[name] = TensorInfo(name, file, shape, header.get_dtype())
 
     def read(self, name: str) -> Tensor:
         """Reads a tensor, as `Checkpoint.read`."""
         info = self.tensors[name]
         dtype = info.dtype
         try:
-            tensor: Tensor = self._file.get_tensor(name)
+            tensor: Tensor = self._file.get_tensor(name.removeprefix(self._prefix))
         except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
             raise CheckpointError("cannot be read", where=info.locate(self.path.parent), got=quote(error)) from error
         assert (tensor.shape, tensor.dtype) == (info.shape, dtype)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ def write_checkpoint(
     *,
     max_shard_size: int | str = "5GB",
     meta: Mapping[str, torch.Tensor] | None = None,
+    folders: Sequence[str] = (),
 ) -> None:
     """Writes tensors and small files such as `config.json` to a checkpoint directory, in one step.
 
@@ -36,7 +37,8 @@ def write_checkpoint(
         max_shard_size: maximum bytes of tensors in a file, as a number or a string such as "500MB" (500 * 10**6) or
             "2GiB" (2 * 2**30). A larger tensor gets its own file.
         meta: meta tensors with the shapes and dtypes of `tensors`, by the same names. Each tensor is then accessed once
-            only, in the order of `writing_order(meta, max_shard_size)`.
+            only, in the order of `writing_order(meta, max_shard_size, folders)`.
+        folders: directories in it with further weights, as of `Checkpoint`. `files` may be in any directory of it.
 
     Raises:
         CheckpointError: A name, a dtype or the size is invalid. Nothing has been written then.
@@ -49,10 +51,11 @@ def write_checkpoint(
     for name, tensor in blueprints.items():
         _refuse_unnamable(name, tensor.dtype)
     for name in files:
-        if not is_plain_name(name) or WEIGHT_FILE.fullmatch(name):
+        *parents, own_name = name.split("/")
+        if not all(map(is_plain_name, [own_name, *parents[:1]])) or len(parents) > 1 or WEIGHT_FILE.fullmatch(own_name):
             expected = "the name of a file in the directory that does not hold weights"
             raise CheckpointError("invalid file name", where=directory, got=quote(name), expected=expected)
-    shards = _plan_shards(blueprints, max_shard_size)
+    shards = _plan_shards(blueprints, max_shard_size, folders)
     total_size = sum(tensor.nbytes for tensor in blueprints.values())
     from tqdm import tqdm
 
@@ -61,15 +64,19 @@ def write_checkpoint(
         tqdm(desc="Saving", total=total_size, unit="B", unit_scale=True, disable=None) as progress,
     ):
         for name, content in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for file, names in shards.items():
-            _write_safetensors(temporary / file, {name: blueprints[name] for name in names}, tensors, progress.update)
-        if len(shards) > 1:
-            total_parameters = sum(tensor.numel() for tensor in blueprints.values())
-            index = {
-                "metadata": {"total_parameters": total_parameters, "total_size": total_size},
-                "weight_map": {name: file for file, names in shards.items() for name in names},
-            }
+            (temporary / file).parent.mkdir(exist_ok=True)
+            folder, parts = None if is_plain_name(file) else Path(file).parent.name, (blueprints[n] for n in names)
+            contents = dict(zip(names, parts, strict=True))
+            _write_safetensors(temporary / file, contents, tensors, progress.update, folder)
+        if SINGLE_FILE not in shards:
+            weight_map = {name: file for file, names in shards.items() for name in names if is_plain_name(file)}
+            total_parameters = sum(blueprints[name].numel() for name in weight_map)
+            total_size = sum(blueprints[name].nbytes for name in weight_map)
+            metadata = {"total_parameters": total_parameters, "total_size": total_size}
+            index = {"metadata": metadata, "weight_map": weight_map}
             (temporary / INDEX_FILE).write_bytes(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
@@ -85,9 +92,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     _write_safetensors(path, {name: t.detach().to("meta") for name, t in tensors.items()}, tensors, lambda _: None)
 
 
-def writing_order(meta: Mapping[str, torch.Tensor], max_shard_size: int | str) -> list[str]:
+def writing_order(
+    meta: Mapping[str, torch.Tensor], max_shard_size: int | str, folders: Sequence[str] = ()
+) -> list[str]:
     """Returns the names of tensors in the order in which `write_checkpoint` accesses them. The arguments are its."""
-    return [name for names in _plan_shards(meta, max_shard_size).values() for name in names]
+    return [name for names in _plan_shards(meta, max_shard_size, folders).values() for name in names]
 
 
 def _refuse_unnamable(name: str, dtype: torch.dtype) -> None:
@@ -123,25 +132,34 @@ def _number_of_bytes(size: int | str) -> int:
     return number * factor
 
 
-def _plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -> dict[str, list[str]]:
+def _plan_shards(
+    tensors: Mapping[str, torch.Tensor], max_shard_size: int | str, folders: Sequence[str]
+) -> dict[str, list[str]]:
     """Returns the names of the tensors in each file, in the order of their data.
 
     A file is full when the next tensor would exceed the limit.
     """
     limit = _number_of_bytes(max_shard_size)
     shards: list[list[str]] = [[]]
+    by_folder: dict[str, list[str]] = {}
     size = 0
     for name, tensor in tensors.items():
+        if (folder := name.partition("/")[0]) in folders:
+            by_folder.setdefault(f"{folder}/{SINGLE_FILE}", []).append(name)
+            continue
         if shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
         size += tensor.nbytes
-    for names in shards:
+    for names in by_folder.values():
+        names.sort()
+    for names in (*shards, *by_folder.values()):
         names.sort(key=lambda name: tensors[name].itemsize, reverse=True)  # aligns the data
     if len(shards) == 1:
-        return {SINGLE_FILE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
+        return {SINGLE_FILE: shards[0], **by_folder}
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, start=1)} | by_folder
 
 
 def _write_safetensors(
@@ -149,17 +167,19 @@ def _write_safetensors(
     blueprints: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     advance: Callable[[int], object],
+    folder: str | None = None,
 ) -> None:
     """Writes one file: eight bytes with the length of the header, the header as JSON, the data.
 
     `save_file` of safetensors rejects tied and strided tensors, and needs all tensors on the host at once.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}} if folder is None else {}
     end = 0
     for name, tensor in blueprints.items():
         begin, end = end, end + tensor.nbytes
         dtype = DTYPE_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        stored_name = name if folder is None else name.removeprefix(f"{folder}/")
+        header[stored_name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # aligns the data to the size of any element
     with path.open("wb") as file:

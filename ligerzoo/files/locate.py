@@ -14,6 +14,7 @@ from typing import Unpack
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import weight_files
 from ligerzoo.files.layout import INDEX_FILE
+from ligerzoo.files.modules import module_files
 from ligerzoo.files.transformers_options import HUB_DEFAULTS, HubOptions
 from ligerzoo.files.untrusted import remedy_for
 
@@ -26,23 +27,25 @@ _CHECKPOINT_OF_RUN, _LOG_OF_RUN = re.compile(r"checkpoint-(\d{1,18})"), "log.jso
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def find_checkpoint(name_or_path: str | Path, **hub_options: Unpack[HubOptions]) -> Path:
+def find_checkpoint(name_or_path: str | Path, further: Sequence[str] = (), **hub_options: Unpack[HubOptions]) -> Path:
     """Returns the directory that holds a checkpoint's configs and weights.
 
     Of a repository on the hub, downloads the configs and the safetensors files of the model, all of the same commit.
 
     Args:
         name_or_path: directory, or id of a repository on the hub ("org/name").
+        further: patterns of further files; if modules.json is among them, those of its modules as well.
         hub_options: see `HubOptions`.
 
     Raises:
         CheckpointError: The directory or repository doesn't exist or cannot be reached, or its index is malformed.
     """
-    directory = locate_files(name_or_path, [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE], **hub_options)
+    directory = locate_files(name_or_path, [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE, *further], **hub_options)
     if os.path.isdir(name_or_path):
         return directory
     hub_options["revision"] = directory.name
-    return locate_files(name_or_path, sorted(map(glob.escape, weight_files(directory))), **hub_options)
+    names = {*weight_files(directory), *module_files(directory)}
+    return locate_files(name_or_path, sorted(map(glob.escape, names)), **hub_options)
 
 
 def locate_files(name_or_path: str | Path, patterns: Sequence[str], **hub_options: Unpack[HubOptions]) -> Path:

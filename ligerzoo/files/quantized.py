@@ -1,7 +1,7 @@
 """Reads quantized checkpoints as if they stored bfloat16: `quantization_config`, pairs of tensors, and their values."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -204,6 +204,7 @@ class QuantizedCheckpoint(Checkpoint):
     Args:
         directory: as in `Checkpoint`.
         quantization: what config.json says; None if it has no entry.
+        folders: as in `Checkpoint`.
 
     Attributes:
         tensors: as in `Checkpoint`, but with the names, shapes and dtype of the dequantized tensors.
@@ -213,8 +214,8 @@ class QuantizedCheckpoint(Checkpoint):
         CheckpointError: As `Checkpoint` and `find_quantized`.
     """
 
-    def __init__(self, directory: str | Path, quantization: Quantization | None) -> None:
-        super().__init__(directory, strict=False)
+    def __init__(self, directory: str | Path, quantization: Quantization | None, folders: Sequence[str] = ()) -> None:
+        super().__init__(directory, strict=False, folders=folders)
         self._format = quantization.format if quantization else None
         try:
             self.quantized = find_quantized(self.tensors, quantization, self.directory)

@@ -2,6 +2,7 @@
 
 from ligerzoo.exports import renamed
 from ligerzoo.hub.auto import AutoModel as AutoModel
+from ligerzoo.hub.auto import AutoModelForEmbedding as AutoModelForEmbedding
 from ligerzoo.hub.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
 from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
 from ligerzoo.hub.description import read_config as read_config

@@ -9,12 +9,15 @@ import torch
 
 from ligerzoo import convert
 from ligerzoo.convert import architecture_for_config
+from ligerzoo.convert.embedding import embedding_architecture
 from ligerzoo.convert.fields import parse_dtype
 from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.config import LanguageModelConfig
+from ligerzoo.models.embedding import EmbeddingModel, EmbeddingSettings
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.masked_lm import MaskedLM
 from ligerzoo.models.sequence_classifier import SequenceClassifier
@@ -67,6 +70,37 @@ class AutoModel:
             ConfigError: An argument is invalid, or the name or a class is in use already.
         """
         convert.register_architecture(config_class, model_class, model_type=model_type, layout=layout)
+
+
+class AutoModelForEmbedding:
+    """Loads and builds models that make an embedding of a text, as those of sentence-transformers."""
+
+    from_pretrained = EmbeddingModel.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: LanguageModelConfig,
+        settings: EmbeddingSettings | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> EmbeddingModel:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of a text architecture in ligerzoo.models, or of a registered class.
+            settings: pooling, the modules after it, and prompts. Default: the mean of the hidden states.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: the config's class belongs to no model class, or to one that reads images; or a device or dtype
+                does not exist.
+        """
+        _check_is_config(config)
+        base = architecture_for_config(type(config))
+        architecture = embedding_architecture(base, EmbeddingSettings() if settings is None else settings)
+        return cast(EmbeddingModel, _build(partial(architecture.build, config), device, dtype))
 
 
 class AutoModelForMaskedLM:

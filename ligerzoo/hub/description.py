@@ -14,15 +14,18 @@ from typing import Any, Unpack
 
 from ligerzoo.convert import architecture_to_load
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.embedding import EMBEDDING_OPTIONS
 from ligerzoo.convert.fields import refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, unknown_names
 from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, locate_files
+from ligerzoo.files.modules import ModuleFiles
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, read_quantization
 from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.files.untrusted import read_json
+from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
@@ -31,6 +34,8 @@ _OPTIONS = [
     for option in inspect.signature(LanguageModel.from_pretrained).parameters.values()
     if option.kind is option.KEYWORD_ONLY
 ]
+
+_OWN_OPTIONS = {SequenceClassifier: LABEL_OPTIONS, EmbeddingModel: EMBEDDING_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def read_description(
     path: Path,
     model_class: type[LanguageModel] = LanguageModel,
     overrides: Entries = MappingProxyType({}),
+    files: ModuleFiles | None = None,
 ) -> Description:
     """Reads what config.json says.
 
@@ -84,20 +90,21 @@ def read_description(
         path: the file.
         model_class: expected class of the model, or a subclass of the user.
         overrides: values of fields, which take precedence.
+        files: the files of sentence-transformers in the same directory, for an embedding model.
 
     Raises:
         ConfigError: It describes another class than `model_class`, or has invalid or unsupported entries; or an
             override is not a field of the config, or has an invalid value.
     """
     with naming_source(path, overrides):
-        architecture, config_class = architecture_to_load(raw, model_class, overrides)
+        architecture, config_class = architecture_to_load(raw, model_class, overrides, files or ModuleFiles(""))
         quantization = read_quantization(raw, architecture.quantized_formats)
         if quantization is not None:  # the loaded weights are not quantized, nor the saved ones
             raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
-        label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
-        overrides = {name: given for name, given in overrides.items() if name not in label_options}
+        own_options = next((names for cls, names in _OWN_OPTIONS.items() if issubclass(model_class, cls)), ())
+        overrides = {name: given for name, given in overrides.items() if name not in own_options}
         fields = [field.name for field in dataclasses.fields(config_class)]
-        for name, nearest in unknown_names(overrides, fields, [*_OPTIONS, *label_options]):
+        for name, nearest in unknown_names(overrides, fields, [*_OPTIONS, *own_options]):
             expected = f"an option of from_pretrained or a field of {config_class.__name__}"
             raise ConfigError("unknown", where=name, expected=expected, remedy=nearest)
         config = architecture.config_from_hf(raw, config_class, overrides)

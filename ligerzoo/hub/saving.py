@@ -102,16 +102,20 @@ def prepared(
         _check_floating(state_dict)
     check_names_and_shapes(state, model, where)
     origin = None if native else model.origin
-    files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
+    files: dict[str, str | bytes] = {**architecture.files_of(model)}
+    files[CONFIG_FILE] = _json(config_entries(model, origin, next(iter(state.values())).dtype))
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
     tensors = as_stored(model, origin, state, tensors_class)
     if isinstance(tensors, GatheredTensors):
-        return partial(write_gathered, tensors=tensors, files=files, meta=tensors.meta(), mesh=tensors.mesh)
+        write_whole = partial(write_gathered, tensors=tensors, files=files, meta=tensors.meta(), mesh=tensors.mesh)
+        return partial(write_whole, folders=architecture.folders)
     meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
 
     def write(directory: str | Path, *, max_shard_size: int | str = "5GB", is_main_process: bool | None = None) -> None:
-        write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)
+        write_checkpoint(
+            directory, tensors, files, max_shard_size=max_shard_size, meta=meta, folders=architecture.folders
+        )
 
     return write
 

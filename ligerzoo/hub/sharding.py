@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ def write_gathered(
     *,
     meta: Mapping[str, Tensor],
     mesh: DeviceMesh,
+    folders: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     is_main_process: bool | None = None,
 ) -> None:
@@ -50,6 +51,7 @@ def write_gathered(
         files: as in `write_checkpoint`.
         meta: as in `write_checkpoint`.
         mesh: the ranks.
+        folders: as in `write_checkpoint`.
         max_shard_size: as in `write_checkpoint`.
         is_main_process: whether this process writes the files. None means the lowest rank of the mesh.
 
@@ -60,12 +62,12 @@ def write_gathered(
 
     if is_main_process is None:
         is_main_process = dist.get_rank() == (0 if background_group.get() else int(mesh.mesh.min()))
-    remaining = writing_order(meta, max_shard_size)
+    remaining = writing_order(meta, max_shard_size, folders)
     failure: BaseException | None = None
     if is_main_process:
         try:
             stream = _Stream(tensors, remaining)
-            write_checkpoint(directory, stream, files, max_shard_size=max_shard_size, meta=meta)
+            write_checkpoint(directory, stream, files, max_shard_size=max_shard_size, meta=meta, folders=folders)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             failure = error
     for name in remaining:  # the other processes, and the main process after a failure

@@ -84,6 +84,11 @@ Embeddings, decoder and head
     LMHead                                the head, with a loss that never holds all logits
     shifted_labels                        the targets of labels
 
+Embeddings of texts
+    Pooling                               one vector of the hidden states of each text
+    Dense                                 a projection of such vectors
+    Normalize                             vectors of length 1
+
 Masks, packed rows and outputs
     Context                               padding, positions and packed rows
     Mask                                  a mask of intervals
@@ -181,6 +186,7 @@ from ligerzoo.layers.per_layer_inputs import (
     PerLayerInputs,
     ScaledSandwichBlock,
 )
+from ligerzoo.layers.pooling import Dense, Normalize, Pooling
 from ligerzoo.layers.raster_vision import PositionedPatchEmbedding, RasterVisionTower
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
@@ -231,6 +237,7 @@ __all__ = [
     "DeepSeekMoE",
     "DeepStack",
     "DeepStackVisionTower",
+    "Dense",
     "Embedding",
     "Experts",
     "GateProjectionAttention",
@@ -259,12 +266,14 @@ __all__ = [
     "Mask",
     "MergerMLP",
     "MoE",
+    "Normalize",
     "NormalizedEmbedding",
     "ParallelMixture",
     "PatchEmbedding",
     "PatchMerger",
     "PerLayerDecoder",
     "PerLayerInputs",
+    "Pooling",
     "PoolingProjector",
     "PositionedPatchEmbedding",
     "PostNormBlock",

@@ -13,6 +13,11 @@ from ligerzoo.models.deepseek_v2 import DeepseekV2 as _DeepseekV2
 from ligerzoo.models.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
 from ligerzoo.models.deepseek_v3 import DeepseekV3 as _DeepseekV3
 from ligerzoo.models.deepseek_v3 import DeepseekV3Config as DeepseekV3Config
+from ligerzoo.models.embedding import DenseStage as DenseStage
+from ligerzoo.models.embedding import EmbeddingModel as EmbeddingModel
+from ligerzoo.models.embedding import EmbeddingSettings as EmbeddingSettings
+from ligerzoo.models.embedding import NormalizeStage as NormalizeStage
+from ligerzoo.models.embedding import PoolingStage as PoolingStage
 from ligerzoo.models.ernie4_5 import Ernie4_5 as _Ernie4_5
 from ligerzoo.models.ernie4_5 import Ernie4_5Config as Ernie4_5Config
 from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe as _Ernie4_5Moe
