@@ -23,7 +23,8 @@ from ligerzoo.losses.logps import label_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.completions import SampledCompletion, without_labels
-from ligerzoo.train.data.batches import collate, pack_best_fit
+from ligerzoo.train.data.batches import collate
+from ligerzoo.train.data.packing import pack_best_fit
 from ligerzoo.train.data.samples import UNTRAINED
 
 

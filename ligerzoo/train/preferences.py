@@ -12,7 +12,8 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.losses import model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.data.batches import Batch, collate, pack_best_fit, segments_of
+from ligerzoo.train.data.batches import Batch, collate
+from ligerzoo.train.data.packing import pack_best_fit, segments_of
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample, row_length
 from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.run import Run

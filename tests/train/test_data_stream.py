@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ligerzoo.errors import DataError
 from ligerzoo.hub import AutoModel
 from ligerzoo.train.data import PackedBatches, PaddedBatches, check_data, open_data, write_tokens
-from ligerzoo.train.data.batches import pack_best_fit, pack_concatenated, pack_pieces
+from ligerzoo.train.data.packing import pack_best_fit, pack_concatenated, pack_pieces
 from ligerzoo.train.data.records import LineReader
 from ligerzoo.train.data.samples import Sample, Source, row_length
 from ligerzoo.train.data.stream import Order, Permutation, Position
