@@ -19,7 +19,7 @@ from ligerzoo.checks import is_integer
 from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.background import Background
 from ligerzoo.train.data.images import SampleImages
-from ligerzoo.train.data.packing import PackedRows, PaddedRows, Row, segments_of
+from ligerzoo.train.data.packing import PaddedRows, Row, SharedRows, segments_of
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, as_state, from_state, row_length
 from ligerzoo.train.data.stream import SampleStream
 from ligerzoo.train.data_options import Packing
@@ -87,7 +87,7 @@ class _Producer:
     """Makes batches, in the thread of `_Batches`; does not refer to it. See the arguments of `PackedBatches`."""
 
     stream: SampleStream
-    rule: PackedRows | PaddedRows
+    rule: SharedRows | PaddedRows
     batch_size: int
     pad_token_id: int
     rank: int = 0
@@ -274,7 +274,7 @@ class PackedBatches(_Batches):
         if not is_integer(seq_length) or seq_length < 2:
             raise DataError("unsupported value", where="seq_length", got=seq_length, expected="an integer, 2 or more")
         window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
-        rule = PackedRows(seq_length, window, documents if stream.kind == "text" else None, eos_token_id)
+        rule = SharedRows(seq_length, window, documents if stream.kind == "text" else None, eos_token_id)
         super().__init__(_Producer(stream=stream, rule=rule, **shared))
 
 

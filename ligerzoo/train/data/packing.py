@@ -95,7 +95,7 @@ Segments = tuple[list[list[Sample]], int]
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class SharedRows:
     """Rows of `seq_length` tokens that samples share, see `PackedBatches`.
 
     Attributes:
