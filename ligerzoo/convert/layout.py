@@ -148,6 +148,28 @@ class PerExpert(_PathRule):
 
 
 @dataclass(frozen=True)
+class Cut(_PathRule):
+    """Several stored tensors that hold the rows of one parameter, such as the convolutions of q, k and v.
+
+    Attributes:
+        stored_paths: dotted paths in the checkpoint, in the order of their rows.
+        path: dotted path of the parameter.
+        rows: number of rows of each stored tensor.
+    """
+
+    stored_paths: tuple[str, ...]
+    path: str
+    rows: tuple[int, ...]
+
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
+        first = 0
+        for path, rows in zip(self.stored_paths, self.rows, strict=True):
+            stored_name, stored_shape = _replace_path(name, self.path, path), (rows, *shapes[name][1:])
+            yield TensorSlice(stored_name, stored_shape, name, index=(slice(first, first + rows),))
+            first += rows
+
+
+@dataclass(frozen=True)
 class FusedByHead(SliceRule):
     """One stored tensor that concatenates the rows of several parameters head by head, as Qwen3-Next's `in_proj_qkvz`.
 

@@ -1,8 +1,8 @@
 """Decay and writing strength of the gated delta rule, from two small projections.
 
-Forward:   g = -exp(A_log) * softplus(a + dt_bias)  in fp32;   beta = sigmoid(b)
+Forward:   g = -exp(A_log) * softplus(a + dt_bias)  in fp32;   beta = m * sigmoid(b)  with m = max_strength
 Backward:  da = -dg * exp(A_log) * sigmoid(a + dt_bias),   dA_log = sum over rows of dg * g,
-           ddt_bias = sum over rows of da,   db = dbeta * sigmoid(b) * sigmoid(-b)
+           ddt_bias = sum over rows of da,   db = m * dbeta * sigmoid(b) * sigmoid(-b)
 
 Saved: the inputs. Elementwise functions are exact in fp32 for all dtypes: there are few elements.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -40,10 +40,11 @@ from ligerzoo.kernels.torch_math import sigmoid, softplus
 from ligerzoo.tensor_checks import check_floats
 
 
-def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float = 1.0) -> tuple[Tensor, Tensor]:
     """`delta_gates` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(a.dtype)
-    return -a_log.to(dtype).exp() * softplus(a.to(dtype) + dt_bias.to(dtype)), sigmoid(b.to(dtype)).to(b.dtype)
+    g = -a_log.to(dtype).exp() * softplus(a.to(dtype) + dt_bias.to(dtype))
+    return g, (max_strength * sigmoid(b.to(dtype))).to(b.dtype)
 
 
 @jit
@@ -86,7 +87,7 @@ def _load_rows(gates, rows, cols, mask):
 
 
 @kernel
-def _forward_kernel(gates, g_ptr, beta_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _forward_kernel(gates, g_ptr, beta_ptr, max_strength, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows < gates.n_rows)[:, None] & (cols < gates.n_cols)[None, :]
@@ -95,11 +96,13 @@ def _forward_kernel(gates, g_ptr, beta_ptr, ROWS: tl.constexpr, COLS: tl.constex
     offsets = rows[:, None] * gates.n_cols + cols[None, :]
     beta, _ = sigmoids(b, True)
     tl.store(g_ptr + offsets, -rate[None, :] * _softplus(a + dt_bias[None, :]), mask=mask)
-    tl.store(beta_ptr + offsets, beta.to(beta_ptr.dtype.element_ty), mask=mask)
+    tl.store(beta_ptr + offsets, (max_strength * beta).to(beta_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
-def _backward_kernel(gates, dg_ptr, dbeta_ptr, da_ptr, db_ptr, sums_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _backward_kernel(
+    gates, dg_ptr, dbeta_ptr, da_ptr, db_ptr, sums_ptr, max_strength, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, COLS)
     rate, dt_bias = _load_vectors(gates, cols)
@@ -111,7 +114,7 @@ def _backward_kernel(gates, dg_ptr, dbeta_ptr, da_ptr, db_ptr, sums_ptr, ROWS: t
         offsets = rows[:, None] * gates.n_cols + cols[None, :]
         a, b = _load_rows(gates, rows, cols, mask)
         dg = tl.load(dg_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * -rate[None, :]
-        dbeta = tl.load(dbeta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        dbeta = tl.load(dbeta_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * max_strength
         a += dt_bias[None, :]
         slope, _ = sigmoids(a, True)
         beta, complement = sigmoids(b, True)
@@ -135,11 +138,11 @@ def _allocate_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register("delta_gates_forward", fake=_allocate_forward)
-def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float) -> tuple[Tensor, Tensor]:
     g, beta = _allocate_forward(a, b)
     gates = _gates(a, b, a_log, dt_bias)
     rows, cols, warps = tile(gates.n_cols, FORWARD_TILE)
-    _forward_kernel[cdiv(gates.n_rows, rows)](gates, g, beta, rows, cols, num_warps=warps)
+    _forward_kernel[cdiv(gates.n_rows, rows)](gates, g, beta, max_strength, rows, cols, num_warps=warps)
     return g, beta
 
 
@@ -155,15 +158,18 @@ def _allocate_backward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> 
 
 
 @register("delta_gates_backward", fake=_allocate_backward)
-def _backward(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gradients:
+def _backward(
+    dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
+) -> _Gradients:
     gradients = _allocate_backward(a, b, a_log, dt_bias)
     gates = _gates(a, b, a_log, dt_bias)
     n_cols = gates.n_cols
     rows, cols, warps = tile(n_cols, BACKWARD_TILE)
     programs = persistent_programs(gates.n_rows, rows, multiprocessors(a))
     sums = a.new_empty((programs, 2 * n_cols), dtype=torch.float32)
+    results = gradients.da, gradients.db, sums
     _backward_kernel[programs](
-        gates, dg.contiguous(), dbeta.contiguous(), gradients.da, gradients.db, sums, rows, cols, num_warps=warps
+        gates, dg.contiguous(), dbeta.contiguous(), *results, max_strength, rows, cols, num_warps=warps
     )
     totals = sums.new_empty(2 * n_cols)
     column_sums_(totals, sums)
@@ -174,19 +180,23 @@ def _backward(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt
 
 class _DeltaGates(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(a, b, a_log, dt_bias)
-        return _forward(a, b, a_log, dt_bias)
+        ctx.max_strength = max_strength
+        return _forward(a, b, a_log, dt_bias, max_strength)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _backward(dg, dbeta, *ctx.saved_tensors)
-        return tuple(g if is_needed else None for g, is_needed in zip(gradients, ctx.needs_input_grad, strict=True))
+        a, b, a_log, dt_bias = ctx.saved_tensors
+        gradients = _backward(dg, dbeta, a, b, a_log, dt_bias, ctx.max_strength)
+        return if_needed((*gradients, None), ctx.needs_input_grad)
 
 
 def delta_gates(
-    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, backend: Backend = "auto"
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, max_strength: float = 1.0, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """The decay `g` and the writing strength `beta` of `gated_delta_rule`.
 
@@ -195,6 +205,7 @@ def delta_gates(
         b: (..., V), any strides.
         a_log: (V,), `A_log` of the models.
         dt_bias: (V,).
+        max_strength: strengths are between 0 and this.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
@@ -208,5 +219,5 @@ def delta_gates(
     if b.shape != a.shape:
         raise ValueError(f"delta_gates: b has shape {tuple(b.shape)}; expected {tuple(a.shape)}")
     if uses_triton(a, b, a_log, dt_bias, backend=backend) and fits_registers(a, backend):
-        return _DeltaGates.apply(a, b, a_log, dt_bias)
-    return reference(a, b, a_log, dt_bias)
+        return _DeltaGates.apply(a, b, a_log, dt_bias, max_strength)
+    return reference(a, b, a_log, dt_bias, max_strength)

@@ -15,6 +15,7 @@ Attention
     RotaryNormAttention                   norms of queries and keys after rotation
     LatentAttention                       latent attention (MLA)
     GatedDeltaNet                         linear attention (gated delta rule)
+    SeparateDeltaNet                      linear attention with separate projections
     Mamba2Mixer                           a state-space model (Mamba-2)
     Mamba2Scales                          constant factors of Mamba-2's parts
     CausalConv1d                          a short causal convolution
@@ -167,7 +168,7 @@ from ligerzoo.layers.cross_attention import (
 )
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
-from ligerzoo.layers.delta_net import GatedDeltaNet
+from ligerzoo.layers.delta_net import GatedDeltaNet, SeparateDeltaNet
 from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
@@ -294,6 +295,7 @@ __all__ = [
     "ScaledRouter",
     "ScaledSandwichBlock",
     "SectionedRotaryEmbedding",
+    "SeparateDeltaNet",
     "SharedExpertMoE",
     "SharedKeysAttention",
     "SharingAttention",

@@ -100,6 +100,8 @@ from ligerzoo.models.olmo2 import Olmo2 as _Olmo2
 from ligerzoo.models.olmo2 import Olmo2Config as Olmo2Config
 from ligerzoo.models.olmo3 import Olmo3 as _Olmo3
 from ligerzoo.models.olmo3 import Olmo3Config as Olmo3Config
+from ligerzoo.models.olmo_hybrid import OlmoHybrid as _OlmoHybrid
+from ligerzoo.models.olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from ligerzoo.models.olmoe import Olmoe as _Olmoe
 from ligerzoo.models.olmoe import OlmoeConfig as OlmoeConfig
 from ligerzoo.models.output import CausalLMOutput as CausalLMOutput
@@ -284,6 +286,9 @@ class Olmo2(_Olmo2):
 
 class Olmo3(_Olmo3):
     def __init__(self, config: Olmo3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class OlmoHybrid(_OlmoHybrid):
+    def __init__(self, config: OlmoHybridConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Olmoe(_Olmoe):
     def __init__(self, config: OlmoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

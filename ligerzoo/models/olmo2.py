@@ -55,24 +55,29 @@ class Olmo2(CausalLM):
 def olmo2_decoder(config: Olmo2Config, rotary: Sequence[RotaryEmbedding], windows: Sequence[int | None]) -> Decoder:
     """Builds the OLMo 2 decoder with the given rotary embedding and sliding window of each layer."""
     c = config
+    blocks = [olmo2_block(c, rotary[layer], windows[layer]) for layer in range(c.num_hidden_layers)]
+    return Decoder(Embedding(c.vocab_size, c.hidden_size), blocks, olmo_norm(c))
 
-    def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False)
+
+def olmo2_block(config: Olmo2Config, rotary: RotaryEmbedding | None, window: int | None = None) -> PostNormBlock:
+    """Builds a block of OLMo 2."""
+    c = config
 
     def norm_of(heads: int) -> AllHeadsRMSNorm:
         return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False)
 
-    def block(layer: int) -> PostNormBlock:
-        attention = Attention(
-            *heads(c),
-            rotary[layer],
-            window=windows[layer],
-            q_norm=norm_of(c.num_attention_heads),
-            k_norm=norm_of(c.kv_heads),
-            qkv_bias=c.attention_bias,
-            output_bias=c.attention_bias,
-        )
-        return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size), norm())
+    attention = Attention(
+        *heads(c),
+        rotary,
+        window=window,
+        q_norm=norm_of(c.num_attention_heads),
+        k_norm=norm_of(c.kv_heads),
+        qkv_bias=c.attention_bias,
+        output_bias=c.attention_bias,
+    )
+    return PostNormBlock(attention, olmo_norm(c), GatedMLP(c.hidden_size, c.intermediate_size), olmo_norm(c))
 
-    embedding = Embedding(c.vocab_size, c.hidden_size)
-    return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())
+
+def olmo_norm(config: Olmo2Config) -> RMSNorm:
+    """Builds a norm of hidden states, which rounds once."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, round_before_scale=False)

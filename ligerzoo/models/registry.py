@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "nanochat": "NanoChat",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
+    "olmo_hybrid": "OlmoHybrid",
     "olmoe": "Olmoe",
     "phi3": "Phi3",
     "qwen2": "Qwen2",

@@ -149,6 +149,9 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         # Only explicit token ids count, as in transformers' generate.
         expected = None if field.name in TOKEN_IDS else value_of(theirs, field.name)
         derived = {"num_key_value_heads": ours.kv_heads, "head_dim": ours.head_size}
+        if model_type == "olmo_hybrid":
+            names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+            derived |= dict(zip(names, (*ours.linear_heads, *ours.linear_sizes), strict=True))
         if getattr(ours, field.name) is None and field.name == "attention_multiplier":
             derived["attention_multiplier"] = ours.head_size**-0.5
         got = derived.get(field.name, getattr(ours, field.name))

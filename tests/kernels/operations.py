@@ -302,7 +302,12 @@ OPERATIONS = [
         )
     ),
     Operation("gated_delta_rule", kernels.gated_delta_rule, _delta_rule_oracle, _delta_rule_inputs),
-    Operation("delta_gates", kernels.delta_gates, kernel_file("delta_gates").reference, _delta_gates_inputs),
+    Operation(
+        "delta_gates",
+        partial(kernels.delta_gates, max_strength=1.5),
+        partial(kernel_file("delta_gates").reference, max_strength=1.5),
+        _delta_gates_inputs,
+    ),
     *(
         Operation(
             name,

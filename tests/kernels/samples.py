@@ -551,11 +551,12 @@ def _xielu_backward(device: str) -> Samples:
 
 def _delta_gates_forward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    return [
+    samples = [
         {"a": t(2, 3, 5), "b": t(2, 3, 5), "a_log": t(5), "dt_bias": t(5)},
         {"a": half(2, 3, 10)[..., :5], "b": half(2, 3, 10)[..., 5:], "a_log": t(5), "dt_bias": half(5)},
         {"a": t(0, 5), "b": t(0, 5), "a_log": t(5), "dt_bias": t(5)},
     ]
+    return [{**sample, "max_strength": 2.0} for sample in samples]
 
 
 def _delta_gates_backward(device: str) -> Samples:

@@ -23,6 +23,7 @@ from ligerzoo.layers import (
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
+    SeparateDeltaNet,
 )
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.recurrent import RecurrentMixer
@@ -307,6 +308,20 @@ def test_keys_cannot_be_appended_to_states() -> None:
         TypeError, match=r"^RecurrentLayerCache: holds no keys and values; expected a cache of attention"
     ):
         cache.layers[0].append(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3))
+
+
+@torch.no_grad()
+def test_separate_projections_compute_what_one_projection_does() -> None:
+    fused, separate = delta_net().double(), SeparateDeltaNet(HIDDEN, 2, 4, 6, 5).double()
+    state = {name: value for name, value in fused.state_dict().items() if "." not in name or "conv1d" in name}
+    q, k, v = fused.in_proj_qkv.weight.split([12, 12, 20])
+    state |= {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_norm.weight": fused.norm.weight}
+    state |= {"a_proj.weight": fused.in_proj_a.weight, "b_proj.weight": fused.in_proj_b.weight}
+    separate.load_state_dict(state | {"g_proj.weight": fused.in_proj_z.weight, "o_proj.weight": fused.out_proj.weight})
+    x = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(separate(x, Context(x)), fused(x, Context(x)))
+    separate.max_strength = 2.0
+    assert not torch.allclose(separate(x, Context(x)), fused(x, Context(x)))
 
 
 @pytest.mark.parametrize("bias", [False, True])

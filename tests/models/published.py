@@ -72,6 +72,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "flint": [{}],
     "kolibri1": [{}],
     "mellum": [{}],
+    "olmo_hybrid": [{}],
     "olmoe": [{}],
     "youtu": [{}],
     "arcee": [sized(128003, 2560, 18432, 20, 4, head_dim=128)],

@@ -115,10 +115,11 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     model = auto_class.from_config(AutoConfig.for_model(**copied), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     is_recurrent = any(name.endswith("A_log") for name, _ in model.named_parameters())
+    adds_one = config["model_type"].startswith("qwen")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if is_recurrent and (values := well_conditioned(name, noise)) is not None:
+            if is_recurrent and (values := well_conditioned(name, noise, adds_one)) is not None:
                 parameter.copy_(values)
                 continue
             is_scale = re.search(r"(norm(_?\d|_pre|_post)?|ln_q)\.weight$|\.router\.(per_expert_)?scale$", name)
@@ -141,11 +142,16 @@ def stays_fp32(name: str, config: Mapping[str, Any]) -> bool:
     return is_router or is_sink or name.endswith(("e_score_correction_bias", ".expert_bias"))
 
 
-def well_conditioned(name: str, noise: Tensor) -> Tensor | None:
+def well_conditioned(name: str, noise: Tensor, adds_one: bool) -> Tensor | None:
     """Returns random weights of a hybrid decoder with which rounding is not amplified from layer to layer, or None.
 
     Decay rates are moderate, matrices keep the size of their inputs, norms scale by about 1, and embeddings of tokens
     and images have features of about 1.
+
+    Args:
+        name: name of the parameter.
+        noise: from N(0, 1), in its shape.
+        adds_one: the scale of norms is 1 plus their weight.
     """
     if name.endswith(("embed_tokens.weight", ".visual.merger.linear_fc2.bias")):
         return noise
@@ -155,7 +161,7 @@ def well_conditioned(name: str, noise: Tensor) -> Tensor | None:
         return -1.2 + 0.5 * noise
     if name.endswith("dt_bias"):
         return -0.3 + 0.4 * noise
-    if name.endswith("norm.weight") and "linear_attn" not in name:  # the scale is 1 plus the weight
+    if name.endswith("norm.weight") and "linear_attn" not in name and adds_one:
         return 0.2 * noise
     if noise.ndim > 1:
         return noise * math.prod(noise.shape[2 if noise.ndim == 3 and noise.shape[1] > 1 else 1 :]) ** -0.5
