@@ -6,6 +6,8 @@
 
 8 rows of 1024 tokens, the head of Llama-3-8B, bf16. The head of a reference model or teacher is part of the timed call.
 The floor counts the FLOPs of the GEMMs: three with the head, and one with the head of a reference or teacher.
+
+The losses of embeddings are measured for 8192 pairs against plain torch, with the matrix of all similarities.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.operations import BOTH, GIB, kl_between, normal, upcast
+from benchmarks.operations import BOTH, GIB, kl_between, normal, plain, upcast
 from benchmarks.row import OURS, Floor, Function, Goal, Provider, Row
 from benchmarks.suite import Size, suite_command
 
 BATCH, LENGTH, WIDTH, CLASSES = 8, 1024, 4096, 128256
 BETA, GAMMA = 0.1, 0.5
+PAIRS, FEATURES, TEMPERATURE = 8192, 1024, 0.05
 SHARED = frozenset({"weight", "ref_weight"})
 
 
@@ -85,6 +88,16 @@ def jsd(hidden: Tensor, weight: Tensor, target: Tensor, ref_hidden: Tensor, ref_
     log_q, log_p = (upcast(F.linear(*head)).log_softmax(-1) for head in ((hidden, weight), (ref_hidden, ref_weight)))
     log_m = ((log_p.exp() + log_q.exp()) / 2).log()
     return ((kl_between(log_p, log_m) + kl_between(log_q, log_m)) / 2).mean()
+
+
+def infonce(queries: Tensor, positives: Tensor) -> Tensor:
+    logits = upcast(queries @ positives.T) / TEMPERATURE
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
+
+
+def clip(queries: Tensor, positives: Tensor) -> Tensor:
+    logits, labels = upcast(queries @ positives.T) / TEMPERATURE, torch.arange(len(queries), device=queries.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 # Providers
@@ -233,9 +246,38 @@ def loss_row(formula: Function, batch: int, length: int, width: int, classes: in
     )
 
 
+EMBEDDING_LOSSES: dict[Function, dict[str, Any]] = {
+    infonce: {},
+    clip: {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+}
+
+
+def embedding_row(formula: Function, pairs: int, features: int) -> Row:
+    product = 2 * pairs * pairs * features
+    options = {"temperature": TEMPERATURE, "similarity": "dot", **EMBEDDING_LOSSES[formula]}
+
+    def inputs() -> dict[str, Tensor]:
+        names = "queries", "positives"
+        return {name: F.normalize(torch.randn(pairs, features)).bfloat16().requires_grad_() for name in names}
+
+    return Row(
+        formula.__name__,
+        (pairs, features),
+        inputs,
+        formula,
+        {OURS: ours("contrastive_loss", lambda loss, _: lambda *pair: loss(*pair, **options).loss), **plain(formula)},
+        Floor(product, (3 if formula is infonce else 4) * product, "FLOPs"),
+        Goal(of_peer=0.7, extra_mib=GIB, directions=("forward_backward",)),
+        outputs=("loss",),
+        tokens_at_once=pairs,
+    )
+
+
 def rows(size: Size) -> Iterator[Row]:
     for formula in PROVIDERS:
         yield loss_row(formula, BATCH, size(LENGTH), size(WIDTH), size(CLASSES))
+    for formula in EMBEDDING_LOSSES:
+        yield embedding_row(formula, size(PAIRS), size(FEATURES))
 
 
 if __name__ == "__main__":

@@ -138,6 +138,10 @@ _LAYER_OPTIONS = {
     "logits": "_input input",
     "embed_tokens": "tok_embeddings embedding embeddings wte",
     "activation": "act_fn act hidden_activation",
+    "temperature": "scale",
+    "similarity": "similarity_fct similarity_function",
+    "group": "gather_across_devices",
+    "dims": "matryoshka_dims",
 }
 
 """Our options of layers -> theirs. One of theirs may have several of ours, of which a layer accepts some."""
@@ -191,6 +195,9 @@ _NAMES = {
     "ligerzoo.integrations": "transformers",
     "ligerzoo.kernels": "functional ops",
     "ligerzoo.losses": "chunked_loss",
+    "ligerzoo.losses.ContrastiveLoss": (
+        "MultipleNegativesRankingLoss CachedMultipleNegativesRankingLoss MultipleNegativesSymmetricRankingLoss"
+    ),
     "ligerzoo.integrations.apply(model)": "_apply_liger_kernel _apply_liger_kernel_to_instance",
     "ligerzoo.integrations.AutoKernelModelForCausalLM": "AutoLigerKernelForCausalLM",
     "ligerzoo.layers.set_backend": "set_impl get_impl available_impls set_backend get_backend available_backends",

@@ -252,14 +252,15 @@ def test_every_goal_refers_to_an_earlier_row() -> None:
     assert len({row.name for row in scaling.rows(lambda n: n)}) == 9
 
 
-@pytest.mark.parametrize("formula", losses.PROVIDERS, ids=lambda formula: formula.__name__)
+@pytest.mark.parametrize("formula", [*losses.PROVIDERS, *losses.EMBEDDING_LOSSES], ids=lambda formula: formula.__name__)
 def test_the_losses_measured_are_the_formulas(formula: Callable[..., Tensor]) -> None:
-    small = losses.loss_row(formula, 8, 6, 8, 40)
+    of_embeddings = formula in losses.EMBEDDING_LOSSES
+    small = losses.embedding_row(formula, 8, 6) if of_embeddings else losses.loss_row(formula, 8, 6, 8, 40)
     result = measure_row(small, device="cpu", machine=MACHINE, seconds=0.001)
     assert max(result["providers"][OURS]["errors"].values()) < 0.1  # in bf16; another formula would err by about 1
     rows = [compact_row(result)]
     table = "\n".join(report.loss_figures({"environment": {"gpu": "some GPU"}, "rows": rows}))
-    assert f"| {formula.__name__} 8 x 6 x 8 x 40 |" in table
+    assert f"| {formula.__name__} 8 x 6{'' if of_embeddings else ' x 8 x 40'} |" in table
 
 
 def test_the_pages_and_plots_are_up_to_date() -> None:

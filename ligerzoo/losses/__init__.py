@@ -5,11 +5,14 @@ Every loss takes hidden states and the weight of the LM head, and never holds al
 Each family of losses has its file, with the formulas and their papers: `dpo`, `reference_free` (CPO, SimPO, ORPO),
 `kto`, `grpo` (with PPO) and `distillation`. `objective` evaluates a loss over log-probabilities chunk by chunk;
 `modules` wraps the functions as modules that take a model, and `token_losses` those of `ligerzoo.kernels` over tokens.
+
+`contrastive` has the loss of embeddings, without a head. It never holds all similarities at once.
 """
 
 from typing import TYPE_CHECKING
 
 from ligerzoo.exports import renamed
+from ligerzoo.losses.contrastive import ContrastiveLoss, contrastive_loss
 from ligerzoo.losses.distillation import distillation_loss
 from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
@@ -50,6 +53,7 @@ __all__ = [
     "GRPO",
     "KTO",
     "ORPO",
+    "ContrastiveLoss",
     "CrossEntropyLoss",
     "Distillation",
     "HeadLoss",
@@ -66,6 +70,7 @@ __all__ = [
     "SimPO",
     "TVDLoss",
     "TokenLoss",
+    "contrastive_loss",
     "cpo_loss",
     "distillation_loss",
     "dpo_loss",

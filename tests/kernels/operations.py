@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo import kernels
+from ligerzoo import kernels, losses
 from ligerzoo.kernels import LowRank, LowRankTerms
+from ligerzoo.losses import contrastive
 from tests.kernels.machine import DTYPES, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.oracles import (
     angles,
@@ -201,6 +202,21 @@ def _linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) ->
         numbers(33, 17, dtype=dtype, device=device, scale=0.3),
     ]
     return [*features, targets(batch, 3, classes=33, device=device)]
+
+
+def _contrastive(
+    queries: Tensor, positives: Tensor, negatives: Tensor, function: Callable[..., Any] = losses.contrastive_loss,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    # Products of other numbers, such as normalized ones, would be rounded to other results.
+    result = function(queries, positives, negatives, temperature=2.0, similarity="dot", **options)
+    return result.loss if isinstance(result, losses.LossOutput) else result  # type: ignore[no-any-return]
+
+
+def _contrastive_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [
+        numbers(*shape, dtype=dtype, device=device) for shape in ((3 * batch, 17), (3 * batch, 17), (5 * batch, 17))
+    ]
 
 
 OPTIONS: dict[str, Any] = {
@@ -425,6 +441,22 @@ OPERATIONS = [
         partial(cross_entropy_oracle, **OPTIONS),
         _cross_entropy_inputs,
     ),
+    *(
+        Operation(
+            name,
+            partial(_contrastive, **options),
+            partial(_contrastive, function=contrastive.reference, **options),
+            _contrastive_inputs,
+            always_fused=True,
+        )
+        for name, options in (
+            ("contrastive", {}),
+            (
+                "contrastive-symmetric",
+                {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+            ),
+        )
+    ),
     Operation("token_statistics", statistics, statistics_oracle, _linear_cross_entropy_inputs, always_fused=True),
     Operation("softmax", kernels.softmax, kernel_file("softmax").reference, _softmax_inputs),
     *(
@@ -447,7 +479,7 @@ _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
     "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm", "xielu",
-    "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
+    "token_statistics", "softmax", "contrastive-symmetric", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "glu_linear-terms",
     "apply_sinks",
 }  # fmt: skip

@@ -20,11 +20,12 @@ BACKWARD_COMPUTES_LOGITS_AGAIN = {
     "linear_cross_entropy-none",
     "linear_cross_entropy-options",
     "token_statistics",
+    "contrastive-symmetric",
 }
 
 matrix_operations = pytest.mark.parametrize(
     "operation",
-    [o for o in OPERATIONS if any(part in o.name for part in ("linear", "experts", "token"))],
+    [o for o in OPERATIONS if any(part in o.name for part in ("linear", "experts", "token", "contrastive"))],
     ids=lambda operation: operation.name,
 )
 

@@ -25,6 +25,7 @@ OP_NAMES = sorted(ALL_SAMPLES)
 ON_ANY_MACHINE = {
     "apply_sinks",
     "apply_sinks_backward",
+    "contrastive_sweep",
     "experts_backward",
     "experts_forward",
     "experts_gate_up",

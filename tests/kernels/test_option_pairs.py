@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ligerzoo import kernels
+from ligerzoo import kernels, losses
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.covering import covering
@@ -60,7 +60,8 @@ def judge_combination(kernel: Kernel, dtype: torch.dtype, device: str, combinati
         differentiable[frozen % len(differentiable)].requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:
         if case.rows is not None:
-            patch.setattr(kernel_file("linear_divergence"), "rows_per_chunk", lambda *_: case.rows)
+            for name in ("linear_divergence", "contrastive"):
+                patch.setattr(kernel_file(name), "rows_per_chunk", lambda *_: case.rows)
         judge(case.function, case.reference, inputs, layout)
 
 
@@ -143,6 +144,34 @@ def linear_divergence(
         [*student_head, *teacher_head, *target, *(bias_tensors[bias] for bias in biases)],
         rows,
     )
+
+
+# Similarities
+
+
+def contrastive_loss(
+    dtype: torch.dtype, device: str, *, softmaxes: tuple[str, tuple[str, ...]], negatives: tuple[int, ...] | None,
+    ids: tuple[str, ...], margin: float | None, learns_temperature: bool, features: int, rows: int,
+) -> Case:  # fmt: skip
+    """Embeddings of -1/2, 0 and 1/2 have equal similarities in every dtype: the margin excludes the same candidates."""
+    mode, directions = softmaxes
+    shapes = [(13, features)] * 2 + ([] if negatives is None else [(*negatives, features)])
+    inputs = [(torch.randint(-1, 2, shape, device=device) / 2).to(dtype).requires_grad_() for shape in shapes]
+    of = {"query_ids": (13,), "positive_ids": (13,), "negative_ids": negatives}
+    given = {name: torch.randint(9, of[name], device=device) for name in ids if of[name] is not None}
+    options = {"similarity": "dot", "directions": directions, "partition_mode": mode, "margin": margin, **given}
+    temperature = [torch.tensor(0.6, device=device, requires_grad=True)] * learns_temperature
+
+    def with_options(function: Callable[..., Any]) -> Callable[..., Tensor]:
+        def run(*tensors: Tensor) -> Tensor:
+            embeddings, number = tensors[: len(inputs)], tensors[len(inputs) :]
+            result = function(*embeddings, temperature=number[0] if number else 0.6, **options)
+            return result.loss if isinstance(result, losses.LossOutput) else result  # type: ignore[no-any-return]
+
+        return run
+
+    functions = with_options(losses.contrastive_loss), with_options(losses.contrastive.reference)
+    return Case(*functions, [*inputs, *temperature], rows)
 
 
 # Normalizations
@@ -262,6 +291,28 @@ KERNELS = [
             "teacher": [{}, {"teacher_softcap": 2.5}, {"teacher_softcap": 2.5, "teacher_logit_scale": 1.3}],
             "biases": [(), ("student_bias",), ("teacher_bias",), ("student_bias", "teacher_bias")],
             "frozen": [None, 0, 1],
+        },
+    ),
+    Kernel(
+        "contrastive_loss",
+        contrastive_loss,
+        {
+            "softmaxes": [
+                ("joint", ("query_to_doc",)),
+                ("per_direction", ("query_to_doc", "doc_to_query")),
+                ("joint", ("query_to_doc", "doc_to_query")),
+                ("joint", ("query_to_doc", "query_to_query")),
+                ("joint", ("query_to_doc", "query_to_query", "doc_to_doc")),
+                ("joint", ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")),
+            ],
+            "negatives": [None, (13, 2), (7,)],
+            "ids": [(), ("query_ids",), ("positive_ids",), ("query_ids", "positive_ids", "negative_ids")],
+            "margin": [None, 0.1],
+            "learns_temperature": [False, True],
+            "features": [16, 33],
+            "rows": [5, 100],
+            "layout": LAYOUTS,
+            "frozen": [None, 0, 1, 2],
         },
     ),
     Kernel(

@@ -1,11 +1,13 @@
 """Arguments of the loss ops for `opcheck`: by op, by keyword."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.contrastive import SimilarityOptions, SimilaritySide
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.linear_cross_entropy import SweepOptions
 from ligerzoo.kernels.linear_divergence import TeacherInputs, _SweepOptions
@@ -166,6 +168,33 @@ def scaled(device: str) -> list[dict[str, Any]]:
     ]
 
 
+def contrastive_sweep(device: str) -> list[dict[str, Any]]:
+    rows, candidates = new(5, 7, device=device), new(9, 7, device=device)
+    numbers_of = partial(torch.rand, device=device)
+    plain = {
+        "rows": rows, "candidates": candidates, "scale": numbers_of(()) + 0.5,
+        "target": torch.arange(5, device=device), "of_rows": SimilaritySide(weight=numbers_of(5)),
+        "of_candidates": SimilaritySide(),
+        "options": SimilarityOptions(1.0, False, None, fused(device)), "needs": Needs(True, True),
+    }  # fmt: skip
+    ids = [torch.arange(n, device=device) % 4 for n in (5, 9)]
+    return [
+        plain,
+        {
+            **plain, "rows": rows.half(), "candidates": candidates.half(), "target": -torch.ones_like(ids[0]),
+            "of_rows": SimilaritySide(sample=ids[0], query_id=ids[0], threshold=numbers_of(5)),
+            "of_candidates": SimilaritySide(sample=ids[1], query_id=ids[1], threshold=numbers_of(9)),
+            "options": SimilarityOptions(1.0, True, 0, fused(device)), "needs": Needs(False, False),
+        },
+        {
+            **plain, "of_rows": SimilaritySide(document_id=ids[0], weight=numbers_of(5), normalizer=numbers_of(5) + 4),
+            "of_candidates": SimilaritySide(document_id=ids[1], weight=numbers_of(9), normalizer=numbers_of(9) + 4),
+            "options": SimilarityOptions(0.5, False, 0, False), "needs": Needs(True, False),
+        },
+        {**plain, "rows": rows[:0], "target": plain["target"][:0], "of_rows": SimilaritySide(weight=numbers_of(0))},
+    ]  # fmt: skip
+
+
 SAMPLES: dict[str, Callable[[str], list[dict[str, Any]]]] = {
     "cross_entropy_forward": cross_entropy_forward,
     "cross_entropy_backward": cross_entropy_backward,
@@ -173,6 +202,7 @@ SAMPLES: dict[str, Callable[[str], list[dict[str, Any]]]] = {
     "divergence_forward": divergence_forward,
     "divergence_backward": divergence_backward,
     "linear_divergence_sweep": linear_divergence_sweep,
+    "contrastive_sweep": contrastive_sweep,
     "scaled": scaled,
 }
 """For each op some arguments that differ in layout, in dtype and in the gradients needed."""
