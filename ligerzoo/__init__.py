@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ligerzoo.hub import AutoModelForEmbedding as AutoModelForEmbedding
     from ligerzoo.hub import AutoModelForMaskedLM as AutoModelForMaskedLM
     from ligerzoo.hub import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+    from ligerzoo.hub import AutoModelForTokenClassification as AutoModelForTokenClassification
     from ligerzoo.hub import from_transformers as from_transformers
     from ligerzoo.text.tokenizer import Tokenizer as Tokenizer
     from ligerzoo.vision.processor import Processor as Processor
@@ -21,6 +22,7 @@ _MODULES = {
     "AutoModelForEmbedding": "ligerzoo.hub",
     "AutoModelForMaskedLM": "ligerzoo.hub",
     "AutoModelForSequenceClassification": "ligerzoo.hub",
+    "AutoModelForTokenClassification": "ligerzoo.hub",
     "Processor": "ligerzoo.vision.processor",
     "Tokenizer": "ligerzoo.text.tokenizer",
     "from_transformers": "ligerzoo.hub",
@@ -31,6 +33,7 @@ __all__ = [
     "AutoModelForEmbedding",
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
     "Processor",
     "Tokenizer",
     "__version__",

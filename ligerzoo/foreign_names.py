@@ -341,7 +341,7 @@ _REASONS = {
     "ligerzoo uses the cache manager of Triton": "apply_liger_triton_cache_manager LigerTritonFileCacheManager",
     "ligerzoo needs no transformers": "is_transformers_available",
     "ligerzoo has causal language models, their classifiers, and encoders with a head for masked tokens": (
-        "AutoModelForSeq2SeqLM AutoModelForTokenClassification AutoModelForQuestionAnswering"
+        "AutoModelForSeq2SeqLM AutoModelForQuestionAnswering"
     ),
 }
 

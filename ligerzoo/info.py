@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligerzoo.convert import architecture_of
 from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
-from ligerzoo.convert.fields import is_classifier, parse_dtype, stored_dtype
+from ligerzoo.convert.fields import SEQUENCE_SUFFIX, is_classifier, parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, weight_files
 from ligerzoo.files.layout import INDEX_FILE
@@ -28,7 +28,7 @@ from ligerzoo.memory.simulation import COUNTS, with_unit
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.moe import RoutedConfig
-from ligerzoo.models.registry import MODEL_CLASSES
+from ligerzoo.models.registry import ENCODERS, MODEL_CLASSES
 from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
@@ -206,7 +206,9 @@ def _find_architecture(raw: Mapping[str, Any]) -> Architecture | None:
 def _describe_architecture(raw: Mapping[str, Any], architecture: Architecture | None) -> str:
     if architecture and is_classifier(raw):
         names = ", ".join(map(quote, raw["architectures"]))
-        return f"sequence classifier with the decoder of {architecture.model_class.__name__} ({names})"
+        kind = "sequence" if is_classifier(raw, (SEQUENCE_SUFFIX,)) else "token"
+        part = "encoder" if architecture.model_type in ENCODERS else "decoder"
+        return f"{kind} classifier with the {part} of {architecture.model_class.__name__} ({names})"
     if architecture:
         return f"{architecture.model_class.__name__} ({architecture.hf_class})"
     return f"model_type {quote(raw.get('model_type'))}, neither in ligerzoo.models nor registered in this process"

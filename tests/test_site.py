@@ -103,7 +103,14 @@ def test_signatures_are_readable() -> None:
     )  # fmt: skip
 
 
-NAMES = "AutoModel", "AutoModelForEmbedding", "AutoModelForMaskedLM", "Tokenizer", "from_transformers"
+NAMES = (
+    "AutoModel",
+    "AutoModelForEmbedding",
+    "AutoModelForMaskedLM",
+    "AutoModelForTokenClassification",
+    "Tokenizer",
+    "from_transformers",
+)
 
 
 def test_problems_of_a_built_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

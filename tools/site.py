@@ -273,7 +273,8 @@ def exported(package: str) -> dict[str, list[str]]:
     if package == "ligerzoo.models":
         by_module: dict[str, list[str]] = {}
         table = module._MODULES
-        bases = {"causal_lm", "masked_lm", "sequence_classifier", "output"}  # what all architectures have comes first
+        # What all architectures have comes first.
+        bases = {"causal_lm", "masked_lm", "sequence_classifier", "token_classifier", "output"}
         for name in sorted(table, key=lambda name: (table[name] not in bases, table[name], name.endswith("Config"))):
             defined_in = table[name]
             by_module.setdefault(f"{package}.{defined_in}", []).append(name)
@@ -324,7 +325,13 @@ def _entry(public: str) -> list[str]:
     options = ["   :members:"]
     if member.__bases__ not in ((object,), (tuple,)):
         options.append("   :show-inheritance:")
-    if name in ("CausalLM", "EmbeddingModel", "MaskedLM", "SequenceClassifier"):  # what all models have
+    if name in (
+        "CausalLM",
+        "EmbeddingModel",
+        "MaskedLM",
+        "SequenceClassifier",
+        "TokenClassifier",
+    ):  # what all models have
         options.append("   :inherited-members: Module")
     if name in ("Tokenizer", "Processor"):
         options += ["   :inherited-members:", "   :special-members: __call__"]

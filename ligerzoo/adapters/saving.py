@@ -19,7 +19,7 @@ from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions, UpdateTensors
-from ligerzoo.models import SequenceClassifier
+from ligerzoo.models import CausalLM, SequenceClassifier, TokenClassifier
 from ligerzoo.models.language_model import LanguageModel
 
 
@@ -57,7 +57,7 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
     base_tensors, base_entries = stored_base_weights(model, names, directory)
     config = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if isinstance(model, SequenceClassifier) else "CAUSAL_LM",
+        "task_type": _task_type(model),
         "base_model_name_or_path": None if base_model is None else str(base_model),
         "inference_mode": True,
         "bias": "none",
@@ -84,6 +84,12 @@ def _uses_dora(layers: Mapping[str, LoRALayer], targets: Sequence[Target], direc
         what = "PEFT's files hold DoRA for all weights of an adapter or for none"
         raise CheckpointError(what, where=directory, remedy="Call add_lora once, for all targets.")
     return dora == {True}
+
+
+def _task_type(model: LanguageModel) -> str | None:
+    """Returns PEFT's name of what the model does; None if it has none."""
+    types = {SequenceClassifier: "SEQ_CLS", TokenClassifier: "TOKEN_CLS", CausalLM: "CAUSAL_LM"}
+    return next((name for cls, name in types.items() if isinstance(model, cls)), None)
 
 
 def _as_stored(

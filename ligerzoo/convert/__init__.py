@@ -11,10 +11,10 @@ from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.embedding import embedding_architecture, read_embedding
 from ligerzoo.convert.families import FAMILIES
-from ligerzoo.convert.fields import is_classifier
+from ligerzoo.convert.fields import SEQUENCE_SUFFIX, is_classifier
 from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.registration import check_arguments, check_unused
-from ligerzoo.convert.sequence_classifier import classifier_architecture, read_classifier
+from ligerzoo.convert.sequence_classifier import classifier_architecture, read_classifier, suffix_of
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.files.modules import ModuleFiles
@@ -22,7 +22,7 @@ from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLASSES, module_of
-from ligerzoo.models.sequence_classifier import SequenceClassifier
+from ligerzoo.models.sequence_classifier import Classifier
 
 MODEL_TYPES = tuple(ARCHITECTURES)
 """Every `model_type` of the zoo but encoders'. Each is in `families`, or has a module here, imported when needed."""
@@ -67,8 +67,9 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
         remedy = "ligerzoo.from_transformers converts models of transformers."
         raise ConfigError(what, where="model", got=type(model).__name__, expected=expected, remedy=remedy)
     match model:
-        case SequenceClassifier():
-            return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
+        case Classifier():
+            base = architecture_for_config(type(model.config))
+            return classifier_architecture(base, model.labels, suffix_of(type(model)))
         case EmbeddingModel():
             base = architecture_for_config(type(model.config))
             return embedding_architecture(base, model.settings, ModuleFiles("", model.files))
@@ -131,11 +132,12 @@ def architecture_to_load(
         ConfigError: No architecture has the name in config.json, or `model_class` is unrelated to it.
     """
     architecture = architecture_of(raw.get("model_type"))
-    if issubclass(model_class, SequenceClassifier):
-        architecture = read_classifier(architecture, raw, options)
+    if issubclass(model_class, Classifier):
+        architecture = read_classifier(architecture, raw, options, suffix_of(model_class))
     elif is_classifier(raw):
-        what, where, got = "the checkpoint is a sequence classifier", "architectures", raw["architectures"]
-        expected, remedy = "a causal language model", "Load it with AutoModelForSequenceClassification."
+        kind = "SequenceClassification" if is_classifier(raw, (SEQUENCE_SUFFIX,)) else "TokenClassification"
+        what, where, got = "the checkpoint is a classifier", "architectures", raw["architectures"]
+        expected, remedy = "a language model", f"Load it with AutoModelFor{kind}."
         raise ConfigError(what, where=where, got=got, expected=expected, remedy=remedy)
     elif issubclass(model_class, EmbeddingModel):
         architecture = read_embedding(architecture, raw, options, files)

@@ -1,7 +1,7 @@
 """`Architecture`: all that loading and saving need to know about one family of checkpoints."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ligerzoo.convert.fields import (
     shared_fields,
     written_fields,
 )
-from ligerzoo.convert.layout import FusedByHead, Layout
+from ligerzoo.convert.layout import FusedByHead, Layout, Rule
 from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
@@ -122,6 +122,19 @@ class Architecture:
     def unused(self) -> frozenset[str]:
         """Names of stored tensors that loading leaves out."""
         return frozenset()
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens attend to later ones: models have a head for masked tokens, and classifiers another head."""
+        return False
+
+    def classifier_rules(self, suffix: str) -> tuple[Rule, ...]:
+        """Returns the rules of the head of classifiers, by the end of the name of their class in transformers."""
+        return ()
+
+    def stored_heads(self, config: object) -> Iterator[str]:
+        """Yields the stored names of the language model's heads, which models with another head leave out."""
+        yield from ("lm_head.weight", "lm_head.bias")
 
     @property
     def folders(self) -> tuple[str, ...]:

@@ -1,14 +1,12 @@
 """Converter for BERT checkpoints: names of tensors, and fields of the config that have other names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.encoder import EncoderArchitecture
 from ligerzoo.convert.fields import first_spelling, written_as
 from ligerzoo.convert.layout import Layout, Rename, Rule
 from ligerzoo.models.config import DecoderConfig
-
-_EXTRA = r"pooler\..+|embeddings\.(position|token_type)_ids"
 
 BLOCK = (
     Rename("encoder.layer", "layers"),
@@ -47,40 +45,32 @@ def _write_entries(config: object, entries: dict[str, object]) -> dict[str, obje
     return written_as(rms_norm_eps="layer_norm_eps")(config, kept)
 
 
-@dataclass(frozen=True)
-class BertArchitecture(Architecture):
-    """Encoders with BERT's names.
+def bert_architecture(
+    model_type: str,
+    hf_class: str,
+    prefix: str,
+    masked_head: Mapping[str, str],
+    linear: str,
+    text_head: Mapping[str, str],
+    extra_heads: frozenset[str] = frozenset(),
+) -> EncoderArchitecture:
+    """Returns the architecture of encoders with BERT's names.
 
     The bias over the vocabulary has two names in transformers, of which files have one or both. Of both, that of the
     head counts where the config ties the head to the embedding, else that of its linear layer, as in transformers 5.
 
-    Attributes:
-        biases: the two names.
-    """
-
-    biases: tuple[str, ...] = ()
-
-    @property
-    def unused(self) -> frozenset[str]:
-        return frozenset(self.biases)
-
-
-def encoder_architecture(
-    model_type: str, hf_class: str, prefix: str, head: Mapping[str, str], linear: str, extra: str = ""
-) -> BertArchitecture:
-    """Returns the architecture of encoders with BERT's names.
-
     Args:
         model_type: see `Architecture`, as for `hf_class`.
         prefix: prefix of the encoder's tensors; files of a bare encoder, such as `BertModel`, have none.
-        head: names of the head for masked tokens, and ours.
+        masked_head: names of the head for masked tokens, and ours.
         linear: name of its linear layer.
-        extra: pattern of stored tensors of other heads.
+        text_head: names of the head of sequence classifiers, and ours.
+        extra_heads: see `EncoderArchitecture`.
     """
-    bias, linear_bias = next(name for name in head if name.endswith("bias")), f"{linear}.bias"
-    renames = tuple(Rename(*pair) for pair in head.items())
-    rules = (*BLOCK, *NORMS, *renames, Rename(linear, "lm_head"))
-    norms = tuple(rule for rule in (*NORMS, *renames) if rule.stored_path.endswith("LayerNorm"))
+    bias, linear_bias = next(name for name in masked_head if name.endswith("bias")), f"{linear}.bias"
+    head = _renames(masked_head)
+    rules = (*BLOCK, *NORMS, *head, Rename(linear, "lm_head"))
+    norms = tuple(rule for rule in (*NORMS, *head) if rule.stored_path.endswith("LayerNorm"))
 
     def layouts(config: DecoderConfig) -> tuple[Layout, ...]:
         layout = Layout(rules, (("model.", f"{prefix}.", ""),))
@@ -88,7 +78,7 @@ def encoder_architecture(
         new, other = (layout, own) if config.tie_word_embeddings else (own, layout)
         return new, other, replace(layout, rules=(*_of_tensorflow(norms), *rules)), new
 
-    return BertArchitecture(
+    return EncoderArchitecture(
         model_type,
         hf_class,
         accepted={
@@ -101,12 +91,18 @@ def encoder_architecture(
         read_entries=first_spelling(rms_norm_eps=("layer_norm_eps",)),
         write_entries=_write_entries,
         layouts=layouts,
-        extra_tensors="|".join(filter(None, (rf"({prefix}\.)?({_EXTRA})", extra))),
-        biases=(bias, linear_bias),
+        extra_tensors=rf"({prefix}\.)?(pooler\..+|embeddings\.(position|token_type)_ids)",
+        text_head=_renames(text_head),
+        extra_heads=extra_heads,
+        unused_names=frozenset({bias, linear_bias}),
     )
 
 
-ARCHITECTURE = encoder_architecture(
+def _renames(names: Mapping[str, str]) -> tuple[Rename, ...]:
+    return tuple(Rename(*pair) for pair in names.items())
+
+
+ARCHITECTURE = bert_architecture(
     "bert",
     "BertForMaskedLM",
     "bert",
@@ -116,5 +112,6 @@ ARCHITECTURE = encoder_architecture(
         "cls.predictions.bias": "lm_head.bias",
     },
     "cls.predictions.decoder",
-    r"cls\.seq_relationship\..+",
+    {"model.pooler.dense": "head.dense", "classifier": "score"},
+    frozenset({"cls.seq_relationship.weight", "cls.seq_relationship.bias"}),
 )

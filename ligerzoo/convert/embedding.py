@@ -132,4 +132,5 @@ def read_embedding(base: Architecture, raw: Entries, options: Entries, files: Mo
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     outside = [name for name in shapes if not name.startswith("model.")]
     heads = {next(layout.slices_of(n, shapes)).stored_name for layout in base.layouts(config) for n in outside}
+    heads |= {*base.stored_heads(config)}
     return replace(embedding_architecture(base, settings, files), heads=frozenset(heads | {"lm_head.weight"}))

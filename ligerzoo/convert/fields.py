@@ -22,7 +22,9 @@ _OTHER_DTYPE_NAMES = {
 }
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-CLASSIFIER_SUFFIX = "ForSequenceClassification"
+SEQUENCE_SUFFIX, TOKEN_SUFFIX = "ForSequenceClassification", "ForTokenClassification"
+CLASSIFIER_SUFFIXES = SEQUENCE_SUFFIX, TOKEN_SUFFIX
+"""Ends of the names of classifiers in transformers."""
 
 ALTERNATIVE_ENTRIES = frozenset(
     {
@@ -43,10 +45,10 @@ ALTERNATIVE_ENTRIES = frozenset(
 under another name, or only where it is not None."""
 
 
-def is_classifier(raw: Entries) -> bool:
-    """Returns whether config.json names a class of transformers that classifies sequences."""
+def is_classifier(raw: Entries, suffixes: tuple[str, ...] = CLASSIFIER_SUFFIXES) -> bool:
+    """Returns whether config.json names a class of transformers that classifies sequences or tokens."""
     names = raw.get("architectures")
-    return is_array(names) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
+    return is_array(names) and any(str(name).endswith(suffixes) for name in names)
 
 
 def shared_fields(raw: Entries, config_class: type) -> dict[str, object]:

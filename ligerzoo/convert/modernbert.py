@@ -1,6 +1,6 @@
 """Converter for ModernBERT checkpoints: names of tensors, and fields of the config that have other names."""
 
-from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.encoder import EncoderArchitecture
 from ligerzoo.convert.fields import first_given, rope_of_layer_types, written_as
 from ligerzoo.convert.layout import Fused, Layout, Rename
 from ligerzoo.entries import Entries
@@ -50,7 +50,7 @@ def _write_entries(config: ModernBertConfig, entries: dict[str, object]) -> dict
     return written_as(**names, **thetas)(config, entries)
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = EncoderArchitecture(
     "modernbert",
     "ModernBertForMaskedLM",
     accepted={

@@ -1,19 +1,19 @@
-"""Converter for sequence classifiers: the decoder's entries and tensors, the labels, and `score.weight`."""
+"""Converter for classifiers of sequences and tokens: the language model's entries and tensors, labels, and a head."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import CLASSIFIER_SUFFIX, is_classifier
+from ligerzoo.convert.fields import SEQUENCE_SUFFIX, TOKEN_SUFFIX, is_classifier
 from ligerzoo.entries import OBJECT, Entries, JsonType, object_entry
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.building import building
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.registry import ENCODERS
-from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
+from ligerzoo.models.sequence_classifier import Classifier, EncoderSequenceClassifier, Labels, SequenceClassifier
+from ligerzoo.models.token_classifier import EncoderTokenClassifier, TokenClassifier
 
 LABEL_OPTIONS = ("num_labels", "id2label", "label2id", "problem_type")
 """Entries of config.json about the labels, and arguments of `from_pretrained` that take precedence over them."""
@@ -30,32 +30,38 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierArchitecture(Architecture):
-    """Sequence classifiers whose decoder is that of a causal language model.
+    """Classifiers whose decoder or encoder is that of a language model.
 
     Attributes:
-        causal_lm: the architecture of the causal language model.
+        base: the architecture of the language model.
+        suffix: end of the names of the classes in transformers, one of `CLASSIFIER_SUFFIXES`.
         labels: what the model predicts.
-        from_causal_lm: the checkpoint is that of a causal language model, whose head is left out.
+        from_base: the checkpoint is that of a language model, whose head is left out.
+        left_out: stored tensors of that head.
     """
 
-    causal_lm: Architecture
+    base: Architecture
+    suffix: str = SEQUENCE_SUFFIX
     labels: Labels = field(default_factory=Labels)
-    from_causal_lm: bool = False
+    from_base: bool = False
+    left_out: frozenset[str] = frozenset()
 
     @property
-    def model_class(self) -> type[SequenceClassifier]:
-        return SequenceClassifier
+    def model_class(self) -> type[Classifier]:
+        return _CLASSES[self.suffix, self.base.is_encoder]
 
     @property
     def optional(self) -> frozenset[str]:
-        return frozenset({"score.weight"} if self.from_causal_lm else ())
+        """See `Architecture`: the head, which a language model lacks, or of which it has a part."""
+        parts = (f"{name}.{kind}" for name in ("score", "head.dense", "head.norm") for kind in ("weight", "bias"))
+        return frozenset(parts if self.from_base else ())
 
     @property
     def unused(self) -> frozenset[str]:
-        return frozenset({"lm_head.weight", "lm_head.bias"} if self.from_causal_lm else ())
+        return self.left_out
 
     def describes(self, raw: Entries) -> bool:
-        return raw.get("model_type") == self.model_type and is_classifier(raw)
+        return raw.get("model_type") == self.model_type and is_classifier(raw, (self.suffix,))
 
     def build(
         self,
@@ -63,16 +69,21 @@ class ClassifierArchitecture(Architecture):
         model_class: type[LanguageModel] = LanguageModel,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> SequenceClassifier:
-        causal_lm = self.causal_lm.build(config, device=device, dtype=dtype)
-        names = [name for name in causal_lm.state_dict() if not name.startswith(("model.", "lm_head."))]
-        if names or type(causal_lm).embed is not LanguageModel.embed:
-            what = "a sequence classifier has a decoder only"
+    ) -> Classifier:
+        base = self.base.build(config, device=device, dtype=dtype)
+        inner = ("model.", "lm_head.", *(["head."] if self.base.is_encoder else []))
+        names = [name for name in base.state_dict() if not name.startswith(inner)]
+        if names or type(base).embed is not LanguageModel.embed:
+            what = "a classifier has a decoder only"
             got = f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`"
             remedy = "Models that read images cannot be classifiers, nor classes of your own with further parts."
-            raise ConfigError(what, where=type(causal_lm).__name__, got=got, remedy=remedy)
+            raise ConfigError(what, where=type(base).__name__, got=got, remedy=remedy)
         with building(device, dtype):
-            return SequenceClassifier(config, causal_lm.model, self.labels)
+            make: Callable[..., Classifier] = self.model_class
+            if not self.base.is_encoder:
+                return make(config, base.model, self.labels)
+            head = base.text_head() if self.suffix == SEQUENCE_SUFFIX else base.token_head()
+            return make(config, base.model, self.labels, head=head)
 
     def config_to_hf(self, config: object) -> dict[str, object]:
         labels = {"id2label": self.labels.id2label, "label2id": self.labels.label2id}
@@ -81,32 +92,57 @@ class ClassifierArchitecture(Architecture):
         return {**super().config_to_hf(config), **labels}
 
 
-def classifier_architecture(causal_lm: Architecture, labels: Labels) -> ClassifierArchitecture:
-    """Returns the architecture of sequence classifiers with these labels and the decoder of `causal_lm`."""
-    if causal_lm.model_type in ENCODERS:
-        what, where = "encoders have no sequence classifier here", f"model_type {causal_lm.model_type!r}"
-        raise ConfigError(what, where=where, remedy="Load it with AutoModelForMaskedLM, or with transformers.")
-    inherited = {field.name: getattr(causal_lm, field.name) for field in fields(Architecture)}
-    hf_class = causal_lm.classifier_class or causal_lm.hf_class.removesuffix("ForCausalLM") + CLASSIFIER_SUFFIX
-    own = {"class_name": hf_class, "causal_lm": causal_lm, "labels": labels}
-    return ClassifierArchitecture(**inherited | own)
+_CLASSES: Mapping[tuple[str, bool], type[Classifier]] = {
+    (SEQUENCE_SUFFIX, False): SequenceClassifier,
+    (SEQUENCE_SUFFIX, True): EncoderSequenceClassifier,
+    (TOKEN_SUFFIX, False): TokenClassifier,
+    (TOKEN_SUFFIX, True): EncoderTokenClassifier,
+}
+"""The class of models by the end of its name in transformers, and whether the language model is an encoder."""
 
 
-def read_classifier(causal_lm: Architecture, raw: Entries, options: Entries) -> ClassifierArchitecture:
-    """Returns the architecture that loads a checkpoint as a sequence classifier.
+def suffix_of(model_class: type[Classifier]) -> str:
+    """Returns the end of the names of the classes in transformers, by our class."""
+    return TOKEN_SUFFIX if issubclass(model_class, TokenClassifier) else SEQUENCE_SUFFIX
 
-    The checkpoint is a classifier's, which must have a head, or a causal language model's, whose head is left out.
+
+def classifier_architecture(
+    base: Architecture, labels: Labels, suffix: str = SEQUENCE_SUFFIX
+) -> ClassifierArchitecture:
+    """Returns the architecture of classifiers with these labels and the decoder or encoder of `base`."""
+    inherited = {field.name: getattr(base, field.name) for field in fields(Architecture)}
+    hf_class = base.classifier_class.removesuffix(SEQUENCE_SUFFIX) if base.classifier_class else base.hf_class
+    inherited["class_name"] = hf_class.removesuffix("ForCausalLM").removesuffix("ForMaskedLM") + suffix
+    if rules := base.classifier_rules(suffix):
+        inherited["layouts"] = lambda config: tuple(
+            replace(layout, rules=(*rules, *layout.rules)) for layout in base.layouts(config)
+        )
+    return ClassifierArchitecture(**inherited, base=base, labels=labels, suffix=suffix)
+
+
+def read_classifier(base: Architecture, raw: Entries, options: Entries, suffix: str) -> ClassifierArchitecture:
+    """Returns the architecture that loads a checkpoint as a classifier.
+
+    The checkpoint is a classifier's, which must have a head, or a language model's, whose head is left out.
 
     Args:
-        causal_lm: the architecture that config.json names.
+        base: the architecture that config.json names.
         raw: config.json.
         options: arguments of the user, of which those of `LABEL_OPTIONS` count.
+        suffix: see `ClassifierArchitecture`.
 
     Raises:
-        ConfigError: the entries or options are invalid or contradict each other.
+        ConfigError: the entries or options are invalid or contradict each other, or it is the other kind of classifier.
     """
-    architecture = classifier_architecture(causal_lm, read_labels(raw, options))
-    return replace(architecture, from_causal_lm=not is_classifier(raw))
+    architecture = classifier_architecture(base, read_labels(raw, options), suffix)
+    if is_classifier(raw, (suffix,)):
+        return architecture
+    if is_classifier(raw):
+        other = "AutoModelForTokenClassification" if suffix == SEQUENCE_SUFFIX else "AutoModelForSequenceClassification"
+        what, got = "another kind of classifier", raw["architectures"]
+        raise ConfigError(what, where="architectures", got=got, expected=suffix, remedy=f"Load it with {other}.")
+    left_out = frozenset(base.stored_heads(base.config_from_hf(raw)))
+    return replace(architecture, from_base=True, left_out=left_out)
 
 
 def read_labels(raw: Entries, options: Entries) -> Labels:

@@ -5,6 +5,7 @@ from ligerzoo.hub.auto import AutoModel as AutoModel
 from ligerzoo.hub.auto import AutoModelForEmbedding as AutoModelForEmbedding
 from ligerzoo.hub.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
 from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+from ligerzoo.hub.auto import AutoModelForTokenClassification as AutoModelForTokenClassification
 from ligerzoo.hub.description import read_config as read_config
 from ligerzoo.hub.loading import load as load
 from ligerzoo.hub.loading import load_on_meta as load_on_meta

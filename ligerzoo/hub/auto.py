@@ -12,7 +12,7 @@ from ligerzoo.convert import architecture_for_config
 from ligerzoo.convert.embedding import embedding_architecture
 from ligerzoo.convert.fields import parse_dtype
 from ligerzoo.convert.layout import Rule
-from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
+from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels, suffix_of
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.causal_lm import CausalLM
@@ -20,7 +20,8 @@ from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.embedding import EmbeddingModel, EmbeddingSettings
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.masked_lm import MaskedLM
-from ligerzoo.models.sequence_classifier import SequenceClassifier
+from ligerzoo.models.sequence_classifier import Classifier, SequenceClassifier
+from ligerzoo.models.token_classifier import TokenClassifier
 
 T = TypeVar("T", torch.device, torch.dtype)
 Model = TypeVar("Model", bound=LanguageModel)
@@ -126,7 +127,7 @@ class AutoModelForMaskedLM:
 
 
 class AutoModelForSequenceClassification:
-    """Loads and builds sequence classifiers and reward models with the decoder of any architecture."""
+    """Loads and builds sequence classifiers and reward models with the decoder or encoder of any architecture."""
 
     from_pretrained = SequenceClassifier.from_pretrained
 
@@ -156,10 +157,55 @@ class AutoModelForSequenceClassification:
             ConfigError: The config's class belongs to no model class, or to one that reads images; or the labels are
                 invalid.
         """
-        _check_is_config(config)
         options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
-        architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
-        return cast(SequenceClassifier, _build(partial(architecture.build, config), device, dtype))
+        return cast(SequenceClassifier, _classifier(SequenceClassifier, config, options, device, dtype))
+
+
+class AutoModelForTokenClassification:
+    """Loads and builds token classifiers with the decoder or encoder of any architecture."""
+
+    from_pretrained = TokenClassifier.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: object,
+        *,
+        num_labels: int | None = None,
+        id2label: Mapping[int, str] | None = None,
+        label2id: Mapping[str, int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> TokenClassifier:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of a text architecture in ligerzoo.models, or of a registered class.
+            num_labels: number of labels. Default: as many as there are names, or 2.
+            id2label: the name of each label by its index. Default: LABEL_0, LABEL_1, ...
+            label2id: the index of each label by its name.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: the config's class belongs to no model class, or to one that reads images; or the labels are
+                invalid.
+        """
+        options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id}
+        return cast(TokenClassifier, _classifier(TokenClassifier, config, options, device, dtype))
+
+
+def _classifier(
+    kind: type[Classifier],
+    config: object,
+    options: Mapping[str, object],
+    device: torch.device | str | None,
+    dtype: torch.dtype | str | None,
+) -> LanguageModel:
+    """Builds a classifier of one kind, with the labels of `LABEL_OPTIONS`."""
+    _check_is_config(config)
+    base = architecture_for_config(type(config))
+    architecture = classifier_architecture(base, read_labels({}, options), suffix_of(kind))
+    return _build(partial(architecture.build, config), device, dtype)
 
 
 def _from_config(

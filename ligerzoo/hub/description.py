@@ -27,7 +27,7 @@ from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.sequence_classifier import SequenceClassifier
+from ligerzoo.models.sequence_classifier import Classifier
 
 _OPTIONS = [
     option.name
@@ -35,7 +35,7 @@ _OPTIONS = [
     if option.kind is option.KEYWORD_ONLY
 ]
 
-_OWN_OPTIONS = {SequenceClassifier: LABEL_OPTIONS, EmbeddingModel: EMBEDDING_OPTIONS}
+_OWN_OPTIONS = {Classifier: LABEL_OPTIONS, EmbeddingModel: EMBEDDING_OPTIONS}
 
 
 @dataclass(frozen=True)

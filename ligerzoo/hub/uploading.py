@@ -6,8 +6,10 @@ from pathlib import Path
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub.saving import save
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.masked_lm import MaskedLM
 from ligerzoo.models.pretrained import Saveable
 from ligerzoo.models.sequence_classifier import SequenceClassifier
+from ligerzoo.models.token_classifier import TokenClassifier
 
 
 def push(
@@ -54,8 +56,13 @@ def push(
 
 
 def _pipeline_tag(model: LanguageModel) -> str:
-    if isinstance(model, SequenceClassifier):
-        return "text-classification"
+    match model:
+        case SequenceClassifier():
+            return "text-classification"
+        case TokenClassifier():
+            return "token-classification"
+        case MaskedLM():
+            return "fill-mask"
     return "image-text-to-text" if model.modalities else "text-generation"
 
 

@@ -20,6 +20,8 @@ _MODULES = {
     "Labels": "sequence_classifier",
     "SequenceClassifier": "sequence_classifier",
     "SequenceClassifierOutput": "output",
+    "TokenClassifier": "token_classifier",
+    "TokenClassifierOutput": "output",
 }
 
 __all__ = sorted(_MODULES)

@@ -107,6 +107,7 @@ from ligerzoo.models.olmoe import OlmoeConfig as OlmoeConfig
 from ligerzoo.models.output import CausalLMOutput as CausalLMOutput
 from ligerzoo.models.output import MaskedLMOutput as MaskedLMOutput
 from ligerzoo.models.output import SequenceClassifierOutput as SequenceClassifierOutput
+from ligerzoo.models.output import TokenClassifierOutput as TokenClassifierOutput
 from ligerzoo.models.phi3 import Phi3 as _Phi3
 from ligerzoo.models.phi3 import Phi3Config as Phi3Config
 from ligerzoo.models.qwen2 import Qwen2 as _Qwen2
@@ -147,6 +148,7 @@ from ligerzoo.models.sequence_classifier import Labels as Labels
 from ligerzoo.models.sequence_classifier import SequenceClassifier as SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3 as _SmolLM3
 from ligerzoo.models.smollm3 import SmolLM3Config as SmolLM3Config
+from ligerzoo.models.token_classifier import TokenClassifier as TokenClassifier
 from ligerzoo.models.xlm_roberta import XLMRoberta as _XLMRoberta
 from ligerzoo.models.xlm_roberta import XLMRobertaConfig as XLMRobertaConfig
 from ligerzoo.models.youtu import Youtu as _Youtu

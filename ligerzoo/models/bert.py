@@ -15,7 +15,7 @@ from torch import nn
 
 from ligerzoo.layers import MLP, AbsolutePositionDecoder, Attention, Embedding, LayerNorm, LMHead, ResidualNormBlock
 from ligerzoo.models.config import DecoderConfig, heads, refuse_unless
-from ligerzoo.models.masked_lm import MaskedLM, PredictionHead
+from ligerzoo.models.masked_lm import MaskedLM, PredictionHead, TanhHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class BertConfig(DecoderConfig):
     pad_token_id: int | None = 0
 
     is_causal: ClassVar[bool] = False
+    classifier_pooling: ClassVar[str] = "cls"
 
     def validate(self) -> None:
         super().validate()
@@ -78,3 +79,6 @@ class Bert(MaskedLM):
         )
         head = PredictionHead(norm(), c.hidden_size)
         super().__init__(config, encoder, head, LMHead(c.hidden_size, c.vocab_size, bias=True))
+
+    def text_head(self) -> TanhHead:
+        return TanhHead(self.config.hidden_size)

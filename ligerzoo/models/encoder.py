@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Never
+from typing import NamedTuple, Never, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import Context
 from ligerzoo.layers.context import reads_values
+from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.language_model import LanguageModel
 
 
@@ -57,6 +58,32 @@ class Encoded(NamedTuple):
     def padding_mask(self) -> Tensor | None:
         """(B, T) bool, False for padding in rows that are not packed; None without padding."""
         return self.context.padding_mask
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Returns the labels of the tokens in `hidden`, of (B, T); -100 for padding."""
+        labels, mask = self.rows.pack(labels).to(self.hidden.device), self.padding_mask
+        return labels if mask is None else labels.masked_fill(~mask, -100)
+
+    def texts(self) -> tuple[Tensor, Tensor]:
+        """Returns hidden states of all tokens, (tokens, H), text by text, and the boundaries of the texts.
+
+        Tokens after the last boundary are padding.
+        """
+        hidden, mask = self.hidden.flatten(0, 1), self.padding_mask
+        if self.cu_seqlens is not None:
+            return hidden, self.cu_seqlens.to(hidden.device, torch.int64)
+        rows, tokens = self.hidden.shape[:2]
+        if mask is None:
+            return hidden, torch.arange(rows + 1, device=hidden.device) * tokens
+        order = mask.flatten().argsort(descending=True, stable=True)  # a shape that does not depend on the mask
+        return hidden[order], F.pad(mask.sum(1).cumsum(0), (1, 0))
+
+
+class EncoderConfig(LanguageModelConfig, Protocol):
+    """Config fields that every encoder reads."""
+
+    @property
+    def classifier_pooling(self) -> str: ...
 
 
 class EncoderModel(LanguageModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,6 +34,22 @@ class PredictionHead(nn.Module):
         return self.norm(F.gelu(self.dense(x)))  # type: ignore[no-any-return]
 
 
+class TanhHead(nn.Module):
+    """Hidden states to those from which labels of texts are predicted, `tanh(dense(x))` (BERT's pooler).
+
+    Args:
+        hidden_size: H.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.dense = Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., H) -> (..., H)."""
+        return torch.tanh(self.dense(x))
+
+
 class MaskedLM(EncoderModel, LanguageModelWithHead):
     """An encoder and a head that predicts masked tokens.
 
@@ -49,6 +66,14 @@ class MaskedLM(EncoderModel, LanguageModelWithHead):
 
     def __init__(self, config: LanguageModelConfig, model: Decoder, head: PredictionHead, lm_head: LMHead) -> None:
         super().__init__(config, model, lm_head, head=head)
+
+    def text_head(self) -> nn.Module:
+        """Returns a new head of sequence classifiers: pooled hidden states to those from which labels are predicted."""
+        raise NotImplementedError
+
+    def token_head(self) -> nn.Module:
+        """Returns a new head of token classifiers: hidden states to those from which labels are predicted."""
+        return nn.Identity()
 
     def forward(
         self,
@@ -89,7 +114,7 @@ class MaskedLM(EncoderModel, LanguageModelWithHead):
         self._refuse_unknown(unknown)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         check_labels(labels, None, x.shape[:2], self.config.vocab_size, type(self), shifts=False)
-        hidden, context, rows, _ = self.encode(
+        encoded = self.encode(
             x,
             attention_mask,
             position_ids,
@@ -98,13 +123,11 @@ class MaskedLM(EncoderModel, LanguageModelWithHead):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        out = MaskedLMOutput(**layer_outputs(context))
+        hidden, out = encoded.hidden, MaskedLMOutput(**layer_outputs(encoded.context))
         if labels is None:
-            out.logits = rows.unpack(self.lm_head(self.head(hidden)))
+            out.logits = encoded.rows.unpack(self.lm_head(self.head(hidden)))
             return out
-        labels = rows.pack(labels).to(hidden.device)
-        if context.padding_mask is not None:  # rows that are not packed
-            labels = labels.masked_fill(~context.padding_mask, -100)
+        labels = encoded.labels(labels)
         if reads_values():  # the head computes tokens with labels only; a host sync
             is_predicted = labels != -100
             hidden, labels = hidden[is_predicted], labels[is_predicted]

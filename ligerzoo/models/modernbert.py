@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LayerNorm, LMHead, PreNormBlock, RotaryEmbedding
-from ligerzoo.models.config import WindowedConfig, check_theta, heads, rotary_arguments
+from ligerzoo.models.config import WindowedConfig, check_theta, heads, refuse_unless, rotary_arguments
 from ligerzoo.models.masked_lm import MaskedLM, PredictionHead
 
 
@@ -31,6 +31,8 @@ class ModernBertConfig(WindowedConfig):
         attention_bias: add biases to the query, key, value and output projections.
         mlp_bias: add biases to the gate, up and down projections.
         classifier_bias: add a bias to the projection before the head.
+        classifier_pooling: hidden state of a text that sequence classifiers see: "cls", that of its first token, or
+            "mean", the mean over its tokens.
         decoder_bias: add a bias to the head.
         sliding_window: tokens of local attention on both sides together; `local_attention` in config.json.
         global_attn_every_n_layers: n; the first of every n layers uses full attention, unless `layer_types` is set.
@@ -50,6 +52,7 @@ class ModernBertConfig(WindowedConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     classifier_bias: bool = False
+    classifier_pooling: str = "cls"
     decoder_bias: bool = True
     sliding_window: int | None = 128
     global_attn_every_n_layers: int = 3
@@ -62,6 +65,8 @@ class ModernBertConfig(WindowedConfig):
     def validate(self) -> None:
         super().validate()
         check_theta(self, "rope_local_base_freq")
+        is_known = self.classifier_pooling in ("cls", "mean")
+        refuse_unless(is_known, "classifier_pooling", self.classifier_pooling, "'cls' or 'mean'")
 
     def slides(self, layer: int) -> bool:
         """Whether the layer uses local attention: all but the first of every `global_attn_every_n_layers` do."""
@@ -99,5 +104,16 @@ class ModernBert(MaskedLM):
 
         embedding = Embedding(c.vocab_size, c.hidden_size)
         encoder = Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)], norm(), input_norm=norm())
-        head = PredictionHead(norm(), c.hidden_size, bias=c.classifier_bias)
-        super().__init__(config, encoder, head, LMHead(c.hidden_size, c.vocab_size, bias=c.decoder_bias))
+        lm_head = LMHead(c.hidden_size, c.vocab_size, bias=c.decoder_bias)
+        super().__init__(config, encoder, _prediction_head(c), lm_head)
+
+    def token_head(self) -> PredictionHead:
+        return _prediction_head(self.config)
+
+    text_head = token_head
+
+
+def _prediction_head(config: ModernBertConfig) -> PredictionHead:
+    """Returns a head of masked tokens, and of classifiers."""
+    norm = LayerNorm(config.hidden_size, config.rms_norm_eps, config.norm_bias)
+    return PredictionHead(norm, config.hidden_size, bias=config.classifier_bias)

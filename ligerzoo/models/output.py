@@ -122,10 +122,30 @@ class SequenceClassifierOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
 
 
+@dataclass
+class TokenClassifierOutput(ModelOutput):
+    """Output of a token classifier; see `ModelOutput` for access by name and index.
+
+    Attributes:
+        loss: 0-d fp32, if labels were given.
+        logits: (B, T, labels) in the model's dtype.
+        past_key_values: the KV cache, if one was passed or `use_cache` was set.
+        hidden_states: see `CausalLMOutput`.
+        attentions: see `CausalLMOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: KVCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
 # FSDP2 and DDP find the tensors to hook through pytree.
 _pytree.register_dataclass(CausalLMOutput)
 _pytree.register_dataclass(MaskedLMOutput)
 _pytree.register_dataclass(SequenceClassifierOutput)
+_pytree.register_dataclass(TokenClassifierOutput)
 
 
 def layer_outputs(context: Context) -> dict[str, Any]:

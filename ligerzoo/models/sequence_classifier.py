@@ -1,4 +1,4 @@
-"""Sequence classification, regression and reward models: a decoder and a linear layer on the last token."""
+"""Sequence classification, regression and reward models, and what token classifiers share with them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.checks import is_text
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.layers import Decoder, KVCache, Linear
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.pooling import Pooling
 from ligerzoo.models.config import LanguageModelConfig
+from ligerzoo.models.encoder import EncoderConfig, EncoderModel
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.output import SequenceClassifierOutput, layer_outputs
@@ -59,28 +61,39 @@ class Labels:
         return {name: index for index, name in enumerate(self.names)}
 
 
-class SequenceClassifier(LanguageModel):
-    """A decoder of any architecture, and a linear layer without bias on the last token that is not padding.
-
-    With one label it is a regression or reward model. Reads and writes transformers' checkpoints, such as those of
-    `LlamaForSequenceClassification`. As there, the load-balancing loss of mixtures is not part of the loss.
+class Classifier(LanguageModel):
+    """A decoder or encoder of any architecture, and a linear layer that gives the logits of labels.
 
     Args:
-        config: config of the architecture. Its `pad_token_id` marks padding.
+        config: config of the architecture.
         model: token ids to final hidden states.
         labels: what the model predicts.
+        bias: add a bias to the linear layer.
+        head: hidden states to those that the linear layer gets; None for none.
 
     Attributes:
-        score: final hidden states to logits.
+        score: hidden states to logits.
     """
 
-    def __init__(self, config: LanguageModelConfig, model: Decoder, labels: Labels) -> None:
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        model: Decoder,
+        labels: Labels,
+        *,
+        bias: bool = False,
+        head: nn.Module | None = None,
+    ) -> None:
         super().__init__(config, model)
         self._labels = labels
         weight: Tensor = model.embed_tokens.weight  # type: ignore[assignment]
-        self.score = Linear(weight.shape[1], len(labels.names), bias=False, device=weight.device, dtype=weight.dtype)
+        self.score = Linear(weight.shape[1], len(labels.names), bias=bias, device=weight.device, dtype=weight.dtype)
+        if head is not None:
+            self.head = head
         if config.initializer_range != INIT_STD:
-            self.score.init_weights(config.initializer_range)
+            for module in (self.score, *(() if head is None else head.modules())):
+                if hasattr(module, "init_weights"):
+                    module.init_weights(config.initializer_range)
 
     @property
     def labels(self) -> Labels:
@@ -91,6 +104,23 @@ class SequenceClassifier(LanguageModel):
     def num_labels(self) -> int:
         """Number of labels."""
         return len(self.labels.names)
+
+
+class SequenceClassifier(Classifier):
+    """A decoder of any architecture, and a linear layer without bias on the last token that is not padding.
+
+    With one label it is a regression or reward model. Reads and writes transformers' checkpoints, such as those of
+    `LlamaForSequenceClassification`. As there, the load-balancing loss of mixtures is not part of the loss. Those of
+    encoders are `EncoderSequenceClassifier`s.
+
+    Args:
+        config: config of the architecture. Its `pad_token_id` marks padding.
+        model: token ids to final hidden states.
+        labels: what the model predicts.
+
+    Attributes:
+        score: final hidden states to logits.
+    """
 
     def forward(
         self,
@@ -145,6 +175,71 @@ class SequenceClassifier(LanguageModel):
         return SequenceClassifierOutput(
             loss=loss, logits=logits, past_key_values=context.cache, **layer_outputs(context)
         )
+
+
+class EncoderSequenceClassifier(EncoderModel, SequenceClassifier):
+    """An encoder that pools the hidden states of each text, and a head.
+
+    Reads and writes transformers' checkpoints, such as those of `BertForSequenceClassification`.
+
+    Args:
+        config: config of the encoder, which says how to pool.
+        model: token ids to final hidden states.
+        labels: what the model predicts.
+        head: pooled hidden states to those from which `score` computes logits.
+    """
+
+    config: EncoderConfig
+
+    def __init__(self, config: EncoderConfig, model: Decoder, labels: Labels, head: nn.Module) -> None:
+        Classifier.__init__(self, config, model, labels, bias=True, head=head)
+        self.pooling = Pooling((config.classifier_pooling,))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **unknown: object,
+    ) -> SequenceClassifierOutput:
+        """Computes one row of logits per text, and the loss if labels are given.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: see `EncoderModel.encode`, as for the other inputs.
+            position_ids: (B or 1, T).
+            inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
+            token_type_ids: (B, T).
+            labels: see `SequenceClassifier.forward`.
+            cu_seqlens: (n + 1,) int; B is then n in the results.
+            output_hidden_states: see `CausalLM.forward`.
+            output_attentions: see `CausalLM.forward`.
+            unknown: refused, with the nearest name.
+
+        Raises:
+            LigerzooError: the labels have the wrong shape, or an input is unknown.
+            ValueError: the inputs have inconsistent shapes or values, or are missing.
+        """
+        self._refuse_unknown(unknown)
+        encoded = self.encode(
+            tokens_or_embeddings(input_ids, inputs_embeds),
+            attention_mask,
+            position_ids,
+            token_type_ids=token_type_ids,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        logits = self.score(self.head(self.pooling(*encoded.texts())))
+        loss = None if labels is None else classification_loss(logits, labels, self.labels.problem_type)
+        return SequenceClassifierOutput(loss=loss, logits=logits, **layer_outputs(encoded.context))
 
 
 def last_tokens(
@@ -231,7 +326,7 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemTyp
         remedy = None if is_single or num_labels == 1 else "Integers choose one label for each sequence."
         raise LigerzooError(what, where="labels", got=got, expected=expected, remedy=remedy)
     if is_single:
-        _check_label_indices(labels, num_labels)
+        check_label_indices(labels, num_labels)
         return F.cross_entropy(logits, labels.view(-1).long())
     labels = labels.view_as(logits).float()
     if problem_type == "regression":
@@ -239,12 +334,13 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemTyp
     return F.binary_cross_entropy_with_logits(logits, labels)
 
 
-def _check_label_indices(labels: Tensor, num_labels: int) -> None:
+def check_label_indices(labels: Tensor, num_labels: int) -> None:
+    """Raises LigerzooError (on a CPU only, in eager mode) if no label has one of the indices, and it is not -100."""
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
         return
     is_wrong = (labels != -100) & ((labels < 0) | (labels >= num_labels))
     if any_true(is_wrong):
         got = innermost(labels)[innermost(is_wrong)][:8].tolist()
-        expected = f"0 to {num_labels - 1}, or -100 for an ignored sequence"
+        expected = f"0 to {num_labels - 1}, or -100 for an ignored {'token' if labels.ndim > 1 else 'sequence'}"
         remedy = "Load the model with num_labels=..., the number of labels."
         raise LigerzooError("no label has this index", where="labels", got=got, expected=expected, remedy=remedy)

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM as TheirMaskedLM
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ligerzoo import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, cli, models
+from ligerzoo import AutoModel, AutoModelForMaskedLM, cli, models
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.info import describe
@@ -293,8 +293,6 @@ def test_what_only_decoders_do_is_refused(tmp_path: Path, capsys: pytest.Capture
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"another architecture.*AutoModelForMaskedLM.from_pretrained"):
         AutoModel.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="encoders have no sequence classifier here"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"another kind of model than CausalLM.*AutoModelForMaskedLM.from_config"):
         AutoModel.from_config(CONFIG)
     with pytest.raises(ConfigError, match=r"another kind of model than MaskedLM.*AutoModel.from_config"):

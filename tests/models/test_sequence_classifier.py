@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification as Theirs
 from transformers import PreTrainedModel
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification
-from ligerzoo.convert.fields import CLASSIFIER_SUFFIX
+from ligerzoo.convert.fields import SEQUENCE_SUFFIX
 from ligerzoo.convert.sequence_classifier import read_labels
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
@@ -191,7 +191,7 @@ def test_a_causal_lm_becomes_a_classifier(row: Tiny, tmp_path: Path) -> None:
 
 
 def expected_class(row: Tiny) -> str:
-    name = row.config["architectures"][0].replace("ForCausalLM", CLASSIFIER_SUFFIX)
+    name = row.config["architectures"][0].replace("ForCausalLM", SEQUENCE_SUFFIX)
     return name.replace("Gemma3For", "Gemma3TextFor").replace("Qwen3_5For", "Qwen3_5TextFor")
 
 
@@ -435,7 +435,7 @@ def test_invalid_labels(options: dict[str, Any], message: str) -> None:
 def test_a_causal_lm_refuses_a_classifier_by_name(tmp_path: Path) -> None:
     write(tmp_path)
     for load in (AutoModel.from_pretrained, Llama.from_pretrained):
-        with pytest.raises(ConfigError, match=r"is a sequence classifier; .* Load it with AutoModelForSequenceClass"):
+        with pytest.raises(ConfigError, match=r"is a classifier; .* Load it with AutoModelForSequenceClass"):
             load(tmp_path)
 
 
@@ -468,7 +468,7 @@ def test_misspelt_options(tmp_path: Path) -> None:
 def test_models_with_images_are_refused(tmp_path: Path) -> None:
     row = next(row for row in CHECKPOINTS if row.config["model_type"] == "qwen2_vl")
     row.write(tmp_path)
-    with pytest.raises(ConfigError, match=r"Qwen2VL: a sequence classifier has a decoder only; .* that read images"):
+    with pytest.raises(ConfigError, match=r"Qwen2VL: a classifier has a decoder only; .* that read images"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
@@ -498,7 +498,7 @@ def test_registered_classes(tmp_path: Path) -> None:
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     tokens = torch.arange(9)[None]
     assert_close(again(tokens).logits, model(tokens).logits, "logits")
-    with pytest.raises(ConfigError, match="Louder: a sequence classifier has a decoder only; got a method `embed`"):
+    with pytest.raises(ConfigError, match="Louder: a classifier has a decoder only; got a method `embed`"):
         AutoModelForSequenceClassification.from_config(LouderConfig(**sizes))
 
 

@@ -18,8 +18,10 @@ from ligerzoo.integrations.transformers.distribution import ConfigLike, Placemen
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.encoder import EncoderModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
+from ligerzoo.models.token_classifier import TokenClassifier
 
 AnyWrapped: TypeAlias = WrappedModel[Any]
 Wrapper = TypeVar("Wrapper", bound=AnyWrapped)
@@ -117,10 +119,15 @@ class _Parts:
 def _wrapped(model: LanguageModel, placement: Placement) -> AnyWrapped:
     name = architecture_of_model(model).hf_class
     wrapper: type[AnyWrapped]
-    if isinstance(model, SequenceClassifier):
-        wrapper = wrapper_class(WrappedSequenceClassifier, name, ())
-    else:
-        wrapper = wrapper_class(WrappedCausalLM, name, type(model).modalities)
+    match model:
+        case EncoderModel() | TokenClassifier():
+            what, expected = "encoders and token classifiers cannot be wrapped", "a causal LM, or its classifier"
+            remedy = "Train it in a loop of your own, or transformers' model with ligerzoo.integrations.kernels.apply."
+            raise ConfigError(what, where="wrap", got=name, expected=expected, remedy=remedy)
+        case SequenceClassifier():
+            wrapper = wrapper_class(WrappedSequenceClassifier, name, ())
+        case _:
+            wrapper = wrapper_class(WrappedCausalLM, name, type(model).modalities)
     wrapped = wrapper(model, fuses=placement.meshes is None)
     return wrapper.maybe_distribute_model(wrapped, placement.config, placement.meshes)
 
