@@ -99,6 +99,7 @@ MORE = {
     "ligerzoo.models": {
         "ligerzoo.models.config": ["DecoderConfig", "heads", "rotary_arguments", "refuse_unless"],
         "ligerzoo.models.llama": ["llama_decoder"],
+        "ligerzoo.encoding": ["encode_texts", "encode_token_ids"],
     },
     "ligerzoo.train": {
         "ligerzoo.train.captured_step": ["CapturedStep"],

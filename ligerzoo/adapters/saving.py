@@ -19,7 +19,7 @@ from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions, UpdateTensors
-from ligerzoo.models import CausalLM, SequenceClassifier, TokenClassifier
+from ligerzoo.models import CausalLM, EmbeddingModel, SequenceClassifier, TokenClassifier
 from ligerzoo.models.language_model import LanguageModel
 
 
@@ -89,6 +89,7 @@ def _uses_dora(layers: Mapping[str, LoRALayer], targets: Sequence[Target], direc
 def _task_type(model: LanguageModel) -> str | None:
     """Returns PEFT's name of what the model does; None if it has none."""
     types = {SequenceClassifier: "SEQ_CLS", TokenClassifier: "TOKEN_CLS", CausalLM: "CAUSAL_LM"}
+    types |= {EmbeddingModel: "FEATURE_EXTRACTION"}
     return next((name for cls, name in types.items() if isinstance(model, cls)), None)
 
 

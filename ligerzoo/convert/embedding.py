@@ -8,7 +8,7 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.embedding_settings import changed_settings, read_modes, read_settings, written_files
 from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.entries import Entries
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.files.modules import ModuleFiles
 from ligerzoo.layers.pooling import POOLING_MODES
 from ligerzoo.models.building import building
@@ -43,7 +43,7 @@ class EmbeddingArchitecture(Architecture):
 
     @property
     def unused(self) -> frozenset[str]:
-        return self.heads
+        return self.heads | self.base.unused
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -57,10 +57,12 @@ class EmbeddingArchitecture(Architecture):
         dtype: torch.dtype | None = None,
     ) -> EmbeddingModel:
         base = self.base.build(config, device=device, dtype=dtype)
-        if type(base).embed is not LanguageModel.embed:
+        others = [name for name in base.state_dict() if not name.startswith(("model.", "lm_head.", "head."))]
+        if others or type(base).embed is not LanguageModel.embed:
             what, where = "an embedding model has a decoder only", type(base).__name__
-            remedy = "Models that read images cannot be one."
-            raise ConfigError(what, where=where, got="a method `embed`", remedy=remedy)
+            got = f"parameters outside the decoder, {first_names(others)}" if others else "a method `embed`"
+            remedy = "Models that read images cannot be one, nor classes of your own with further parts."
+            raise ConfigError(what, where=where, got=got, remedy=remedy)
         with building(device, dtype):
             model = EmbeddingModel(config, base.model, self.settings)
         model.files = self.files.contents
@@ -126,9 +128,9 @@ def read_embedding(base: Architecture, raw: Entries, options: Entries, files: Mo
     settings = read_settings(files, hidden_size(model)) if files.modules else EmbeddingSettings()
     if pooling is not None:
         stage, *others = settings.stages
-        modes = read_modes(pooling, "argument pooling")
+        modes = read_modes(pooling, "pooling")
         settings = replace(settings, stages=(replace(stage, modes=modes), *others))  # type: ignore[type-var]
-    settings = changed_settings(settings, "arguments of from_pretrained", **given)
+    settings = changed_settings(settings, "", **given)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     outside = [name for name in shapes if not name.startswith("model.")]
     heads = {next(layout.slices_of(n, shapes)).stored_name for layout in base.layouts(config) for n in outside}

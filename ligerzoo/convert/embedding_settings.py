@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import get_args
 
 from ligerzoo.checks import AT_LEAST_1, is_list, is_text
-from ligerzoo.entries import BOOLEAN, OBJECT, STRING, Entries, JsonType, check_one_of, list_of, object_entry
+from ligerzoo.entries import BOOLEAN, STRING, Entries, JsonType, check_one_of, is_object, list_of, object_entry
 from ligerzoo.errors import ConfigError, LigerzooError, first_names, unknown_names
 from ligerzoo.files.modules import MODULE_CONFIG, MODULES_FILE, SETTINGS_FILE, Module, ModuleFiles
 from ligerzoo.layers.pooling import POOLING_MODES
@@ -56,7 +56,9 @@ _ARGUMENTS = {
 """Arguments of transformers in the config of the first module that change nothing here, or that we read."""
 
 _MODE_LIST = list_of(STRING, "a pooling mode, or a list of them")
-_PROMPTS = OBJECT._replace(contains=lambda value: all(map(is_text, value.values())), expected="an object of texts")
+_PROMPTS = JsonType[Mapping[str, str]](
+    "an object of texts", is_object, lambda value: all(map(is_text, value.values())), problem="invalid value"
+)
 _FEATURES = JsonType[int]("1 to 16,777,216", AT_LEAST_1.accepts, lambda n: n <= 2**24, problem="not a size")
 _LENGTH = JsonType[int]("an integer, 1 or more", AT_LEAST_1.accepts, problem="not a number of tokens")
 
@@ -97,7 +99,7 @@ def _with_prompts(settings: EmbeddingSettings, files: ModuleFiles) -> EmbeddingS
     prompts = _PROMPTS.read(reader.get("prompts") or {}, f"{reader.where}, prompts")
     return changed_settings(
         settings,
-        reader.where,
+        f"{reader.where}, ",
         prompts=dict(prompts),
         default_prompt_name=reader.get("default_prompt_name"),
         similarity=_SIMILARITIES[str(reader.get("similarity_fn_name") or "cosine")],
@@ -106,12 +108,12 @@ def _with_prompts(settings: EmbeddingSettings, files: ModuleFiles) -> EmbeddingS
 
 
 def changed_settings(settings: EmbeddingSettings, where: str, **changes: object) -> EmbeddingSettings:
-    """Returns settings with other values, and names the file or argument that an invalid one comes from."""
+    """Returns settings with other values. An error about one begins with `where`."""
     try:
         return replace(settings, **changes)  # type: ignore[arg-type]
     except LigerzooError as error:
-        name = str(error.where).rpartition(": ")[2]
-        raise ConfigError(error.what, where=f"{where}, {name}", got=error.got, expected=error.expected) from error
+        name = where + str(error.where).rpartition(": ")[2]
+        raise ConfigError(error.what, where=name, got=error.got, expected=error.expected) from error
 
 
 class _Reader:

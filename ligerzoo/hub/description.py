@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -140,6 +141,9 @@ def naming_source(source: object, arguments: Collection[str] = ()) -> Iterator[N
     try:
         yield
     except ConfigError as error:
+        directory = os.path.dirname(str(source))
+        if directory and str(error.where).startswith(directory + os.sep):
+            raise  # names another file of the directory
         name = re.match(r"\w*", str(error.where))
         where = f"argument {error.where}" if name and name[0] in arguments else f"{source}, {error.where}"
         raise error.moved_to(where) from error

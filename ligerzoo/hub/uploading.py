@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub.saving import save
+from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.masked_lm import MaskedLM
 from ligerzoo.models.pretrained import Saveable
@@ -63,6 +64,8 @@ def _pipeline_tag(model: LanguageModel) -> str:
             return "token-classification"
         case MaskedLM():
             return "fill-mask"
+        case EmbeddingModel():
+            return "sentence-similarity"
     return "image-text-to-text" if model.modalities else "text-generation"
 
 

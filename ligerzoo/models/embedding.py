@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, get_args
@@ -17,6 +18,7 @@ from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.pretrained import TextEmbedding
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 """Similarities of embeddings; the last two are negative distances."""
@@ -130,7 +132,7 @@ class EmbeddingSettings:
         check(where, or_none(one_of(tuple(self.prompts))), default_prompt_name=self.default_prompt_name)
 
 
-class EmbeddingModel(LanguageModel):
+class EmbeddingModel(TextEmbedding, LanguageModel):
     """A decoder or encoder of any architecture, and modules that make one embedding of each text.
 
     Reads and writes the checkpoints of sentence-transformers. Texts are always packed into one row: nothing is computed
@@ -202,6 +204,17 @@ class EmbeddingModel(LanguageModel):
         for stage in others:
             embeddings = stage(embeddings)
         return embeddings
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a text that `encode` reads, special tokens included."""
+        if self.settings.max_length is not None:
+            return self.settings.max_length
+        positions: int = getattr(self.config, "max_position_embeddings", sys.maxsize)
+        limits = [positions - getattr(self.config, "first_position", 0)]
+        if "tokenizer.json" in self.files or self._tokenizer is not None:
+            limits.append(self.tokenizer.model_max_length)
+        return min(limits)
 
     def similarity(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the similarity of each pair of embeddings, (n, D) and (m, D) -> (n, m), as `settings` says.

@@ -14,6 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ligerzoo.convert.layout import Layout
     from ligerzoo.generate import Completion, GenerateOutput
+    from ligerzoo.text.tokenizer import Tokenizer
 
 
 class Saveable(Protocol):
@@ -147,6 +148,34 @@ class Pretrained:
             self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor
         )
         return url
+
+
+class TextEmbedding:
+    """Embeddings of texts; see `ligerzoo.encoding`."""
+
+    _tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint; assign another one for a model without files."""
+        if self._tokenizer is None:
+            self._tokenizer = _package("encoding").read_tokenizer(self)
+        tokenizer: Tokenizer = self._tokenizer
+        return tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, value: Tokenizer) -> None:
+        self._tokenizer = value
+
+    def encode(self, texts: str | Iterable[str], **options: object) -> Tensor:
+        """Returns the embeddings of texts, (n, D), or (D,) for one text; see `ligerzoo.encoding.encode_texts`."""
+        embeddings: Tensor = _package("encoding").encode_texts(self, texts, **options)
+        return embeddings
+
+    def encode_tokens(self, rows: Iterable[Sequence[int]], **options: object) -> Tensor:
+        """Returns the embeddings of texts as token ids, (n, D); see `ligerzoo.encoding.encode_token_ids`."""
+        embeddings: Tensor = _package("encoding").encode_token_ids(self, rows, **options)
+        return embeddings
 
 
 class Generative:

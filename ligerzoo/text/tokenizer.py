@@ -96,6 +96,10 @@ class Tokenizer(ChatRenderer):
             setattr(tokenizer, name, value)
         return tokenizer
 
+    def lowercasing(self) -> Self:
+        """Returns the tokenizer of the same files that converts texts to lower case first."""
+        return type(self)(self.files.with_lowercase().contents, self.files.where)
+
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the tokenizer's files, byte for byte as they were loaded unless tokens were added or renamed.
 

@@ -204,6 +204,16 @@ class TokenizerFiles:
         others = {name: content for name, content in self.contents.items() if not name.endswith(".jinja")}
         return type(self)({**others, "chat_template.jinja": source.encode()}, self.where)
 
+    def with_lowercase(self) -> Self:
+        """Returns the files whose first normalizer converts to lower case, unless one does already."""
+        content = self._entries("tokenizer.json")
+        normalizer = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        each = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
+        if any(one.get("type") == "Lowercase" for one in each):
+            return self
+        content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *each]}
+        return type(self)({**self.contents, "tokenizer.json": json.dumps(content).encode()}, self.where)
+
     def without(self, name: str) -> Self:
         """Returns the files but one."""
         return type(self)({other: content for other, content in self.contents.items() if other != name}, self.where)
