@@ -35,8 +35,8 @@ class Recompute(IntEnum):
 
     Attributes:
         NOTHING: nothing; backward keeps all that it needs.
-        ELEMENTWISE: outputs of norms and short convolutions, rotations of normalized heads, and
-            `activation(gate) * up`. Costs no matrix product.
+        ELEMENTWISE: outputs of norms and short convolutions, rotations of normalized heads, inputs that processes
+            gather for layers, and `activation(gate) * up`. Costs no matrix product.
         MLP: gate and up projections too, of dense MLPs and of experts.
         BLOCK: everything; backward keeps the block's input.
     """

@@ -128,6 +128,7 @@ class Context:
         exact: give packed documents, and texts with padding at their ends, the attention that they have alone, to the
             bit, even where another way is faster. Default positions then count no padding.
         parts: how the tokens are divided over processes; None if they are not. The other arguments are of all tokens.
+        residual_parts: how blocks divide those tokens over processes; None if they do not. See `divide`.
 
     Attributes:
         rows: B.
@@ -148,6 +149,7 @@ class Context:
         outputs: as given.
         documents: what attends to each other in packed or padded rows; None if the host does not know it.
         parts: as given.
+        residual_parts: as given.
         is_exact: whether tokens get the bits that they have in an exact forward of their text alone.
         router_logits, attentions, hidden_states: those of `outputs`.
 
@@ -174,6 +176,7 @@ class Context:
     shared_keys: dict[str, KeysAndValues]
     outputs: LayerOutputs
     parts: RowParts
+    residual_parts: RowParts
     _whole: Context | None
     _full_mask: Tensor | Mask | None
     _packed_end: Tensor | None  # 0-d: last boundary of packed segments
@@ -191,11 +194,13 @@ class Context:
         *,
         exact: bool = False,
         parts: RowParts | None = None,
+        residual_parts: RowParts | None = None,
     ) -> None:
         check_context_inputs(x, attention_mask, position_ids, cu_seqlens, cache)
         self.rows, self.tokens = x.shape[:2]
         self.cache = cache
         self.parts = WHOLE_ROWS if parts is None else parts  # torch 2.11 cannot compile an object as a default
+        self.residual_parts = WHOLE_ROWS if residual_parts is None else residual_parts
         self._full_mask = self.padding_mask = self.documents = self._whole = None
         find_documents = partial(Documents, tokens=self.tokens, device=x.device, exact=exact)
         may_read = cache is None and reads_values()
@@ -320,20 +325,48 @@ class Context:
         """Returns the tokens of this process, of (B, T, ...), and their context, which lacks masks: see `whole`."""
         if self.parts.count == 1:
             return x, self
-        own, parts = self.parts.own(x), self.parts
-        changes: dict[str, object] = {"position_ids": parts.own(self.position_ids, dim=-1)}
-        for name in ("deepstack", "cross_attention_inputs", "block_inputs"):
-            given = getattr(self, name)
-            changes[name] = None if given is None else given.own(parts, self.rows, self.tokens)
-        return own, self.replace(_whole=self, tokens=own.shape[1], **changes)
+        own, changes = self.parts.own(x), self._own_inputs(self.parts, self.rows, self.tokens)
+        positions = self.parts.own(self.position_ids, dim=-1)
+        return own, self.replace(_whole=self, tokens=own.shape[1], position_ids=positions, **changes)
+
+    def divide(self, x: Tensor) -> tuple[Tensor, Context]:
+        """Returns the input of the first block, of (B, T, H), and the context of the blocks.
+
+        If processes divide the tokens between the layers of blocks, it is (1, c, H) for those of this process: the
+        tokens of all rows are one row. The layers of blocks that see other tokens gather them, and the positions and
+        masks of the context are theirs. See `ligerzoo.parallel.sequence_parallel`.
+        """
+        if self.residual_parts.count == 1:
+            return x, self
+        tokens = self.rows * self.tokens
+        parts = self.residual_parts.of(tokens)
+        same: dict[str, object] = {"_rotations": self._rotations, "_masks": self._masks}
+        context = self.replace(residual_parts=parts, **same, **self._own_inputs(parts, 1, tokens))
+        return parts.own(x.reshape(1, tokens, -1)), context
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the output of the last block, (B, T, H), in a context of `divide`, and gathers what layers stored."""
+        if self.residual_parts.count == 1:
+            return x
+        self._gather_outputs(self.residual_parts, 1)
+        return self.residual_parts.gather(x).view(self.rows, self.tokens, -1)
+
+    def _own_inputs(self, parts: RowParts, rows: int, tokens: int) -> dict[str, object]:
+        """Returns the further inputs of the tokens of this process, by attribute."""
+        inputs = {name: getattr(self, name) for name in ("deepstack", "cross_attention_inputs", "block_inputs")}
+        return {name: None if given is None else given.own(parts, rows, tokens) for name, given in inputs.items()}
 
     def gather_outputs(self) -> None:
         """Gathers what layers stored of the tokens of this process."""
         if self.parts.count > 1:
-            for stored in (self.outputs.hidden_states or [], self.outputs.router_logits or []):
-                for index, x in enumerate(stored):
-                    gathered = self.parts.gather(x.view(self.rows, -1, x.shape[-1]))
-                    stored[index] = gathered if x.ndim == 3 else gathered.flatten(0, 1)
+            self._gather_outputs(self.parts, self.rows)
+
+    def _gather_outputs(self, parts: RowParts, rows: int) -> None:
+        for stored in (self.outputs.hidden_states or [], self.outputs.router_logits or []):
+            for index, x in enumerate(stored):
+                gathered = parts.gather(x.view(rows, -1, x.shape[-1]))
+                shape = (self.rows, -1) if x.ndim == 3 else (-1,)
+                stored[index] = gathered.reshape(*shape, x.shape[-1]).clone()  # FSDP2 warns of outputs that are views
 
     def require_padding_mask(self, layer: str) -> None:
         """Raises ValueError if an attention mask was given: a recurrent layer can apply a padding mask only."""

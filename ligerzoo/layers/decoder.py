@@ -141,6 +141,7 @@ def run_blocks(
     if not (levels and torch.is_grad_enabled() and caches is None):
         levels = [Recompute.NOTHING] * len(layers)
     outputs = context.outputs
+    x, context = context.divide(x)
     if outputs.hidden_states is not None:
         outputs.hidden_states.append(x)
     for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
@@ -160,7 +161,7 @@ def run_blocks(
             outputs.hidden_states.append(x)
         if context.deepstack is not None:  # not part of the block, which may be recomputed
             x = context.deepstack.add(x, index)
-    return x
+    return context.gather(x)
 
 
 def _is_capturing(x: Tensor) -> bool:

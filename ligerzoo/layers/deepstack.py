@@ -46,7 +46,7 @@ class DeepStack(NamedTuple):
         own = parts.own(torch.arange(rows * tokens, device=index.device).view(rows, tokens), fill=rows * tokens)
         index[own.flatten()] = torch.arange(own.numel(), device=index.device)
         chosen = index[self.tokens]
-        features = [one.where((chosen >= 0)[:, None], 0.0) for one in self.features]
+        features = [parts.share(one).where((chosen >= 0)[:, None], 0.0) for one in self.features]
         return type(self)(chosen.clamp(min=0), features)
 
 

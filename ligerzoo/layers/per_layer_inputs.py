@@ -41,7 +41,7 @@ class PerLayerInputs(NamedTuple):
 
     def own(self, parts: RowParts, rows: int, tokens: int) -> Self:
         """Returns those of the tokens of this process."""
-        return type(self)(tuple(map(parts.own, self.features)))
+        return type(self)(tuple([parts.own(one.reshape(rows, tokens, -1)) for one in self.features]))
 
 
 class PerLayerDecoder(Decoder):

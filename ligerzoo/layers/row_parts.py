@@ -45,6 +45,13 @@ class RowParts:
         """
         return x
 
+    def share(self, x: Tensor) -> Tensor:
+        """Returns x, equal in all processes, of which each uses what its tokens need.
+
+        Its gradient is that of all tokens, or the processes average their gradients.
+        """
+        return x
+
     def gather(self, x: Tensor) -> Tensor:
         """Returns the tokens of all processes, (B, c, ...) -> (B, T, ...).
 

@@ -2,7 +2,7 @@
 
 Each process computes a layer with its part of the heads, of the intermediate features, of the experts or of the
 vocabulary, and the outputs of all processes are added up (Shoeybi et al. 2019). What no plan names, such as norms and
-routers, is whole in every process.
+routers, is whole in every process, which computes it for a part of the tokens.
 """
 
 from __future__ import annotations

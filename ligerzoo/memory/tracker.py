@@ -57,7 +57,7 @@ class Collective(NamedTuple):
     Attributes:
         kind: what it does.
         group: name of the process group.
-        nbytes: size of the tensor of this process.
+        nbytes: size of the tensor of this process; of the whole tensor of an all-gather or a reduce-scatter.
     """
 
     kind: CollectiveKind
@@ -68,8 +68,10 @@ class Collective(NamedTuple):
 _COLLECTIVES: dict[str, tuple[CollectiveKind, int]] = {
     "c10d::allreduce_": ("all-reduce", 1),
     "c10d::alltoall_base_": ("all-to-all", 2),
+    "c10d::_allgather_base_": ("all-gather", 2),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 2),
 }
-"""Those of the forward and backward of divided layers, with the position of the process group among the arguments."""
+"""Those of the forward and backward of divided layers, with the position of the process group after their tensors."""
 
 _READ_BY_ROW = ("aten::embedding", "aten::index_select", "aten::gather")
 """Operations that read as much as they write."""
@@ -165,7 +167,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 
         kind, position = _COLLECTIVES[func._schema.name]
-        nbytes = sum(one.numel() * one.element_size() for one in _tensors(args[:1]))
+        given = [one.numel() * one.element_size() for one in _tensors(args[:position])]
+        nbytes = given[0] if kind == "all-to-all" else max(given)
         group = ProcessGroup.unbox(args[position])  # type: ignore[arg-type]
         self.collectives.append(Collective(kind, str(group.group_name), nbytes))
         work = Work.boxed(FakeWork())

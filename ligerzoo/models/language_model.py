@@ -36,6 +36,9 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
     row_parts: RowParts = WHOLE_ROWS
     """How the tokens of rows are divided over processes, see `ligerzoo.parallel.context_parallel`."""
 
+    residual_parts: RowParts = WHOLE_ROWS
+    """How blocks divide those tokens over processes, see `ligerzoo.parallel.sequence_parallel`."""
+
     _is_empty = False  # after `to_empty` of a model on meta
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -149,12 +152,14 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             raise LigerzooError(what, where="exact", got=True, expected="False with output_attentions=True")
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        parts = self.row_parts.of(x.shape[1]) if past_key_values is None else WHOLE_ROWS
+        is_whole = past_key_values is not None
+        parts = WHOLE_ROWS if is_whole else self.row_parts.of(x.shape[1])
+        residual_parts = WHOLE_ROWS if is_whole else self.residual_parts
         if parts.count > 1 and outputs.attentions is not None:
             what, expected = "each process has those of its heads only", "False, with context parallelism"
             raise LigerzooError(what, where="output_attentions", got=True, expected=expected)
         given = attention_mask, position_ids, cu_seqlens, past_key_values, outputs
-        context = Context(x, *given, exact=exact, parts=parts)
+        context = Context(x, *given, exact=exact, parts=parts, residual_parts=residual_parts)
         context.token_types = token_types
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)

@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
-from ligerzoo.layers.row_parts import RowParts
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.parallel.divided_tokens import DividedTokens, pad
 from ligerzoo.token_parts import objective_parts
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -61,7 +59,7 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
     if count == 1:
         return model
     check_exchanged_heads(model, count)
-    model.row_parts = DividedRows(group=group, count=count, rank=dist.get_rank(group))
+    model.row_parts = DividedRows.over(group)
     return model
 
 
@@ -91,36 +89,8 @@ def check_exchanged_heads(model: LanguageModel, count: int, tensor: int = 1) -> 
             raise LigerzooError(what, where=where, got=f"{own} heads", expected=expected, remedy=remedy)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DividedRows(RowParts):
-    """Rows of which each process of a group has some consecutive tokens.
-
-    Attributes:
-        group: n processes.
-        count: n.
-        rank: index of this process in the group.
-        tokens: T.
-    """
-
-    group: dist.ProcessGroup
-    count: int
-    rank: int
-    tokens: int = 0
-
-    def __deepcopy__(self, memo: object) -> DividedRows:
-        return self  # a process group cannot be copied
-
-    def of(self, tokens: int) -> DividedRows:
-        return replace(self, tokens=tokens)
-
-    @property
-    def length(self) -> int:
-        """c."""
-        return -(-self.tokens // self.count)
-
-    def own(self, x: Tensor, dim: int = 1, fill: int = 0) -> Tensor:
-        first, last = (min(index * self.length, self.tokens) for index in (self.rank, self.rank + 1))
-        return _pad(x.narrow(dim, first, last - first), dim, self.length - (last - first), fill)
+class DividedRows(DividedTokens):
+    """Rows that context parallelism divides."""
 
     def gather(self, x: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(x, self)
@@ -159,12 +129,12 @@ class DividedRows(RowParts):
         return tuple([x.unflatten(2, shape) for x, shape in zip(features, shapes, strict=True)])  # type: ignore[no-untyped-call]
 
     def to_tokens(self, x: Tensor, heads: int) -> Tensor:
-        x = _pad(x, 1, self.length * self.count - self.tokens)
+        x = self.padded(x)
         received = self._exchange(x.unflatten(1, (self.count, -1)).transpose(0, 1))  # type: ignore[no-untyped-call]
         return received.movedim(0, 2).flatten(2, 3)[:, :, :heads]
 
     def own_heads(self, weight: Tensor) -> Tensor:
-        return _pad(weight, 0, -len(weight) % self.count).chunk(self.count)[self.rank]
+        return pad(weight, 0, -len(weight) % self.count).chunk(self.count)[self.rank]
 
     def _exchange(self, x: Tensor) -> Tensor:
         """(n, ...), one part for each process -> (n, ...), one part of each process."""
@@ -177,15 +147,7 @@ class DividedRows(RowParts):
         if most % (heads * repeats):
             repeats = most // heads
         x = x if repeats == 1 else x.repeat_interleave(repeats, 2)
-        return _pad(x, 2, -x.shape[2] % self.count)
-
-
-def _pad(x: Tensor, dim: int, missing: int, fill: int = 0) -> Tensor:
-    """Adds `missing` entries to the end of a dimension."""
-    if missing == 0:
-        return x
-    after = x.ndim - 1 - dim % x.ndim
-    return F.pad(x, (*(0, 0) * after, 0, missing), value=fill)
+        return pad(x, 2, -x.shape[2] % self.count)
 
 
 class _AllToAll(FusedFunction):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -13,21 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differentiable
+from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.context import Context
 from ligerzoo.layers.tensor_plan import DividedParameter
-
-
-class _Share(FusedFunction):
-    """x, of which each process computes a part of the gradient: the parts are added up."""
-
-    @staticmethod
-    def forward(ctx: FusedContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None]:
-        return _summed(dy, ctx.group), None
+from ligerzoo.parallel.sequence_parallel import ResidualParts, block_parts, share
 
 
 class _AddParts(FusedFunction):
@@ -35,7 +25,9 @@ class _AddParts(FusedFunction):
 
     @staticmethod
     def forward(ctx: FusedContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     @once_differentiable
@@ -54,12 +46,6 @@ class _Once(FusedFunction):
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 class TensorShard(NamedTuple):
@@ -104,14 +90,26 @@ class TensorShard(NamedTuple):
 
     def share(self, x: Tensor) -> Tensor:
         """Returns x, whose gradient is the sum of those of all processes."""
-        if x.requires_grad and torch.is_grad_enabled():
-            x = _Share.apply(x, self.group)
-        return x
+        return share([x], self.group)[0]
 
     def add_parts(self, x: Tensor) -> Tensor:
         """Returns the sum of the parts of all processes."""
         total: Tensor = _AddParts.apply(x, self.group)
         return total
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """Returns the input of a layer, of all tokens, whose gradient is the sum of those of all processes.
+
+        Args:
+            x: of all tokens, or of those of this process where a block divides them, see `Context.divide`.
+        """
+        parts = block_parts.get()
+        return self.share(x) if parts is None else parts.gather_input(x)
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """Returns the sum of the outputs of all processes: of all tokens, or of those of this process, (1, c, ...)."""
+        parts = block_parts.get()
+        return self.add_parts(x) if parts is None else parts.add_outputs(x)
 
     def once(self, x: Tensor) -> Tensor:
         """Returns x in the first process, and 0 in the others."""
@@ -129,3 +127,22 @@ class DividedLayer(nn.Module):
             what, remedy = "processes have parts of this layer", "Change the model before it is distributed."
             raise LigerzooError(what, where=f"{type(self).__name__}.{name}", got=type(value).__name__, remedy=remedy)
         super().__setattr__(name, value)
+
+
+class TokenwiseBlock(DividedLayer):
+    """A block whose layers compute own tokens, but for those that processes divide, if its context divides the tokens.
+
+    `tensor_shard` has the parameters of those layers.
+    """
+
+    def forward(self, x: Tensor, context: Context, *cache: LayerCache | None) -> Tensor:
+        if context.residual_parts.count == 1:
+            return super().forward(x, context, *cache)  # type: ignore[no-any-return]
+        part = self.tensor_shard
+        values = share([one.value for one in part.parameters], part.group)
+        token = block_parts.set(replace(cast(ResidualParts, context.residual_parts), rows=context.rows))
+        try:
+            with part.replaced(dict(zip(part.parameters, values, strict=True)).__getitem__):
+                return super().forward(x, context, *cache)  # type: ignore[no-any-return]
+        finally:
+            block_parts.reset(token)

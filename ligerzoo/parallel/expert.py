@@ -2,8 +2,8 @@
 
 Routing gives each token k slots. Sorted by expert, the slots of one process's experts are adjacent rows:
 
-    tensor   all processes of the group have the same tokens. Each computes the rows of its experts, and the outputs of
-             all are added up
+    tensor   all processes of the group gather the same tokens. Each computes the rows of its experts, and the outputs
+             of all are added up
     expert   each process has other tokens. It sends the rows to the processes of their experts, which send back the
              outputs (all-to-all); the slots of a token are added up where the token is
 
@@ -24,7 +24,8 @@ from ligerzoo.kernels.autograd import FusedContext, FusedFunction, once_differen
 from ligerzoo.kernels.dispatch import uses_triton
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from ligerzoo.layers.moe import Experts
-from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
+from ligerzoo.parallel.divided_layer import DividedLayer
+from ligerzoo.parallel.sequence_parallel import ResidualParts, block_parts
 
 Rows = TypeVar("Rows", list[int], list[list[int]])
 
@@ -146,18 +147,20 @@ class _Experts(DividedLayer, Experts):
 
 
 class TensorParallelExperts(_Experts):
-    """Adds up the outputs of the experts of all processes, which have the same tokens."""
+    """Adds up the outputs of the experts of all processes, which get the same tokens."""
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         part = self.tensor_shard
         with part.replaced(part.local):
+            given = (part.all_tokens(one).flatten(0, -2) for one in (x, expert_ids, expert_weights))
+            x, expert_ids, expert_weights = given
             slots, count = self.sorted_slots(x, expert_ids), len(self.down_proj)
             first, share = count * dist.get_rank(part.group), expert_ids.numel() // part.group.size()
             begin, end = _on_host(slots.bounds[[first, first + count]], [0, share])
-            tokens, ids = slots.tokens(part.share(x)), slots.values(expert_ids - first)
-            weights = slots.values(part.share(expert_weights))
+            tokens, ids = slots.tokens(x), slots.values(expert_ids - first)
+            weights = slots.values(expert_weights)
             y = self.of_rows(tokens[begin:end], ids[begin:end], weights[begin:end])
-            return part.add_parts(slots.sums(F.pad(y, (0, 0, begin, len(tokens) - end))))
+            return part.own_tokens(slots.sums(F.pad(y, (0, 0, begin, len(tokens) - end))))
 
 
 class ExpertParallelExperts(_Experts):
@@ -168,25 +171,23 @@ class ExpertParallelExperts(_Experts):
 
     Attributes:
         shards: the mesh over which FSDP2 shards the experts of this process.
-        copies: the processes that have the same tokens: each sends its share of them.
+        copies: the processes that have the same tokens, unless blocks divide them: each sends its part.
     """
 
     shards: DeviceMesh
-    copies: TensorShard
+    copies: ResidualParts
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        copies, count = self.copies, self.copies.group.size()
-        if count == 1:
+        if self.copies.count == 1 or block_parts.get() is not None:
             return self.exchanged(x, expert_ids, expert_weights)
-        first, end = (len(x) * rank // count for rank in (dist.get_rank(copies.group), dist.get_rank(copies.group) + 1))
-        x, expert_weights = copies.share(x), copies.share(expert_weights)
-        y = self.exchanged(x[first:end], expert_ids[first:end], expert_weights[first:end])
-        return copies.add_parts(F.pad(y, (0, 0, first, len(x) - end)))
+        copies = self.copies.of(len(x))
+        own = [copies.own(one[None])[0] for one in (x, expert_ids, expert_weights)]
+        return copies.gather(self.exchanged(*own)[None])[0]
 
     def exchanged(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Computes the experts of this process's tokens, wherever they are."""
         part, group = self.tensor_shard, self.tensor_shard.group
-        others = group.size() // self.copies.group.size()
+        others = group.size() // self.copies.count
         with part.replaced(lambda one: _Average.apply(part.local(one), others)):
             slots = self.sorted_slots(x, expert_ids)
             counts = slots.bounds.diff().view(group.size(), -1)  # of each expert, by process

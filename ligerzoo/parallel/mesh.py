@@ -7,7 +7,8 @@ The dimensions of the mesh, from the outermost to the innermost, are `replicate`
     replicate   all shards of another copy       sums of gradients, once a step
     shard       a part of all weights, FSDP2     weights of each block before it runs, sums of gradients
     context     a part of every row              heads of attention
-    tensor      a part of every layer            sums of the outputs of attention and MLPs
+    tensor      a part of every layer, and of    tokens, and sums of the outputs of attention and MLPs
+                the tokens between them
     expert      some of the experts              tokens of the experts
 """
 

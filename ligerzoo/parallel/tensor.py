@@ -8,7 +8,7 @@ parts, by the kernels of one process, and the outputs of all processes are put t
     experts          own experts             of the slots of all tokens; the outputs are added up
     embedding        own tokens              the other rows are 0; the outputs are added up
     head             own tokens              the loss exchanges a few numbers per token; logits are gathered
-    the rest         all of it               as every other process
+    the rest         all of it               of own tokens in blocks, see `sequence_parallel`; elsewhere of all
 
 The gradient of a shared input is the sum of those of all processes, and so is that of a parameter which is whole in
 every process but used for its own part, such as a norm of heads.
@@ -35,11 +35,12 @@ from ligerzoo.layers.embedding import Embedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.norm import AllHeadsRMSNorm
 from ligerzoo.layers.plain import is_plain_tensor
-from ligerzoo.layers.tensor_plan import Kind, TensorPlan
+from ligerzoo.layers.tensor_plan import DividedParameter, Kind, TensorPlan
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard
+from ligerzoo.parallel.divided_layer import DividedLayer, TensorShard, TokenwiseBlock
 from ligerzoo.parallel.expert import ExpertParallelExperts, TensorParallelExperts
 from ligerzoo.parallel.processes import device_of
+from ligerzoo.parallel.sequence_parallel import ResidualParts
 from ligerzoo.parallel.vocab_parallel import vocab_parallel_linear_cross_entropy
 
 # torch says that it gathers over one axis of the mesh after the other, for each parameter that FSDP2 shards, too.
@@ -74,7 +75,7 @@ class _Sum(DividedLayer):
                 what, remedy = "attention probabilities of own heads only", "Use a mesh without tensor."
                 raise LigerzooError(what, where="output_attentions", got=True, expected=False, remedy=remedy)
         with part.replaced(part.local):
-            return part.add_parts(super().forward(part.share(x), *args, **options))
+            return part.own_tokens(super().forward(part.all_tokens(x), *args, **options))
 
 
 class _AllHeadsNorm(DividedLayer, AllHeadsRMSNorm):
@@ -153,6 +154,21 @@ def divide(model: LanguageModel, mesh: DeviceMesh, *, but_experts: bool = False)
         but_experts: leave experts whole, which `divide_experts` divides.
     """
     _divide(_layers_over(model, "tensor", but_experts), mesh)
+    _divide_tokens(model, mesh.get_group())
+
+
+def _divide_tokens(model: LanguageModel, group: dist.ProcessGroup) -> None:
+    """Divides the tokens between divided layers, unless a block may mix tokens in a layer that is whole."""
+    blocks = list(model.decoder_layers)
+    if not all(hasattr(getattr(block, "mixer", None), "tensor_plan") for block in blocks):
+        return
+    divided = {module for layer in planned_layers(model).values() for module in layer.modules()}
+    for block in blocks:
+        modules = [module for module in block.modules() if module not in divided]
+        named = [(module, name) for module in modules for name, one in module._parameters.items() if one is not None]
+        parameters = tuple([DividedParameter(module, name, None) for module, name in named])
+        _become(TokenwiseBlock, block, TensorShard(parameters, group))
+    model.residual_parts = ResidualParts.over(group)
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh, copies: dist.ProcessGroup) -> None:
@@ -167,7 +183,7 @@ def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh, c
     layers = _layers_over(model, "expert")
     _divide(layers, mesh)
     for layer in layers.values():
-        layer.shards, layer.copies = shards, TensorShard((), copies)  # type: ignore[assignment]
+        layer.shards, layer.copies = shards, ResidualParts.over(copies)  # type: ignore[assignment]
 
 
 def check_divisible(model: LanguageModel, axis: Axis, processes: int, *, but_experts: bool = False) -> None:

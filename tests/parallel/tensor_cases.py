@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from ligerzoo.adapters import add_lora
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.layers import (
+    Context,
     Decoder,
     Embedding,
     GatedAttention,
     LayerNorm,
+    Linear,
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
     UngatedMLP,
 )
+from ligerzoo.layers.cache import LayerCache
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig
 from ligerzoo.parallel import (
     accumulating,
@@ -140,37 +144,85 @@ def new_model(**changes: Any) -> Llama:
     return Llama(tiny(**{**sizes, **changes})).train()
 
 
+class Means(Linear):
+    """A layer without a plan in which tokens see others: means of the earlier tokens' features."""
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # type: ignore[override]
+        counts = torch.arange(1, context.tokens + 1)[:, None]
+        return super().forward(x.view(context.rows, context.tokens, -1).cumsum(1) / counts)
+
+
 class Own(CausalLM):
-    """A model of existing layers, with biases, in a combination that no architecture has."""
+    """A model of existing layers, with biases, in a combination that no architecture has; or with `Means`."""
 
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, has_plan: bool) -> None:
         size, rotary = config.hidden_size, RotaryEmbedding(4)
+        attention = partial(GatedAttention, size, 4, 2, rotary=rotary, qkv_bias=True, output_bias=True)
+        mixer = attention if has_plan else partial(Means, size, size)
         blocks = [
-            PreNormBlock(
-                LayerNorm(size),
-                GatedAttention(size, 4, 2, rotary=rotary, qkv_bias=True, output_bias=True),
-                RMSNorm(size),
-                UngatedMLP(size, 36, bias=True),
-            )
-            for _ in range(2)
+            PreNormBlock(LayerNorm(size), mixer(), RMSNorm(size), UngatedMLP(size, 36, bias=True)) for _ in range(2)
         ]
         super().__init__(config, Decoder(Embedding(config.vocab_size, size), blocks, RMSNorm(size)))
 
 
 def own_model(rank: int) -> None:
-    """A model of existing layers has a plan."""
-    parts, models = make_mesh("tensor=2"), []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Own(tiny(initializer_range=0.3)).train())
-        for name, weight in models[-1].named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(weight, std=0.3)
-    model = parallelize(models[0], parts)
-    assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape == (16, 16)
-    equal_one_process("own", model, models[1], parts)
+    """A model of existing layers has a plan. Processes divide its tokens unless a layer without a plan mixes them."""
+    parts = make_mesh("tensor=2")
+    for has_plan in (True, False):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Own(tiny(initializer_range=0.3), has_plan).train())
+            for name, weight in models[-1].named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(weight, std=0.3)
+        model = parallelize(models[0], parts)
+        assert model.model.layers[0].mlp.up_proj.weight.to_local().shape == (18, 16)
+        assert model.residual_parts.count == (2 if has_plan else 1)
+        equal_one_process("own", model, models[1], parts)
+
+
+def kept_bytes(model: CausalLM, ids: Tensor, level: Recompute) -> int:
+    """Returns what autograd keeps of the tokens, 40 in all, in a forward."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.numel() % (ids.numel() // 2) == 0:  # no weight has such a size
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    model.model.activation_plan = (level,) * len(model.model.layers)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(ids, labels=ids)
+    model.model.activation_plan = ()
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def tokens_between_layers(rank: int) -> None:
+    """Processes divide them, evenly or not, but not with a cache; outputs and gradients are those of all tokens."""
+    model, whole = parallelize(new_model(), "tensor=2"), new_model()
+    shapes: list[torch.Size] = []
+    hooks = [block.register_forward_pre_hook(lambda _, x: shapes.append(x[0].shape)) for block in model.model.layers]
+    rows = torch.arange(21).view(3, 7)
+    outputs: Any = {"output_hidden_states": True}
+    for has_cache, shape in ((False, (1, 11, 16)), (True, (3, 7, 16))):
+        with torch.no_grad():
+            found, expected = (one(rows, use_cache=has_cache, **outputs) for one in (model, whole))
+        assert shapes == [shape] * 3
+        shapes.clear()
+        states = ((one.logits, *one.hidden_states) for one in (found, expected))
+        torch.testing.assert_close(*states, rtol=1e-4, atol=2e-5)
+    batch = [{"input_ids": rows, "labels": rows}]
+    _, actual = gradients(model, batch, 9)
+    compare(actual, gradients(whole, batch, 9)[1], "rows")
+    assert sum("norm" in name for name in actual) == 7
+    for hook in hooks:
+        hook.remove()
+    ids = torch.arange(40).view(2, 20) % 33
+    for level, share in ((Recompute.NOTHING, 0.62), (Recompute.ELEMENTWISE, 0.57), (Recompute.MLP, 0.57)):
+        assert kept_bytes(model, ids, level) < share * kept_bytes(whole, ids, level), level
 
 
 def adapters(rank: int) -> None:
@@ -270,6 +322,7 @@ def one_and_all(rank: int, directory: Path) -> None:
     experts(rank)
     own_model(rank)
     adapters(rank)
+    tokens_between_layers(rank)
     accumulation_and_optimizer(rank, directory)
     architectures(rank, directory, "tensor=2", saves=True)
     architectures(rank, directory, "expert=2", saves=True, only=("deepseek_v3",))
