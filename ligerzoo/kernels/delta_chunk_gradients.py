@@ -54,12 +54,14 @@ from ligerzoo.kernels.delta_tiles import (
     gate_offsets,
     head_rows,
     inner_products,
+    kept_share,
     load_coefficients,
     load_columns,
     load_factors,
     load_state,
     load_tile,
     load_totals,
+    reading_queries,
     segment_chunks,
     segment_count,
     split_program,
@@ -67,6 +69,7 @@ from ligerzoo.kernels.delta_tiles import (
     state_block,
     store_columns,
     store_tile,
+    written_keys,
 )
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -93,10 +96,14 @@ def _local_kernel(
     rows = tl.arange(0, CHUNK)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
-        total = load_totals(rule, span, row)[0]
         _, q_factor, k_factor = load_coefficients(rule, span, head)
-        products = inner_products(rule.q, rule.k, span, key_head, rule.key_dim, FEATURES)
-        products *= decays(total, rows) * (q_factor * rule.scale)[:, None] * k_factor[None, :]
+        if rule.attention is not None:
+            squares = square_ptrs(rule.attention, rule, span, row, rows[:, None], rows[None, :], CHUNK)
+            products = tl.load(squares, mask=span.mask[:, None], other=0.0)
+        else:
+            products = inner_products(rule.q, rule.k, span, key_head, rule.key_dim, FEATURES)
+            total = load_totals(rule, span, row)[0]
+            products *= decays(total, rows) * (q_factor * rule.scale)[:, None] * k_factor[None, :]
         transposed = tl.trans(products.to(ddelta_ptr.dtype.element_ty))  # P^T
         dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         for first in range(0, rule.value_dim, VALUES):
@@ -106,8 +113,10 @@ def _local_kernel(
             ddelta = tl.dot(transposed, dout_tile, input_precision="ieee")
             store_tile(by_token(ddelta_ptr, rule), ddelta, span, head, values, rule.value_dim)
             dattention = tl.dot(dout_tile, tl.trans(errors), dattention, input_precision="ieee")
-        beta = load_coefficients(rule, span, head)[0]
-        dattention *= decays(total, rows) * (beta * rule.scale)[None, :]
+        weights = (load_coefficients(rule, span, head)[0] * rule.scale)[None, :]
+        if rule.attention is None:
+            weights = decays(load_totals(rule, span, row)[0], rows) * weights
+        dattention *= weights
         ptrs = square_ptrs(dattention_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
         tl.store(ptrs, dattention.to(dattention_ptr.dtype.element_ty), mask=span.mask[:, None])
 
@@ -119,7 +128,6 @@ def _reverse_scan_kernel(
 ):  # fmt: skip
     block, share, row = split_program(n_blocks, n_shares)
     batch, head = row // rule.n_heads, row % rule.n_heads
-    key_head = head // rule.group
     rows = tl.arange(0, CHUNK)
     features, values, state_mask = state_block(rule, block, KEYS, VALUES)
     state_size = rule.key_dim * rule.value_dim
@@ -135,23 +143,24 @@ def _reverse_scan_kernel(
             dstate = tl.load(dfinal, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
             span = chunk_span(rule.table, rule.n_tokens, batch, after_last - 1 - reverse, rows, CHUNK)
-            total, last_total = load_totals(rule, span, row)
-            beta, q_factor, k_factor = load_coefficients(rule, span, head)
+            queries, query_head, q_factor = reading_queries(rule, span, row, head)
+            keys, key_head, k_factor = written_keys(rule, span, row, head)
+            kept, beta = kept_share(rule, span, row, features), load_coefficients(rule, span, head)[0]
 
             rounded = dstate.to(rule.q.ptr.dtype.element_ty)
-            slot, exists = _slot_of_gradient(rule, span, CHUNK)
+            slot, exists = slot_of_gradient(rule, span, CHUNK)
             dstates = dstates_ptr + (row * (rule.n_slots + 1) + slot) * state_size + state_offsets
             tl.store(dstates, rounded, mask=state_mask & exists)
 
-            q = load_tile(rule.q, span, key_head, features, rule.key_dim)
+            q = load_tile(queries, span, query_head, features, rule.key_dim)
             scaled_dout = load_columns(dout, span, head, values, rule.value_dim).to(tl.float32)
-            scaled_dout *= (decay_over(total) * q_factor * rule.scale)[None, :]
-            dstate = tl.dot(scaled_dout.to(q.dtype), q, decay_over(last_total) * dstate, input_precision="ieee")
+            scaled_dout *= q_factor[None, :]
+            dstate = tl.dot(scaled_dout.to(q.dtype), q, kept * dstate, input_precision="ieee")
 
-            k = load_columns(rule.k, span, key_head, features, rule.key_dim)
+            k = load_columns(keys, span, key_head, features, rule.key_dim)
             ddelta = load_columns(by_token(ddelta_ptr, rule), span, head, values, rule.value_dim).to(tl.float32)
             read = tl.dot(rounded, k, input_precision="ieee")
-            ddelta += (decay_over(last_total - total) * k_factor)[None, :] * read
+            ddelta += k_factor[None, :] * read
             store_columns(by_token(ddelta_ptr, rule), ddelta, span, head, values, rule.value_dim)
 
             readers = load_tile(by_head(readers_ptr, rule), span, head, features, rule.key_dim)
@@ -162,7 +171,7 @@ def _reverse_scan_kernel(
 
 
 @jit
-def _slot_of_gradient(rule, span, CHUNK: tl.constexpr):
+def slot_of_gradient(rule, span, CHUNK: tl.constexpr):
     """The slot of the gradient of the state after a chunk, and whether this state has an effect.
 
     The last slot is that of the final state. A state at the end of any other segment has no effect.
@@ -197,13 +206,16 @@ def _value_gradients_kernel(
             dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
             products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
-        total = load_totals(rule, span, row)[0]
-        products = tl.where(rows[:, None] > rows[None, :], decays(total, rows) * products, 0.0)
-        dsystem = products * beta[None, :]
+        dsystem = products
+        if rule.attention is None:
+            total = load_totals(rule, span, row)[0]
+            products = tl.where(rows[:, None] > rows[None, :], decays(total, rows) * products, 0.0)
+            dsystem = products * beta[None, :]
         dsystem_ptrs = square_ptrs(dsystem_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
         tl.store(dsystem_ptrs, dsystem.to(dsystem_ptr.dtype.element_ty), mask=span.mask[:, None])
-        products *= k_factor[:, None] * inner_products(rule.k, rule.k, span, key_head, rule.key_dim, FEATURES)
-        dbeta -= tl.sum(products, 0) * k_factor
+        if rule.attention is None:
+            products *= k_factor[:, None] * inner_products(rule.k, rule.k, span, key_head, rule.key_dim, FEATURES)
+            dbeta -= tl.sum(products, 0) * k_factor
         tl.store(dbeta_ptr + gate_offsets(rule, span, head), dbeta.to(dbeta_ptr.dtype.element_ty), mask=span.mask)
 
 
@@ -212,15 +224,15 @@ def _query_gradients_kernel(
     rule, dout, states_ptr, dattention_ptr, dq, dtotals_ptr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    first_row, key_head, slot, batch = _part_of_chunk(rule, CHUNK, ROWS)
+    first_row, key_head, slot, batch = part_of_chunk(rule, CHUNK, ROWS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
         has_state = continues(rule, batch, own.start)
-        q, q_factor = _load_normalized(rule.q, rule.q_factor, rule, own, key_head, features)
-        k, _ = _load_normalized(rule.k, rule.k_factor, rule, own, key_head, features)
-        all_k, _ = _load_normalized(rule.k, rule.k_factor, rule, whole, key_head, features)
+        q, q_factor = load_normalized(rule.q, rule.q_factor, rule, own, key_head, features)
+        k, _ = load_normalized(rule.k, rule.k_factor, rule, own, key_head, features)
+        all_k, _ = load_normalized(rule.k, rule.k_factor, rule, whole, key_head, features)
         gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q
         for head in range(key_head * rule.group, (key_head + 1) * rule.group):
             row = batch * rule.n_heads + head
@@ -243,7 +255,7 @@ def _query_gradients_kernel(
             diagonal = square_ptrs(dattention_ptr, rule, own, row, own_rows, own_rows, CHUNK)
             dattention = tl.load(diagonal, mask=own.mask, other=0.0).to(tl.float32)
             gradient += product + dattention[:, None] * k.to(tl.float32)
-        _store_unnormalized(dq, gradient, q, q_factor, rule, own, key_head, features)
+        store_unnormalized(dq, gradient, q, q_factor, rule, own, key_head, features)
 
 
 @kernel
@@ -251,17 +263,17 @@ def _key_gradients_kernel(
     rule, errors_ptr, dv_ptr, states_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dk, dtotals_ptr, n_rows,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    first_row, key_head, slot, batch = _part_of_chunk(rule, CHUNK, ROWS)
+    first_row, key_head, slot, batch = part_of_chunk(rule, CHUNK, ROWS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
         has_state = continues(rule, batch, own.start)
-        dslot, has_dstate = _slot_of_gradient(rule, own, CHUNK)
-        q, _ = _load_normalized(rule.q, rule.q_factor, rule, own, key_head, features)
-        k, k_factor = _load_normalized(rule.k, rule.k_factor, rule, own, key_head, features)
-        all_q, _ = _load_normalized(rule.q, rule.q_factor, rule, whole, key_head, features)
-        all_k, _ = _load_normalized(rule.k, rule.k_factor, rule, whole, key_head, features)
+        dslot, has_dstate = slot_of_gradient(rule, own, CHUNK)
+        q, _ = load_normalized(rule.q, rule.q_factor, rule, own, key_head, features)
+        k, k_factor = load_normalized(rule.k, rule.k_factor, rule, own, key_head, features)
+        all_q, _ = load_normalized(rule.q, rule.q_factor, rule, whole, key_head, features)
+        all_k, _ = load_normalized(rule.k, rule.k_factor, rule, whole, key_head, features)
         gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized k
         for head in range(key_head * rule.group, (key_head + 1) * rule.group):
             row = batch * rule.n_heads + head
@@ -303,11 +315,11 @@ def _key_gradients_kernel(
             diagonal = square_ptrs(dattention_ptr, rule, own, row, own_rows, own_rows, CHUNK)
             dattention = tl.load(diagonal, mask=own.mask, other=0.0).to(tl.float32)
             gradient += written - read + dattention[:, None] * q.to(tl.float32)
-        _store_unnormalized(dk, gradient, k, k_factor, rule, own, key_head, features)
+        store_unnormalized(dk, gradient, k, k_factor, rule, own, key_head, features)
 
 
 @jit
-def _part_of_chunk(rule, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+def part_of_chunk(rule, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """The first row of the program's part of a chunk, its key head, slot and batch element."""
     program, n_key_heads = tl.program_id(0).to(tl.int64), rule.n_heads // rule.group
     PARTS: tl.constexpr = CHUNK // ROWS
@@ -317,7 +329,7 @@ def _part_of_chunk(rule, CHUNK: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _load_normalized(x, factor_ptr, rule, span, key_head, features):
+def load_normalized(x, factor_ptr, rule, span, key_head, features):
     """Normalized q or k of some tokens, and the factors of the normalization."""
     factors = load_factors(factor_ptr, rule, span, span.batch * (rule.n_heads // rule.group) + key_head)
     tile = load_tile(x, span, key_head, features, rule.key_dim)
@@ -325,7 +337,7 @@ def _load_normalized(x, factor_ptr, rule, span, key_head, features):
 
 
 @jit
-def _store_unnormalized(x, gradient, normalized, factors, rule, span, key_head, features):
+def store_unnormalized(x, gradient, normalized, factors, rule, span, key_head, features):
     """Stores the gradient of q or k, given that of its normalized rows."""
     if rule.k_factor is not None:
         normalized = normalized.to(tl.float32)
@@ -359,7 +371,7 @@ class Gradients(NamedTuple):
         dq: (B, T, K, D_k).
         dk: (B, T, K, D_k).
         dv: (B, T, V, D_v).
-        dg: (B, T, V).
+        dg: (B, T, V) or (B, T, V, D_k).
         dbeta: (B, T, V).
         dinitial: (B, V, D_k, D_v), or without elements.
     """
@@ -402,13 +414,18 @@ def reverse_scan(
     return dstates
 
 
-def value_gradients(rule: DeltaRule, inverse: Tensor, errors: Tensor, ddelta: Tensor, gradients: Gradients) -> Tensor:
-    """Writes the gradients of v and beta. Returns e o dV D^T, (B, V, T, 64)."""
+def value_gradients(
+    rule: DeltaRule, inverse: Tensor, errors: Tensor, ddelta: Tensor, dv: Tensor, dbeta: Tensor
+) -> Tensor:
+    """Writes the gradients of v and beta. Returns e o dV D^T, (B, V, T, 64).
+
+    With gates per channel `dbeta` is the part dD_i . E_i, and the result dV E^T.
+    """
     launch = launch_of(VALUE_GRADIENTS, rule)
     keys, values = tile_sizes(launch, rule)
     dsystem, sizes = torch.empty_like(inverse), (CHUNK, min(FEATURES, keys), values)
     _value_gradients_kernel[chunk_programs(rule)](
-        rule, inverse, errors, ddelta, gradients.dv, gradients.dbeta, dsystem, *sizes, **launch.options
+        rule, inverse, errors, ddelta, dv, dbeta, dsystem, *sizes, **launch.options
     )
     return dsystem
 

@@ -48,12 +48,16 @@ from ligerzoo.kernels.delta_tiles import (
     head_rows,
     inner_products,
     inverse_norm,
+    kept_share,
     key_row,
+    load_channel_total,
+    load_channel_totals,
     load_coefficients,
     load_columns,
     load_state,
     load_tile,
     load_totals,
+    reading_queries,
     segment_chunks,
     segment_count,
     split_program,
@@ -61,6 +65,7 @@ from ligerzoo.kernels.delta_tiles import (
     state_block,
     store_columns,
     store_tile,
+    written_keys,
 )
 from ligerzoo.kernels.dispatch import cdiv, empty_result, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -88,6 +93,7 @@ class Launch(NamedTuple):
 
 PREPARE = {2: Launch(values=0, warps=2, stages=1), 4: Launch(values=0, warps=8, stages=1)}
 SOLVE = {2: Launch(values=32, warps=1, stages=3), 4: Launch(values=32, warps=8, stages=1)}
+SOLVE_CHANNELS = {2: Launch(values=32, warps=2, stages=2), 4: Launch(values=16, warps=8, stages=1)}
 SCAN = {2: Launch(values=16, warps=4, stages=3), 4: Launch(values=16, warps=8, stages=1)}
 OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 """By the element size of the tokens' tensors; those of 2 bytes were measured by `benchmarks.delta_launches`.
@@ -103,7 +109,7 @@ SEGMENT_PROGRAMS = 16
 
 
 @jit
-def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a strictly lower triangular `a`, in fp32.
 
     Rows are eliminated one by one in the diagonal blocks of 16 x 16. With their inverses B and the blocks L below, the
@@ -159,7 +165,7 @@ def _prepare_kernel(rule, g_ptr, inverse_ptr, eps, CHUNK: tl.constexpr, FEATURES
                 tl.store(rule.q_factor + factors, inverse_norm(squares, eps, EXACT), mask=span.mask)
 
         system = tl.where(rows[:, None] > rows[None, :], decays(total, rows) * products * beta[None, :], 0.0)
-        inverse = _inverse_of_unit_lower(system, CHUNK, "ieee" if EXACT else "tf32")
+        inverse = inverse_of_unit_lower(system, CHUNK, "ieee" if EXACT else "tf32")
         ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
         tl.store(ptrs, inverse.to(inverse_ptr.dtype.element_ty), mask=span.mask[:, None])
 
@@ -173,12 +179,25 @@ def _solve_kernel(rule, inverse_ptr, readers_ptr, errors_ptr, CHUNK: tl.constexp
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         inverse_ptrs = square_ptrs(inverse_ptr, rule, span, row, rows[:, None], rows[None, :], CHUNK)
         inverse = tl.load(inverse_ptrs, mask=span.mask[:, None], other=0.0)
-        total = load_totals(rule, span, row)[0]
-        k_factor = load_coefficients(rule, span, head)[2]
-        scaled = (inverse.to(tl.float32) * (decay_over(total) * k_factor)[None, :]).to(inverse.dtype)
+        _, q_factor, k_factor = load_coefficients(rule, span, head)
+        if rule.writers is None:
+            total = load_totals(rule, span, row)[0]
+            scaled = (inverse.to(tl.float32) * (decay_over(total) * k_factor)[None, :]).to(inverse.dtype)
+        else:
+            scaled = inverse
         for first in range(0, rule.key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
             k = load_tile(rule.k, span, key_head, features, rule.key_dim)
+            if rule.writers is not None:
+                wide_k = k.to(tl.float32) * k_factor[:, None]
+                totals = load_channel_totals(rule, span, row, features)
+                last_total = load_channel_total(rule, row, span.end - 1, features)
+                q = load_tile(rule.q, span, key_head, features, rule.key_dim).to(tl.float32)
+                queries = q * (q_factor * rule.scale)[:, None] * decay_over(totals)
+                store_tile(by_head(rule.queries, rule), queries, span, head, features, rule.key_dim)
+                writers = wide_k * decay_over(last_total[None, :] - totals)
+                store_tile(by_head(rule.writers, rule), writers, span, head, features, rule.key_dim)
+                k = (wide_k * decay_over(totals)).to(k.dtype)
             readers = tl.dot(scaled, k, input_precision="ieee")
             store_tile(by_head(readers_ptr, rule), readers, span, head, features, rule.key_dim)
         for first in range(0, rule.value_dim, FEATURES):
@@ -195,7 +214,6 @@ def _scan_kernel(
 ):  # fmt: skip
     block, share, row = split_program(n_blocks, n_shares)
     batch, head = row // rule.n_heads, row % rule.n_heads
-    key_head = head // rule.group
     rows = tl.arange(0, CHUNK)
     features, values, state_mask = state_block(rule, block, KEYS, VALUES)
     state_size = rule.key_dim * rule.value_dim
@@ -210,11 +228,12 @@ def _scan_kernel(
             state = tl.load(initial, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
         for chunk in range(first, after_last):
             span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
-            k = load_tile(rule.k, span, key_head, features, rule.key_dim)
+            keys, key_head, factor = written_keys(rule, span, row, head)
+            kept = kept_share(rule, span, row, features)
+            beta = load_coefficients(rule, span, head)[0]
+            k = load_tile(keys, span, key_head, features, rule.key_dim)
             readers = load_columns(by_head(readers_ptr, rule), span, head, features, rule.key_dim)
             errors = load_columns(by_token(errors_ptr, rule), span, head, values, rule.value_dim).to(tl.float32)
-            total, last_total = load_totals(rule, span, row)
-            beta, _, k_factor = load_coefficients(rule, span, head)
 
             rounded = state.to(k.dtype)
             slot = (row * rule.n_slots + span.start // CHUNK) * state_size
@@ -222,8 +241,8 @@ def _scan_kernel(
             tl.store(states_ptr + slot + state_offsets, rounded, mask=stored)
             errors -= tl.dot(rounded, readers, input_precision="ieee")
             store_columns(by_token(errors_ptr, rule), errors, span, head, values, rule.value_dim)
-            written = errors * (decay_over(last_total - total) * k_factor * beta)[None, :]
-            state = tl.dot(written.to(k.dtype), k, decay_over(last_total) * state, input_precision="ieee")
+            written = errors * (factor * beta)[None, :]
+            state = tl.dot(written.to(k.dtype), k, kept * state, input_precision="ieee")
         if final_ptr is not None:
             final = final_ptr + row * state_size + outer_offsets
             tl.store(final, state, mask=state_mask & (segment == n_segments - 1))
@@ -238,13 +257,17 @@ def _outputs_kernel(
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
-        q = load_tile(rule.q, span, key_head, features, rule.key_dim)
-        k = load_tile(rule.k, span, key_head, features, rule.key_dim)
-        total = load_totals(rule, span, row)[0]
+        queries, query_head, state_factor = reading_queries(rule, span, row, head)
+        q = load_tile(queries, span, query_head, features, rule.key_dim)
         beta, q_factor, k_factor = load_coefficients(rule, span, head)
-        attention = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, rows)
-        attention = (attention * (q_factor * rule.scale)[:, None] * (k_factor * beta)[None, :]).to(q.dtype)
-        state_factor = decay_over(total) * q_factor * rule.scale
+        if rule.attention is not None:
+            squares = square_ptrs(rule.attention, rule, span, row, rows[:, None], rows[None, :], CHUNK)
+            attention = tl.load(squares, mask=span.mask[:, None], other=0.0).to(tl.float32) * beta[None, :]
+        else:
+            k = load_tile(rule.k, span, key_head, features, rule.key_dim)
+            attention = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(load_totals(rule, span, row)[0], rows)
+            attention = attention * (q_factor * rule.scale)[:, None] * (k_factor * beta)[None, :]
+        attention = attention.to(q.dtype)
         has_state = continues(rule, batch, span.start)
         slot_of_state = row * rule.n_slots + span.start // CHUNK
         for first in range(0, rule.value_dim, VALUES):
@@ -280,16 +303,18 @@ class Inputs(NamedTuple):
 
 class Prepared(NamedTuple):
     """What `prepare` computes, and backward needs: 66 elements per token and value head, and 8 bytes per token and key
-    head.
+    head; with gates per channel D_k + 64 elements more.
 
     Attributes:
         inverse: (B, V, T, 64) X, the rows of each chunk, in the dtype of the tokens.
-        total: (B, V, T) G, see `total_dtype`.
+        attention: (B, V, T, 64) P, likewise; without elements with gates per head.
+        total: (B, V, T) or (B, V, T, D_k) G, see `total_dtype`.
         q_factor: (B, K, T) fp32, 1 / norm of q; without elements if q and k are not normalized.
         k_factor: (B, K, T) fp32, 1 / norm of k, likewise.
     """
 
     inverse: Tensor
+    attention: Tensor
     total: Tensor
     q_factor: Tensor
     k_factor: Tensor
@@ -300,13 +325,16 @@ def total_dtype(v: Tensor) -> torch.dtype:
     return torch.float64 if v.dtype == torch.float32 else torch.float32
 
 
-def allocate_prepared(k: Tensor, v: Tensor, normalize: bool) -> Prepared:
+def allocate_prepared(k: Tensor, v: Tensor, normalize: bool, is_per_channel: bool) -> Prepared:
     """Uninitialized results of `prepare`."""
     batch, tokens, heads = v.shape[:3]
     factor_shape = (batch, k.shape[2], tokens) if normalize else (0,)
+    square = batch, heads, tokens, CHUNK
+    channels = (k.shape[3],) if is_per_channel else ()
     return Prepared(
-        v.new_empty((batch, heads, tokens, CHUNK)),
-        v.new_empty((batch, heads, tokens), dtype=total_dtype(v)),
+        v.new_empty(square),
+        v.new_empty(square if is_per_channel else (0,)),
+        v.new_empty((batch, heads, tokens, *channels), dtype=total_dtype(v)),
         v.new_empty(factor_shape, dtype=torch.float32),
         v.new_empty(factor_shape, dtype=torch.float32),
     )
@@ -315,11 +343,12 @@ def allocate_prepared(k: Tensor, v: Tensor, normalize: bool) -> Prepared:
 def rule_of(inputs: Inputs, prepared: Prepared) -> DeltaRule:
     """What kernels read."""
     q, k, v = map(strided, inputs[:3])
-    q_factor, k_factor = (factor if factor.numel() > 0 else None for factor in prepared[2:])
+    q_factor, k_factor = (factor if factor.numel() > 0 else None for factor in prepared[3:])
     (_, n_tokens, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
     sizes = n_tokens, cdiv(n_tokens, CHUNK), heads, heads // key_heads, key_dim, value_dim
     table = chunk_table(inputs.segment_start)
-    return DeltaRule(q, k, v, inputs.beta, prepared.total, q_factor, k_factor, table, *sizes, inputs.scale)
+    rule = DeltaRule(q, k, v, inputs.beta, prepared.total, q_factor, k_factor, table, *sizes, inputs.scale)
+    return rule if prepared.total.dim() == 3 else rule._replace(attention=prepared.attention)
 
 
 def launch_of(launches: dict[int, Launch], rule: DeltaRule) -> Launch:
@@ -345,13 +374,17 @@ def prepare(rule: DeltaRule, g: Tensor, inverse: Tensor) -> None:
     _prepare_kernel[chunk_programs(rule)](rule, g, inverse, NORMALIZATION_EPS, CHUNK, features, **options)
 
 
-def solve(rule: DeltaRule, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns W, (B, V, T, D_k), and X V, (B, T, V, D_v)."""
-    launch, v = launch_of(SOLVE, rule), rule.v.ptr
-    readers, errors = v.new_empty((len(v), rule.n_heads, rule.n_tokens, rule.key_dim)), empty_result(v)
+def solve(rule: DeltaRule, inverse: Tensor) -> tuple[DeltaRule, Tensor, Tensor]:
+    """Returns the rule, with U and L if gates are per channel; W, (B, V, T, D_k); and X V, (B, T, V, D_v)."""
+    is_per_channel, v = rule.attention is not None, rule.v.ptr
+    launch = launch_of(SOLVE_CHANNELS if is_per_channel else SOLVE, rule)
+    of_keys = len(v), rule.n_heads, rule.n_tokens, rule.key_dim
+    if is_per_channel:
+        rule = rule._replace(queries=v.new_empty(of_keys), writers=v.new_empty(of_keys))
+    readers, errors = v.new_empty(of_keys), empty_result(v)
     features = min(launch.values, padded_size(rule.key_dim, rule.value_dim))
     _solve_kernel[chunk_programs(rule)](rule, inverse, readers, errors, CHUNK, features, **launch.options)
-    return readers, errors
+    return rule, readers, errors
 
 
 def scan(

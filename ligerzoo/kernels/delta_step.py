@@ -48,14 +48,14 @@ def _load_vector(x, batch, token, head, features, n_features):
 
 
 @jit
-def _load_gate(x, batch, token, head):
+def _load_number(x, batch, token, head):
     return tl.load(x.ptr + batch * x.batch_stride + token * x.token_stride + head * x.head_stride).to(tl.float32)
 
 
 @kernel
 def _kernel(
     q, k, v, g, beta, state, out_ptr, sizes, scale, eps,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     block, row = program % sizes.n_blocks, program // sizes.n_blocks
@@ -73,8 +73,11 @@ def _kernel(
         if NORMALIZE:
             query *= inverse_norm(tl.sum(query * query, 0), eps, EXACT)
             key *= inverse_norm(tl.sum(key * key, 0), eps, EXACT)
-        s *= tl.exp(_load_gate(g, batch, token, head))
-        delta = _load_gate(beta, batch, token, head) * (value - tl.sum(s * key[:, None], 0))
+        if PER_CHANNEL:
+            s *= tl.exp(_load_vector(g, batch, token, head, features, sizes.key_dim))[:, None]
+        else:
+            s *= tl.exp(_load_number(g, batch, token, head))
+        delta = _load_number(beta, batch, token, head) * (value - tl.sum(s * key[:, None], 0))
         s += key[:, None] * delta[None, :]
         out = tl.sum(s * (query * scale)[:, None], 0)
         offsets = ((batch * sizes.n_tokens + token) * sizes.n_heads + head) * sizes.value_dim + values
@@ -102,7 +105,7 @@ def gated_delta_step(
         q: (B, T, K, D_k) queries, T small.
         k: (B, T, K, D_k) keys.
         v: (B, T, V, D_v) values.
-        g: (B, T, V) logarithm of the decay.
+        g: (B, T, V) or (B, T, V, D_k) logarithm of the decay.
         beta: (B, T, V) writing strength.
         state: (B, V, D_k, D_v) any strides, fp32 for the accuracy of `gated_delta_rule`; overwritten.
         scale: see `gated_delta_rule`.
@@ -135,7 +138,8 @@ def _step(
     o, blocks = empty_result(v), cdiv(value_dim, values)
     sizes = _Sizes(tokens, heads, heads // k.shape[2], key_dim, value_dim, blocks)
     tokens_of_heads = (StridedFeatures(x, *x.stride()) for x in (q, k, v))
-    operands = *tokens_of_heads, strided(g), strided(beta), _State(state, *state.stride()), o
-    constants = padded_size(key_dim), values, normalize, v.dtype == torch.float32
+    gates = StridedFeatures(g, *g.stride()) if g.dim() == 4 else strided(g)
+    operands = *tokens_of_heads, gates, strided(beta), _State(state, *state.stride()), o
+    constants = padded_size(key_dim), values, normalize, v.dtype == torch.float32, g.dim() == 4
     _kernel[batch * heads * blocks](*operands, sizes, scale, NORMALIZATION_EPS, *constants, num_warps=WARPS)
     return o

@@ -54,7 +54,7 @@ class DeltaRule(NamedTuple):
         k: (B, T, K, D_k).
         v: (B, T, V, D_v).
         beta: (B, T, V), contiguous.
-        total: (B, V, T) G.
+        total: (B, V, T) G; (B, V, T, D_k) with gates per channel.
         q_factor: (B, K, T), 1 / norm of q; None if q and k are not normalized.
         k_factor: (B, K, T), 1 / norm of k, likewise.
         table: the chunks.
@@ -65,6 +65,9 @@ class DeltaRule(NamedTuple):
         key_dim: D_k.
         value_dim: D_v.
         scale: factor of the outputs.
+        attention: (B, V, T, 64) P of gates per channel, see `delta_channels`; None with gates per head.
+        queries: (B, V, T, D_k) U, likewise.
+        writers: (B, V, T, D_k) L, likewise.
     """
 
     q: Strided
@@ -82,6 +85,9 @@ class DeltaRule(NamedTuple):
     key_dim: int
     value_dim: int
     scale: float
+    attention: Tensor | None = None
+    queries: Tensor | None = None
+    writers: Tensor | None = None
 
 
 class Span(NamedTuple):
@@ -317,6 +323,51 @@ def load_coefficients(rule, span, head):
 
 
 @jit
+def load_channel_total(rule, row, token, features):
+    """G of a token with gates per channel, (features,)."""
+    totals = rule.total + (row * rule.n_tokens + token) * rule.key_dim
+    return tl.load(totals + features, mask=features < rule.key_dim, other=0.0)
+
+
+@jit
+def load_channel_totals(rule, span, row, features):
+    """G of the tokens with gates per channel, (tokens, features), see `load_totals`."""
+    tokens = tl.minimum(span.tokens, span.end - 1)
+    totals = rule.total + (row * rule.n_tokens + tokens)[:, None] * rule.key_dim
+    return tl.load(totals + features[None, :], mask=(features < rule.key_dim)[None, :], other=0.0)
+
+
+@jit
+def reading_queries(rule, span, row, head):
+    """The queries as they read the state before the chunk: the tokens, their head, and a factor for each token."""
+    if rule.queries is not None:
+        return by_head(rule.queries, rule), head, tl.where(span.mask, 1.0, 0.0)
+    else:
+        factor = decay_over(load_totals(rule, span, row)[0]) * load_coefficients(rule, span, head)[1] * rule.scale
+        return rule.q, head // rule.group, factor
+
+
+@jit
+def written_keys(rule, span, row, head):
+    """The keys as the chunk writes them, as `reading_queries`."""
+    if rule.writers is not None:
+        return by_head(rule.writers, rule), head, tl.where(span.mask, 1.0, 0.0)
+    else:
+        total, last_total = load_totals(rule, span, row)
+        factor = decay_over(last_total - total) * load_coefficients(rule, span, head)[2]
+        return rule.k, head // rule.group, factor
+
+
+@jit
+def kept_share(rule, span, row, features):
+    """What a chunk keeps of the state before it: a number, or (1, features) with gates per channel."""
+    if rule.writers is not None:
+        return decay_over(load_channel_total(rule, row, span.end - 1, features))[None, :]
+    else:
+        return decay_over(load_totals(rule, span, row)[1])
+
+
+@jit
 def load_state(states_ptr, rule, slot, features, values, exists):
     """The block of a state in this slot; zeros if it does not exist.
 
@@ -345,6 +396,12 @@ def gate_offsets(rule, span, head):
 def decay_over(difference):
     """The exponential of a difference of sums of g, in fp32. It is exact for sums in fp64, those of fp32 tokens."""
     return exp(difference.to(tl.float32), difference.dtype == tl.float64)
+
+
+@jit
+def decay_if(mask, difference):
+    """`decay_over` where a mask holds, else 0. Differences that do not hold may be positive."""
+    return tl.where(mask, decay_over(tl.minimum(difference, 0.0)), 0.0)
 
 
 @jit

@@ -466,14 +466,15 @@ def _delta_rule_forward(device: str) -> Samples:
         common | {"inputs": halves, "needs_final": False},
         common | {"normalize": False},
         common | {"inputs": _delta_inputs(device, batch=0), "g": t(0, 5, 2)},
+        common | {"g": -t(1, 5, 2, 4).abs()},
     ]
 
 
 def _delta_rule_backward(device: str) -> Samples:
     t = partial(new, device=device)
 
-    def sample(inputs: Inputs, normalize: bool, **others: Any) -> dict[str, Any]:
-        prepared = Prepared(*OPS["delta_rule_forward"](inputs, -t(1, 5, 2).abs(), normalize, False)[2:])
+    def sample(inputs: Inputs, normalize: bool, channels: tuple[int, ...] = (), **others: Any) -> dict[str, Any]:
+        prepared = Prepared(*OPS["delta_rule_forward"](inputs, -t(1, 5, 2, *channels).abs(), normalize, False)[2:])
         do = t(1, 5, 2, 5).to(inputs.v.dtype)
         return {"do": do, "inputs": inputs, "prepared": prepared, "g_dtype": torch.float32, **others}
 
@@ -483,6 +484,7 @@ def _delta_rule_backward(device: str) -> Samples:
     return [
         sample(packed, True, dfinal=t(1, 2, 4, 5), needs_initial=True),
         sample(halves, False, dfinal=None, needs_initial=False),
+        sample(_delta_inputs(device), True, channels=(4,), dfinal=None, needs_initial=False),
     ]
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule, gated_delta_step
+from ligerzoo.kernels import (
+    delta_channel_gradients,
+    delta_channels,
+    delta_chunk_gradients,
+    delta_chunks,
+    gated_delta_rule,
+    gated_delta_step,
+)
 from ligerzoo.kernels.delta_chunks import SEGMENT_PROGRAMS, Launch
 from ligerzoo.kernels.delta_rule import reference
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
@@ -29,14 +36,14 @@ def starts_of(bounds: list[int], device: str) -> Tensor:
 
 def tensors(
     batch: int, tokens: int, heads: tuple[int, int] = (1, 2), dims: tuple[int, int] = (8, 8), *, device: str,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, gates: str = "per head",
 ) -> list[Tensor]:  # fmt: skip
     """q, k, v, g, beta and an initial state, as slowly decaying as trained models are."""
     (key_heads, value_heads), (key_dim, value_dim) = heads, dims
     inputs = [
         *(torch.randn(batch, tokens, key_heads, key_dim) for _ in range(2)),
         torch.randn(batch, tokens, value_heads, value_dim),
-        -0.2 * torch.rand(batch, tokens, value_heads),
+        -0.2 * torch.rand(batch, tokens, value_heads, *([key_dim] if gates == "per channel" else [])),
         torch.rand(batch, tokens, value_heads),
         torch.randn(batch, value_heads, key_dim, value_dim),
     ]
@@ -60,12 +67,14 @@ def oracle(**options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+GATES = ["per head", "per channel"]
 
 
+@pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("packed", [False, True])
-def test_plain_torch_by_chunks_equals_the_rule_token_by_token(packed: bool, device: str) -> None:
+def test_plain_torch_by_chunks_equals_the_rule_token_by_token(packed: bool, gates: str, device: str) -> None:
     torch.manual_seed(0)
-    inputs = tensors(2, 140, (2, 4), (8, 6), device=device)
+    inputs = tensors(2, 140, (2, 4), (8, 6), device=device, gates=gates)
     segment_start = torch.cat([starts_of(BOUNDS, device), starts_of([0, 77, 140], device)]) if packed else None
     options: dict[str, Any] = {"segment_start": segment_start, "scale": 0.3}
     wide = in_fp64(inputs)
@@ -74,11 +83,15 @@ def test_plain_torch_by_chunks_equals_the_rule_token_by_token(packed: bool, devi
     judge(rule(**options, backend="torch"), oracle(**options), inputs)
 
 
+@pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weak_decays_between_strong_ones_keep_their_digits(backend: Any, device: str) -> None:
-    """The sums of g over a chunk reach -300 here; differences of fp32 sums would have errors of 1e-5."""
+def test_weak_decays_between_strong_ones_keep_their_digits(backend: Any, gates: str, device: str) -> None:
+    """The sums of g over a chunk reach -300 here; differences of fp32 sums would have errors of 1e-5.
+
+    The exponential of 300 is infinite.
+    """
     torch.manual_seed(0)
-    inputs = tensors(1, 100, dims=(16, 16), device=device)
+    inputs = tensors(1, 40, (1, 1), (16, 16), device=device, gates=gates)
     is_strong = torch.rand(inputs[3].shape, device=device) < 0.1
     inputs[3] = torch.where(is_strong, 300 * inputs[3].detach(), inputs[3].detach()).requires_grad_()
     judge(rule(backend=backend), oracle(), inputs)
@@ -104,6 +117,7 @@ OPTIONS = {
     "packed": ["no", "one row of segments", "segments per row"],
     "normalize": [True, False],
     "scale": [None, 0.3],
+    "gates": GATES,
 }
 
 
@@ -112,7 +126,8 @@ OPTIONS = {
 def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     torch.manual_seed(0)
     tokens, normalize = case["tokens"], case["normalize"]
-    inputs = tensors(2, tokens, case["heads"], case["dims"], device=device, dtype=case["dtype"])
+    options = {"device": device, "dtype": case["dtype"], "gates": case["gates"]}
+    inputs = tensors(2, tokens, case["heads"], case["dims"], **options)
     if not normalize:
         inputs[1] = (inputs[1].detach() / inputs[1].detach().norm(dim=-1, keepdim=True)).requires_grad_()
     segment_start = None
@@ -125,10 +140,13 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     judge(rule(**options, backend="triton"), oracle(**options), inputs, ulps=ulps)
 
 
+@pytest.mark.parametrize("gates, bounds", [("per head", BOUNDS), ("per channel", [0, 3, 69])])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, device: str) -> None:
+def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(
+    backend: Any, gates: str, bounds: list[int], device: str
+) -> None:
     torch.manual_seed(0)
-    inputs = tensors(1, BOUNDS[-1], device=device)
+    inputs = tensors(1, bounds[-1], (1, 2 if gates == "per head" else 1), device=device, gates=gates)
     upstream = torch.randn(inputs[2].shape, device=device)
 
     def results(first: int, end: int, segment_start: Tensor | None) -> list[Tensor]:
@@ -136,8 +154,8 @@ def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, devi
         o = gated_delta_rule(*leaves, segment_start=segment_start, backend=backend)
         return [o.detach(), *torch.autograd.grad(o, leaves, upstream[:, first:end])]
 
-    packed = results(0, BOUNDS[-1], starts_of(BOUNDS, device))
-    for first, end in pairwise(BOUNDS):
+    packed = results(0, bounds[-1], starts_of(bounds, device))
+    for first, end in pairwise(bounds):
         assert_equal([t[:, first:end] for t in packed], results(first, end, None))
 
 
@@ -199,12 +217,13 @@ def test_prefill_in_pieces_and_token_by_token(pieces: list[int], device: str) ->
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("pieces", [[1, 1, 1, 1, 1, 1], [1, 2, 3]])
 @pytest.mark.parametrize("dims", [(16, 16), (20, 40)])
+@pytest.mark.parametrize("gates", GATES)
 def test_steps_update_the_state_in_place(
-    dims: tuple[int, int], pieces: list[int], normalize: bool, device: str
+    dims: tuple[int, int], pieces: list[int], normalize: bool, gates: str, device: str
 ) -> None:
     def judge_draw(seed: int) -> None:
         torch.manual_seed(seed)
-        inputs = [t.detach() for t in tensors(3, 6, (2, 4), dims, device=device)]
+        inputs = [t.detach() for t in tensors(3, 6, (2, 4), dims, device=device, gates=gates)]
         expected, truth = oracle(normalize=normalize)(*inputs), oracle(normalize=normalize)(*in_fp64(inputs))
         *tokens, initial = inputs
         buffer = torch.zeros(5, *initial.shape[1:], device=device)  # of a cache with more rows
@@ -293,9 +312,10 @@ def worst_condition_number(k: Tensor) -> float:
 
 
 @needs_triton
-def test_a_beta_of_zero_has_its_gradient(device: str) -> None:
+@pytest.mark.parametrize("gates", GATES)
+def test_a_beta_of_zero_has_its_gradient(gates: str, device: str) -> None:
     torch.manual_seed(0)
-    inputs = tensors(1, 70, device=device)
+    inputs = tensors(1, 70 if gates == "per head" else 20, device=device, gates=gates)
     inputs[4] = torch.zeros_like(inputs[4]).requires_grad_()
     judge(rule(), oracle(), inputs)
 
@@ -355,9 +375,10 @@ def test_messages(change: dict[str, Any], message: str) -> None:
     ],
     ids=str,
 )
-def test_every_head_size_compiles(dims: tuple[int, int], dtype: torch.dtype, packed: bool) -> None:
+@pytest.mark.parametrize("gates", GATES)
+def test_every_head_size_compiles(dims: tuple[int, int], dtype: torch.dtype, packed: bool, gates: str) -> None:
     pytest.importorskip("triton")
-    inputs = tensors(1, 70, dims=dims, device="cpu", dtype=dtype)
+    inputs = tensors(1, 70, dims=dims, device="cpu", dtype=dtype, gates=gates)
     segment_start = starts_of([0, 5, 70], "cpu") if packed else None
     compile_both_passes(rule(segment_start=segment_start), inputs)
 
@@ -365,9 +386,10 @@ def test_every_head_size_compiles(dims: tuple[int, int], dtype: torch.dtype, pac
 @pytest.mark.slow
 @pytest.mark.plain
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_the_step_compiles(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("gates", GATES)
+def test_the_step_compiles(dims: tuple[int, int], gates: str) -> None:
     pytest.importorskip("triton")
-    inputs = [t.detach() for t in tensors(2, 1, dims=dims, device="cpu", dtype=torch.bfloat16)]
+    inputs = [t.detach() for t in tensors(2, 1, dims=dims, device="cpu", dtype=torch.bfloat16, gates=gates)]
     inputs[5] = inputs[5].float()
     compile_both_passes(gated_delta_step, inputs)
 
@@ -406,24 +428,27 @@ def test_neither_pass_waits_for_the_gpu(device: str) -> None:
 def test_no_launch_uses_the_instructions_that_ptxas_miscompiles() -> None:
     """See `delta_chunks`. Triton uses `wgmma` for products with 64 or more rows and a multiple of 4 warps."""
     rows = {"SCAN": "values", "REVERSE_SCAN": "values", "QUERY_GRADIENTS": "part", "KEY_GRADIENTS": "part"}
+    rows |= {"PRODUCTS": "block", "BLOCK_GRADIENTS": "block"}
     launches = {
         name: value[2]
-        for module in (delta_chunks, delta_chunk_gradients)
+        for module in (delta_chunks, delta_chunk_gradients, delta_channels, delta_channel_gradients)
         for name, value in vars(module).items()
         if isinstance(value, dict) and isinstance(value.get(2), Launch)
     }
     assert launches.keys() > rows.keys()
     for name, launch in launches.items():
-        n_rows = {"values": launch.values, "part": delta_chunk_gradients.ROWS}.get(rows.get(name, ""), CHUNK)
+        sizes = {"values": launch.values, "part": delta_chunk_gradients.ROWS, "block": delta_channels.BLOCK}
+        n_rows = sizes.get(rows.get(name, ""), CHUNK)
         assert launch.warps <= 2 or n_rows < 64, name
 
 
 @pytest.mark.slow
 @pytest.mark.plain
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_no_kernel_of_half_precision_has_those_instructions(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("gates", GATES)
+def test_no_kernel_of_half_precision_has_those_instructions(dims: tuple[int, int], gates: str) -> None:
     pytest.importorskip("triton")
-    kernels = compile_both_passes(rule(), tensors(1, 70, dims=dims, device="cpu", dtype=torch.bfloat16))
+    kernels = compile_both_passes(rule(), tensors(1, 70, dims=dims, device="cpu", dtype=torch.bfloat16, gates=gates))
     assert len(kernels) >= 10
     assert not [kernel.name for kernel in kernels if "wgmma" in kernel.asm["ptx"]]
 
@@ -431,12 +456,14 @@ def test_no_kernel_of_half_precision_has_those_instructions(dims: tuple[int, int
 @pytest.mark.slow
 @pytest.mark.plain
 @pytest.mark.parametrize("heads", [(1, 1), (1, 2)], ids=str)
-def test_order_of_sums_depends_neither_on_length_nor_on_packing(heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("gates", GATES)
+def test_order_of_sums_depends_neither_on_length_nor_on_packing(heads: tuple[int, int], gates: str) -> None:
     """Else a segment would differ from the segment alone."""
     pytest.importorskip("triton")
 
     def orders(tokens: int, segment_start: Tensor | None) -> dict[str, list[tuple[str, ...]]]:
-        kernels = compile_both_passes(rule(segment_start=segment_start), tensors(1, tokens, heads, device="cpu"))
+        inputs = tensors(1, tokens, heads, device="cpu", gates=gates)
+        kernels = compile_both_passes(rule(segment_start=segment_start), inputs)
         return {kernel.name: layouts_of_sums(kernel) for kernel in kernels}
 
     alone, packed = orders(64, None), torch.tensor([[0] * 3 + [3] * 61])

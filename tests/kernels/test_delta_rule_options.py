@@ -39,10 +39,12 @@ class Case:
     normalize: bool
     scale: float | None
     decay: float
+    gates: str
     seed: int
 
     def inputs(self, device: str) -> list[Tensor]:
-        inputs = tensors(self.batch, sum(self.rows[0]), self.heads, self.dims, device=device, dtype=self.dtype)
+        options: dict[str, Any] = {"device": device, "dtype": self.dtype, "gates": self.gates}
+        inputs = tensors(self.batch, sum(self.rows[0]), self.heads, self.dims, **options)
         inputs[3] = inputs[3].detach() * self.decay
         if not self.normalize:
             inputs[1] = torch.nn.functional.normalize(inputs[1].detach(), dim=-1)
@@ -78,6 +80,7 @@ def cases(draw: st.DrawFn) -> Case:
         normalize=draw(st.booleans()),
         scale=draw(st.sampled_from([None, 0.3])),
         decay=draw(st.sampled_from([0.0, 1.0, 30.0])),
+        gates=draw(st.sampled_from(["per head", "per channel"])),
         seed=draw(st.integers(0, 2**16)),
     )
 
