@@ -56,6 +56,11 @@ class AbsolutePositionDecoder(Decoder):
         x = x + (self.token_type_embeddings.weight[0] if types is None else self._embed_types(types, x))
         return super().forward(x + self.position_embeddings(positions), context)
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a text that have positions."""
+        return self.position_embeddings.num_embeddings - self.first_position
+
     def _positions(self, context: Context) -> Tensor:
         """Returns the position of each token, (B or 1, T).
 
@@ -73,7 +78,7 @@ class AbsolutePositionDecoder(Decoder):
             if least < 0 or most >= size:
                 where, got = "position_ids", least if least < 0 else most
                 if is_default:
-                    where, got, size = "input_ids", most - self.first_position + 1, size - self.first_position
+                    where, got, size = "input_ids", most - self.first_position + 1, self.max_tokens
                 what = "a text is longer than the table of positions" if is_default else "a position has no embedding"
                 expected = f"at most {size} tokens in each text" if is_default else f"0 to {size - 1}"
                 remedy = "Truncate the texts, or use a model with more max_position_embeddings."

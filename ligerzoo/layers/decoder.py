@@ -95,6 +95,11 @@ class Decoder(nn.Module):
         return x
 
     @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a text that have learned positions; None if positions are not learned."""
+        return None
+
+    @property
     def embedding_tables(self) -> tuple[nn.Embedding, ...]:
         """Embeddings of token ids other than `embed_tokens`."""
         return ()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,11 @@ from ligerzoo.memory.network import reduced_bytes, uses_copy_engines
 from ligerzoo.memory.sharding import Sharding, ShardingGroup, divided_experts, sharding_of, shared_by
 from ligerzoo.memory.tracker import Collective, Tracker, Work, allocated_bytes
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModelWithHead
 from ligerzoo.optimizer_table import OPTIMIZERS, check_optimizer, imported
 from ligerzoo.training_setting import GPURates, TrainingSetting
+
+WithHead = TypeVar("WithHead", bound=LanguageModelWithHead)
 
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 """Bytes; PyTorch gives cuBLAS 32 MiB on Hopper GPUs for each thread: that of the forward and that of autograd."""
@@ -112,15 +115,15 @@ def with_unit(number: float, units: tuple[str, ...]) -> str:
     return f"{number:.3g}{units[power]}"
 
 
-def on_meta(model: CausalLM) -> CausalLM:
+def on_meta(model: WithHead) -> WithHead:
     """Returns a copy of the model on the meta device, with the same modules and trained parameters, but no data.
 
     Raises:
         LigerzooError: the model has no language-model head, or sharded weights.
     """
-    if not isinstance(model, CausalLM):
+    if not isinstance(model, LanguageModelWithHead):
         expected = "a model of ligerzoo.models with a language-model head"
-        raise LigerzooError("not a causal language model", where="model", got=type(model).__name__, expected=expected)
+        raise LigerzooError("not a language model", where="model", got=type(model).__name__, expected=expected)
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if is_dtensor(tensor):

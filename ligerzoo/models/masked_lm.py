@@ -128,7 +128,7 @@ class MaskedLM(EncoderModel, LanguageModelWithHead):
             out.logits = encoded.rows.unpack(self.lm_head(self.head(hidden)))
             return out
         labels = encoded.labels(labels)
-        if reads_values():  # the head computes tokens with labels only; a host sync
+        if reads_values() and not labels.is_meta:  # the head computes tokens with labels only; a host sync
             is_predicted = labels != -100
             hidden, labels = hidden[is_predicted], labels[is_predicted]
         out.loss = self.lm_head(self.head(hidden), labels, num_items_in_batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ class SequenceClassifier(Classifier):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> SequenceClassifierOutput:
         """Computes one row of logits per sequence, and the loss if labels are given.
 

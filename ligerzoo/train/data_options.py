@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ligerzoo.checks import AT_LEAST_1, Values, integer, one_of
 from ligerzoo.errors import DataError, did_you_mean
@@ -18,6 +18,13 @@ TrainAnswers = Literal["all", "last"]
 Packing = Literal["auto", "concatenate", "separate", "whole", "none"]
 """How samples share rows, see `PackedBatches`: "auto" concatenates texts, and packs other samples whole. "none" puts
 each sample in a row, see `PaddedBatches`."""
+
+
+class Frame(NamedTuple):
+    """The tokens with which each text begins and ends, such as [CLS] and [SEP]."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
 
 
 def check_data_option(name: str, value: object, values: Values) -> None:

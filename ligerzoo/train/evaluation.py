@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.entries import is_object
 from ligerzoo.errors import LigerzooError
@@ -25,7 +25,7 @@ B = TypeVar("B")
 
 
 @contextlib.contextmanager
-def evaluating(model: CausalLM) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Sets evaluation mode and disables gradients in the block."""
     was_training = model.training
     model.eval()

@@ -15,6 +15,7 @@ from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
 if TYPE_CHECKING:
     from ligerzoo.losses import GRPO, Distillation, HeadLoss
+    from ligerzoo.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +259,34 @@ class GRPORunOptions(RolloutRunOptions):
             raise ConfigError(str(error), where="option loss_type") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MLMRunOptions(BatchOptions):
+    """Masked tokens."""
+
+    model: str = option(
+        "checkpoint of an encoder in Hugging Face format: a directory or a hub id; also a config.json, or a directory "
+        "without weights, for random weights"
+    )
+    method: Literal["mlm"] = option("predicts masked tokens of texts, with an encoder", "mlm")
+    data: tuple[str, ...] = option("file with texts; several are one data set")
+    mask_fraction: Fraction = option("probability that a token is predicted; ModernBERT was trained with 0.3", 0.15)
+    mask_share: Fraction = option("share of the predicted tokens that the model sees as the mask token", 0.8)
+    random_share: Fraction = option("share of them that it sees as a random token; others stay unchanged", 0.1)
+    seq_length: Count = option("tokens in a row; texts share rows, and longer ones become several", 512)
+    batch_size: Count = option("rows in a micro-batch of a process, which are computed as one without padding", 32)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = self.mask_share + self.random_share
+        refuse_options((both > 1, "options mask_share and random_share", "are at most 1 together", both))
+
+    @property
+    def model_class(self) -> type[LanguageModel]:
+        from ligerzoo.models import MaskedLM
+
+        return MaskedLM
+
+
 class Method(NamedTuple):
     """A method of `ligerzoo train`.
 
@@ -284,6 +313,7 @@ METHODS = {
     "distill": Method("ligerzoo.train.recipes.distill", DistillRunOptions),
     "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions, "prompt"),
     "opd": Method("ligerzoo.train.recipes.opd", OPDRunOptions, "prompt"),
+    "mlm": Method("ligerzoo.train.recipes.mlm", MLMRunOptions),
 }
 
 

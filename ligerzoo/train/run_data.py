@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from ligerzoo import Tokenizer
 from ligerzoo.errors import DataError
 from ligerzoo.models import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.train import processes
 from ligerzoo.train.data import (
     DataReport,
@@ -44,7 +45,7 @@ class RunSamples:
     """
 
     def __init__(
-        self, options: RunOptions, processor: Processor | Tokenizer, model: CausalLM, kind: Kind | Literal["auto"]
+        self, options: RunOptions, processor: Processor | Tokenizer, model: LanguageModel, kind: Kind | Literal["auto"]
     ) -> None:
         self._paths, self._kind, self._processor = options.data, kind, processor
         self._tokenizer = tokenizer_of(processor)
@@ -145,7 +146,7 @@ class RunData(RunSamples):
         self,
         options: BatchOptions,
         processor: Processor | Tokenizer,
-        model: CausalLM,
+        model: LanguageModel,
         kind: Kind | Literal["auto"],
         *,
         pin_memory: bool,

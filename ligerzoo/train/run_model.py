@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -13,10 +14,11 @@ from ligerzoo.adapters import add_lora, freeze_all_but
 from ligerzoo.device import hint_of_dtype
 from ligerzoo.errors import ConfigError
 from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
-from ligerzoo.hub import AutoModel, read_config
+from ligerzoo.hub import AutoModel, AutoModelForMaskedLM, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.memory.simulation import SimulationError
-from ligerzoo.models import CausalLM
+from ligerzoo.models import CausalLM, MaskedLM
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES, check_optimizer
 from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, parallelize
 from ligerzoo.parallel.mesh import check_mesh
@@ -48,6 +50,7 @@ def open_model(
     new: bool = False,
     adapt: Callable[[CausalLM], object] | None = None,
     param_dtype: torch.dtype | None = None,
+    model_class: type[LanguageModel] = CausalLM,
 ) -> CausalLM:
     """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes divide it.
 
@@ -60,6 +63,7 @@ def open_model(
         adapt: called with the model before it is sharded, to add adapters or to freeze parameters. Several processes
             then read the whole model from memory-mapped files, which they share.
         param_dtype: dtype in which several processes compute, see `shard_model`.
+        model_class: class of the model.
     """
     directory, is_config, mesh = checkpoint_directory(model), lacks_weights(model), processes.mesh()
     is_alone = processes.world_size() == 1 or device.type == "meta"
@@ -70,14 +74,16 @@ def open_model(
 
         def build(device: torch.device) -> CausalLM:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                built = AutoModel.from_config(config, dtype=dtype, device=device)
+                auto = AutoModelForMaskedLM if issubclass(model_class, MaskedLM) else AutoModel
+                built = cast(CausalLM, auto.from_config(config, dtype=dtype, device=device))
             if device.type != "meta":
                 built.init_weights()  # from the seed, as `initialize_sharded` does; constructors have another order
             return built
     else:
 
         def build(device: torch.device) -> CausalLM:
-            return AutoModel.from_pretrained(model, dtype=dtype, device=device)
+            loaded = model_class.from_pretrained(model, dtype=dtype, device=device)
+            return cast(CausalLM, loaded)  # or another model: run and recipe use what all have
 
     if is_alone or adapt is not None:
         built = build(device if is_alone else torch.device("cpu"))
@@ -88,7 +94,8 @@ def open_model(
         built = parallelize(build(torch.device("meta")), mesh, param_dtype=param_dtype)
         initialize_sharded(built)
         return built.train()
-    return load_sharded(model, mesh, dtype=dtype, param_dtype=param_dtype).train()
+    sharded = load_sharded(model, mesh, model_class=model_class, dtype=dtype, param_dtype=param_dtype)
+    return cast(CausalLM, sharded.train())
 
 
 def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
@@ -124,7 +131,8 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
         remedy = "Train all weights of a new model."
         raise ConfigError(what, where="option lora_rank", got=options.model, expected=expected, remedy=remedy)
     source, adapt = _source(options, run), adaptation(options)
-    meta_model = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
+    kind, meta = options.model_class, torch.device("meta")
+    meta_model = open_model(source, dtype=options.dtype, device=meta, new=new, adapt=adapt, model_class=kind)
     check_model(meta_model, options.optimizer)
     return meta_model
 
@@ -182,7 +190,10 @@ def open_trained_model(
     """
     torch.manual_seed(options.seed)
     source, adapt, compute = _source(options, run), adaptation(options), compute_dtype(options)
-    model = open_model(source, dtype=options.dtype, device=device, new=new, adapt=adapt, param_dtype=compute)
+    kind = options.model_class
+    model = open_model(
+        source, dtype=options.dtype, device=device, new=new, adapt=adapt, param_dtype=compute, model_class=kind
+    )
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()
     elif plan is not None:

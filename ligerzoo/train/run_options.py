@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ligerzoo.checks import one_of
 from ligerzoo.errors import ConfigError
@@ -21,6 +21,9 @@ from ligerzoo.train.options import (
     check_options,
     option,
 )
+
+if TYPE_CHECKING:
+    from ligerzoo.models.language_model import LanguageModel
 
 LARGEST_WARMUP_OF_WSD = 0.9
 """The decay takes the last tenth of the steps."""
@@ -166,6 +169,13 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
             ConfigError: None does.
         """
         return None
+
+    @property
+    def model_class(self) -> type[LanguageModel]:
+        """The class of the model that trains."""
+        from ligerzoo.models import CausalLM
+
+        return CausalLM
 
     @property
     def adapter_dropout(self) -> float:

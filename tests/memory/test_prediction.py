@@ -247,7 +247,7 @@ def test_training_options_belong_together(
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(LigerzooError, match=r"^model: not a causal language model; got Linear"):
+    with pytest.raises(LigerzooError, match=r"^model: not a language model; got Linear"):
         predict_training(torch.nn.Linear(2, 2), TrainingSetting())  # type: ignore[arg-type]
 
 

@@ -17,6 +17,8 @@ from ligerzoo import AutoModel, AutoModelForMaskedLM, cli, models
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.info import describe
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.memory import apply_activation_plan, plan_activations
 from ligerzoo.models import Bert, BertConfig, MaskedLM, ModernBert, ModernBertConfig, Roberta, RobertaConfig
 from ligerzoo.models.registry import ENCODERS, module_of
 from tests.models.comparing import (
@@ -255,6 +257,26 @@ def test_checkpointing_and_compiled_code_give_the_same(model_class: type[MaskedL
     model.gradient_checkpointing_disable()
     for got, one in zip(run(torch.compile(model, backend="eager", fullgraph=True)), expected, strict=True):
         assert_close(got, one, "compiled", max(one.abs().max().item(), 1e-3))
+
+
+@pytest.mark.parametrize("level", list(Recompute))
+@pytest.mark.parametrize("model_class", [ModernBert, Roberta])
+def test_activation_plans_give_the_same(model_class: type[MaskedLM], level: Recompute) -> None:
+    config = CONFIG if model_class is ModernBert else RobertaConfig(**SIZES, num_attention_heads=4)
+    model, found = model_class(config), []
+    for plan in ((), (level, level)):
+        model.model.activation_plan = plan
+        found.append(loss_and_gradients(model, TOKENS, labels=TOKENS))
+    (loss, expected), (again, got) = found
+    assert torch.equal(again, loss)
+    assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+
+
+def test_the_memory_of_a_step_is_predicted() -> None:
+    model = Bert(BertConfig(**SIZES, num_attention_heads=4))
+    plan = plan_activations(model, batch_size=4, seq_length=64, budget=1.0)
+    apply_activation_plan(model, plan)
+    assert len(model.model.activation_plan) == 2
 
 
 def test_a_loss_of_no_labels_is_zero() -> None:

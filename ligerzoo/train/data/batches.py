@@ -22,7 +22,7 @@ from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.packing import PaddedRows, Row, SharedRows, segments_of
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, as_state, from_state, row_length
 from ligerzoo.train.data.stream import SampleStream
-from ligerzoo.train.data_options import Packing
+from ligerzoo.train.data_options import Frame, Packing
 
 _PREFETCH = 4  # batches
 
@@ -249,6 +249,7 @@ class PackedBatches(_Batches):
         eos_token_id: for "separate" with token files: the token after which the next document begins.
         window_rows: number of rows that are packed together. More rows need less padding, but the first batch comes
             later. None for 2**19 tokens, and 8 to 256 rows.
+        frame: tokens with which texts begin and end, for encoders: longer documents are cut into several such texts.
         rank: index of this process.
         world_size: number of processes; their batches of a step are world_size * B successive rows.
         pin_memory: whether the tensors are in pinned memory.
@@ -267,6 +268,7 @@ class PackedBatches(_Batches):
         documents: Packing = "auto",
         eos_token_id: int | None = None,
         window_rows: int | None = None,
+        frame: Frame | None = None,
         **shared: Unpack[BatchArguments],
     ) -> None:
         if documents not in (accepted := [name for name in get_args(Packing) if name != "none"]):
@@ -274,7 +276,7 @@ class PackedBatches(_Batches):
         if not is_integer(seq_length) or seq_length < 2:
             raise DataError("unsupported value", where="seq_length", got=seq_length, expected="an integer, 2 or more")
         window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
-        rule = SharedRows(seq_length, window, documents if stream.kind == "text" else None, eos_token_id)
+        rule = SharedRows(seq_length, window, documents if stream.kind == "text" else None, eos_token_id, frame)
         super().__init__(_Producer(stream=stream, rule=rule, **shared))
 
 

@@ -55,7 +55,8 @@ class RecordTextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, options: EncodingOptions) -> None:
         self.tokenizer, self.special_tokens = tokenizer, options.special_tokens
-        self._eos = tokenizer.eos_token_id if options.eos_token_id is None else options.eos_token_id
+        ends = options.eos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id  # BERT's texts end with [SEP]
+        self._eos = next((token_id for token_id in ends if token_id is not None), None)
         self.special_ids = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         self.special_pattern = tokenizer.special_text.pattern
         self._has_warned, self._warning_lock = False, threading.Lock()

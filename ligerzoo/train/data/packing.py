@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ligerzoo.errors import DataError
 from ligerzoo.train.data.samples import Sample, TrainedSample, row_length
 from ligerzoo.train.data.stream import Permutation
-from ligerzoo.train.data_options import Packing
+from ligerzoo.train.data_options import Frame, Packing
 
 Row = list[TrainedSample]
 """Samples that share a row, one after the other."""
@@ -90,6 +90,25 @@ def pack_pieces(samples: Sequence[TrainedSample], seq_length: int, is_last: bool
     return pack_best_fit(pieces, seq_length, is_last)
 
 
+def pack_framed(samples: Sequence[TrainedSample], rule: SharedRows, is_last: bool) -> Packed:
+    """Packs documents like `pack_best_fit`. Longer ones become several, each with the tokens of the frame."""
+    assert rule.frame is not None
+    first, last = map(list, rule.frame)
+    room = rule.seq_length - len(first) - len(last)
+    if room < 1:
+        expected = f"more than {rule.seq_length - room}, the tokens that begin and end a text"
+        raise DataError("too small", where="seq_length", got=rule.seq_length, expected=expected)
+    pieces: Row = []
+    for document in (part for one in samples for part in _cut_after(one.segments[0], rule.eos_token_id)):
+        ids = document.input_ids
+        ids = ids[len(first) :] if ids[: len(first)] == first else ids
+        ids = ids[: -len(last)] if last and ids[-len(last) :] == last else ids
+        for start in range(0, len(ids), room):
+            framed = [*first, *ids[start : start + room], *last]
+            pieces.append(Sample(framed, framed, document.source))
+    return pack_best_fit(pieces, rule.seq_length, is_last)
+
+
 Segments = tuple[list[list[Sample]], int]
 """The segments of each row of a batch, and the tokens T of a row."""
 
@@ -101,14 +120,19 @@ class SharedRows:
     Attributes:
         window: number of tokens that are packed together.
         texts: how texts are packed; None for samples of other kinds.
+        eos_token_id: ends documents.
+        frame: tokens of each text in a row, of which longer documents become several; with `texts` "whole" only.
     """
 
     seq_length: int
     window: int
     texts: Packing | None
     eos_token_id: int | None
+    frame: Frame | None = None
 
     def pack(self, samples: Sequence[TrainedSample], is_last: bool) -> Packed:
+        if self.frame is not None:
+            return pack_framed(samples, self, is_last)
         pack_rows = {None: pack_best_fit, "whole": pack_pieces}.get(self.texts, pack_concatenated)
         return pack_rows(samples, self.seq_length, is_last)
 
