@@ -195,7 +195,7 @@ class EncoderSequenceClassifier(EncoderModel, SequenceClassifier):
         Classifier.__init__(self, config, model, labels, bias=True, head=head)
         self.pooling = Pooling((config.classifier_pooling,))
 
-    def forward(
+    def forward(  # type: ignore[override]  # other inputs
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "prompt": (changed("config_sentence_transformers.json", default_prompt_name="x"), "default_prompt_name"),
     "prompts": (changed("config_sentence_transformers.json", prompts={"a": 1}), "prompts: invalid value"),
     "similarity": (changed("config_sentence_transformers.json", similarity_fn_name="hamming"), "similarity_fn_name"),
-    "classifier": (changed("config.json", architectures=["LlamaForSequenceClassification"]), "the checkpoint is a classifier"),
+    "classifier": (changed("config.json", architectures=["LlamaForSequenceClassification"]), "is a classifier"),
 }  # fmt: skip
 
 
