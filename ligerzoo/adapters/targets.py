@@ -89,7 +89,7 @@ def targets_of(model: LanguageModel, names: ModuleNames | None = None) -> list[T
         if layer is None and not adaptable_parameters(module):
             continue
         kind = type(module) if layer is None else layer.plain_class
-        for parameter in ("gate_up_proj", "down_proj") if issubclass(kind, Experts) else ("weight",):
+        for parameter in module.projections if isinstance(module, Experts) else ("weight",):
             name = f"{module_name}.{parameter}"
             if names.interleaves(name):
                 continue

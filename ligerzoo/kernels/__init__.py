@@ -25,7 +25,7 @@ from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
-from ligerzoo.kernels.gating import ClampedSwiGLU, GatedActivation
+from ligerzoo.kernels.gating import ClampedSwiGLU, ExpertActivation, GatedActivation, Ungated
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.latent_decode_attention import latent_decode_attention
 from ligerzoo.kernels.layer_norm import layer_norm
@@ -54,6 +54,7 @@ __all__ = [
     "Backend",
     "ClampedSwiGLU",
     "ConvActivation",
+    "ExpertActivation",
     "FilterBounds",
     "GatedActivation",
     "LowRank",
@@ -63,6 +64,7 @@ __all__ = [
     "Routing",
     "SampledTokens",
     "TokenStatistics",
+    "Ungated",
     "activation_linear",
     "adamw_update",
     "adamw_update_fp8",

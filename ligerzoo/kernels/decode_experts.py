@@ -3,7 +3,8 @@
     y_t = residual_t + sum_e w_te * (down[e] @ (act(gate) * up) + down_bias[e]),
     gate and up the halves of gate_up[e] @ x_t + gate_up_bias[e]
 
-over the experts e of token t, as `experts_mlp`. A decode step reads the weights of the experts that its tokens need and
+over the experts e of token t, as `experts_mlp`; experts without a gate compute act(gate_up[e] @ x_t + gate_up_bias[e]).
+ A decode step reads the weights of the experts that its tokens need and
 computes little, so the kernels are made to keep many reads in flight:
 
     gate_up    a program computes some features of one expert, for its rows, and applies the activation (see `gating`)
@@ -42,7 +43,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
 )
 from ligerzoo.kernels.experts import check_biases, contiguous_biases
-from ligerzoo.kernels.gating import GatedActivation, Gating, gate_and_up, gated, gating
+from ligerzoo.kernels.gating import ExpertActivation, Gating, combined, gate_and_up, gating
 from ligerzoo.kernels.grouped_mm import add_product, input_precision
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -87,7 +88,7 @@ def reference(
     gate_up: Tensor,
     down: Tensor,
     residual: Tensor | None = None,
-    activation: GatedActivation = "silu",
+    activation: ExpertActivation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
@@ -100,8 +101,7 @@ def reference(
         weights = routing.weights[start:end, None]
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        gate, up = hidden.chunk(2, -1)
-        active = weights * gated(gate, up, gating(activation))
+        active = weights * combined(hidden, gating(activation))
         values[start:end] = F.linear(active.to(x.dtype), down[expert]).to(wide)
         if down_bias is not None:
             values[start:end] += weights * down_bias[expert]
@@ -172,15 +172,15 @@ def _expert_tile(routing, tiles):
 def _gate_up_kernel(
     x_ptr, x_stride, w, routing, active_ptr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     IS_EVEN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ALPHA: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    FEATURES: tl.constexpr = COLS // 2
-    n_features = w.n_outputs // 2
+    FEATURES: tl.constexpr = COLS // PARTS
+    n_features = w.n_outputs // PARTS
     expert, start, end, tile = _expert_tile(routing, tl.cdiv(n_features, FEATURES))
     # Rows of the gate and of the up projection alternate, so that a thread holds both numbers of a feature.
     cols = tl.arange(0, COLS)
-    feature = tile.to(tl.int64) * FEATURES + cols // 2
-    output, w_mask = feature + cols % 2 * n_features, feature < n_features
+    feature = tile.to(tl.int64) * FEATURES + cols // PARTS
+    output, w_mask = feature + cols % PARTS * n_features, feature < n_features
     w_ptrs = w.ptr + expert * w.expert_stride + output * w.row_stride
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
@@ -190,9 +190,12 @@ def _gate_up_kernel(
         hidden = _rounded(hidden, active_ptr)
         if w.bias is not None:
             hidden += _load_bias(w, expert, output, w_mask)[None, :]
-        gate, up = hidden.reshape(ROWS, FEATURES, 2).split()
+        if PARTS == 2:
+            gate, up = hidden.reshape(ROWS, FEATURES, 2).split()
+        else:
+            gate, up = hidden, hidden
         weights = tl.load(routing.weights + rows, mask=rows < end, other=0.0).to(tl.float32)
-        active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, x_ptr.dtype.element_ty == tl.float32)
+        active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, PARTS, x_ptr.dtype.element_ty == tl.float32)
         features = tile * FEATURES + tl.arange(0, FEATURES)
         tl.store(
             active_ptr + rows.to(tl.int64)[:, None] * n_features + features[None, :],
@@ -293,7 +296,7 @@ def _forward(
     active = x.new_empty(n_rows, n_features)
 
     tile = _fitted(_GATE_UP_TILE, rows, n_cols, x.dtype)
-    _gate_up_kernel[n_active * cdiv(n_features, tile.cols // 2)](
+    _gate_up_kernel[n_active * cdiv(n_features, tile.cols // gating.parts)](
         x, x.stride(0), gate_up_weights, routing, active, *tile.constants(rows, n_cols), *gating, **tile.options
     )
     if n_tokens == 1:
@@ -337,7 +340,7 @@ def decode_experts(
     down_bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    activation: GatedActivation = "silu",
+    activation: ExpertActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """Computes the weighted sum of each token's expert MLPs, for few tokens. Not differentiable.
@@ -350,9 +353,10 @@ def decode_experts(
     Args:
         x: (T, H) hidden states of the tokens, any strides.
         routing: of these tokens, from `route`.
-        gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`. Copied if its last stride is not 1.
+        gate_up: (E, 2I, H), the gate's rows first, or (E, I, H) without a gate, in the dtype of `x`. Copied if its last
+            stride is not 1.
         down: (E, H, I), in the dtype of `x`. Copied if its last stride is not 1.
-        gate_up_bias: (E, 2I), of any floating-point dtype; None for 0.
+        gate_up_bias: (E, 2I) or (E, I), of any floating-point dtype; None for 0.
         down_bias: (E, H), of any floating-point dtype; None for 0.
         residual: (T, H), added in fp32 before the result is rounded; None for 0.
         activation: see `experts_mlp`.
@@ -371,15 +375,16 @@ def decode_experts(
     if not isinstance(routing, Routing):
         raise TypeError(f"decode_experts: routing is {describe_value(routing)}; expected the result of `route`")
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
-    n_experts, n_features = gate_up.shape[0], x.shape[-1]
+    n_experts, n_features, options = gate_up.shape[0], x.shape[-1], gating(activation)
     if (
         x.dim() != 2
-        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
+        or gate_up.shape != (n_experts, options.parts * down.shape[-1], n_features)
         or down.shape[:-1] != (n_experts, n_features)
         or not x.dtype == gate_up.dtype == down.dtype
         or (residual is not None and residual.shape != x.shape)
     ):
-        expected = "(T, H), (E, 2I, H), (E, H, I) and (T, H), with the same dtype for x, gate_up and down"
+        first = "(E, 2I, H)" if options.parts == 2 else "(E, I, H)"
+        expected = f"(T, H), {first}, (E, H, I) and (T, H), with the same dtype for x, gate_up and down"
         tensors = {"x": x, "gate_up": gate_up, "down": down, "residual": residual}
         raise shape_or_dtype_error("decode_experts", expected, **tensors)
     if len(routing.rows) != len(x) or len(routing.experts) != min(n_experts, len(routing.tokens)):
@@ -389,7 +394,6 @@ def decode_experts(
             "result of `route` for the router logits of x"
         )
     check_biases("decode_experts", gate_up, down, gate_up_bias, down_bias)
-    options = gating(activation)
     biases = Biases(*contiguous_biases(gate_up_bias, down_bias))
     with torch.no_grad():
         if uses_triton(x, gate_up, down, *(t for t in biases if t is not None), backend=backend):

@@ -1,7 +1,8 @@
 """Mixture of experts (Shazeer et al. 2017): the weighted sum of k of E gated MLPs for each token.
 
 With h = x_t @ gate_up[e].T, gate and up the halves of h + gate_up_bias[e], and c(gate, up) their combination, such as
-act(gate) * up (see `gating`), for each slot j of token t, e = expert_ids[t, j]:
+act(gate) * up (see `gating`), for each slot j of token t, e = expert_ids[t, j] (without a gate, c(h + gate_up_bias[e])
+and dh):
 
 Forward:   a_tj = w_tj * c(gate, up),  y_t = sum_j (a_tj @ down[e].T + w_tj * down_bias[e]).
 Backward:  da = dy_t @ down[e],  dw_tj = sum(da * c(gate, up)) + sum(dy_t * down_bias[e]),
@@ -45,7 +46,7 @@ from ligerzoo.kernels.dispatch import (
     empty_result,
     uses_triton,
 )
-from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
+from ligerzoo.kernels.gating import ExpertActivation, Gating, combined, gating
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product, grouped_sum
 from ligerzoo.kernels.low_rank import LowRank, low_rank_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
@@ -63,7 +64,7 @@ def reference(
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: GatedActivation = "silu",
+    activation: ExpertActivation = "silu",
     gate_up_update: LowRank | None = None,
     down_update: LowRank | None = None,
 ) -> Tensor:
@@ -79,8 +80,8 @@ def reference(
     y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_ids == expert)
-        gate, up = project(x[token], gate_up, gate_up_bias, gate_up_update, expert).chunk(2, -1)
-        expert_y = project(gated(gate, up, gating(activation)), down, down_bias, down_update, expert)
+        active = combined(project(x[token], gate_up, gate_up_bias, gate_up_update, expert), gating(activation))
+        expert_y = project(active, down, down_bias, down_update, expert)
         y = y.index_add(0, token, expert_weights[token, slot, None] * expert_y.to(y.dtype))
     return y.to(x.dtype)
 
@@ -124,7 +125,7 @@ class Hidden(NamedTuple):
     """What backward reads of the forward pass.
 
     Attributes:
-        hidden: (T * k, 2I), gate and up without biases.
+        hidden: (T * k, 2I), gate and up without biases; (T * k, I) without a gate.
         rows: (T, k), see `sort_by_expert`.
         bounds: (E + 1,), see `sort_by_expert`.
         gate_up_h: (T * k, r), h of the gate and up projections; None if these have no update.
@@ -178,18 +179,19 @@ def _flops(slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
     return 2 * slots.expert_ids.numel() * (gate_up.size + down.size)
 
 
-def _forward_peak(x: Tensor, slots: ExpertSlots, down: Projection) -> int:
+def _forward_peak(x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
     """At the last step: hidden and active rows, their products, and y or the products of the update."""
     (_, n_features, n_inner), n_rows = down.weight.shape, slots.expert_ids.numel()
     last = x.numel() if down.a is None else max(x.numel(), n_rows * n_features)
-    return x.element_size() * (n_rows * (3 * n_inner + n_features) + last) + 4 * n_rows
+    return x.element_size() * (n_rows * (gate_up.weight.shape[1] + n_inner + n_features) + last) + 4 * n_rows
 
 
 def _forward_moved(x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection) -> int:
     """Rows of x and y, and the active ones, are written and read, the hidden ones read; updates are added to them."""
     (_, n_features, n_inner), n_rows = down.weight.shape, slots.expert_ids.numel()
-    updates = _ADDED * ((gate_up.a is not None) * 2 * n_inner + (down.a is not None) * n_features)
-    return x.element_size() * n_rows * (4 * n_features + 4 * n_inner + updates)
+    n_hidden = gate_up.weight.shape[1]
+    updates = _ADDED * ((gate_up.a is not None) * n_hidden + (down.a is not None) * n_features)
+    return x.element_size() * n_rows * (4 * n_features + n_hidden + 2 * n_inner + updates)
 
 
 @register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak, moved=_forward_moved)
@@ -290,7 +292,7 @@ def _backward_peak(
     x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, saved: Hidden, needs: _Needs
 ) -> int:
     n_rows, (_, n_features, n_inner) = saved.rows.numel(), down.weight.shape
-    dhidden, active = 2 * n_inner * needs.hidden, n_inner * (needs.active or not needs.hidden)
+    dhidden, active = gate_up.weight.shape[1] * needs.hidden, n_inner * (needs.active or not needs.hidden)
     dactive, added = n_inner * needs.hidden, n_features * (gate_up.a is not None)
     ddown, dx = down.weight.numel() * needs.down, x.numel() * needs.x
     dgate_up = gate_up.weight.numel() * needs.gate_up
@@ -306,9 +308,11 @@ def _backward_moved(x: Tensor, gate_up: Projection, down: Projection, saved: Hid
     """As `_forward_moved`, for rows of dy, x and dx, and of the gradients of active and hidden ones."""
     n_rows, (_, n_features, n_inner) = saved.rows.numel(), down.weight.shape
     features = 2 + needs.down + 2 * needs.x + 2 * (needs.gate_up or needs.gate_up_update) + 2 * needs.down_update
-    inner = 4 * needs.hidden + 2 * needs.active + 2 * needs.x + 2 * needs.gate_up + 4 * needs.gate_up_update
+    hidden = needs.hidden + needs.x + needs.gate_up + 2 * needs.gate_up_update
+    inner = 2 * needs.hidden + 2 * needs.active
     updates = _ADDED * ((down.a is not None) * n_inner + (gate_up.a is not None) * n_features)
-    return x.element_size() * n_rows * (features * n_features + inner * n_inner + updates)
+    moved = features * n_features + hidden * gate_up.weight.shape[1] + inner * n_inner + updates
+    return x.element_size() * n_rows * moved
 
 
 @register(
@@ -433,20 +437,22 @@ def contiguous_biases(*biases: Tensor | None) -> Iterator[Tensor | None]:
 
 
 def check_experts(
-    name: str, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
+    name: str, x: Tensor, slots: ExpertSlots, gate_up: Tensor, down: Tensor, activation: ExpertActivation
 ) -> None:
     """Raises ValueError unless the shapes and the dtypes of the arguments of `experts_mlp` match."""
-    n_experts, n_features = gate_up.shape[0], x.shape[-1]
+    n_experts, n_features, parts = gate_up.shape[0], x.shape[-1], gating(activation).parts
+    expert_ids, expert_weights = slots
     if (
         x.dim() != 2
         or expert_ids.dim() != 2
         or len(x) != len(expert_ids)
         or expert_ids.shape != expert_weights.shape
-        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
+        or gate_up.shape != (n_experts, parts * down.shape[-1], n_features)
         or down.shape[:-1] != (n_experts, n_features)
         or not x.dtype == gate_up.dtype == down.dtype
     ):
-        expected = "(T, H), (T, k) of integers, (T, k), (E, 2I, H) and (E, H, I), x and weights in one dtype"
+        first = "(E, 2I, H)" if parts == 2 else "(E, I, H)"
+        expected = f"(T, H), (T, k) of integers, (T, k), {first} and (E, H, I), x and weights in one dtype"
         tensors = {"x": x, "expert_ids": expert_ids, "expert_weights": expert_weights, "gate_up": gate_up, "down": down}
         raise shape_or_dtype_error(name, expected, **tensors)
 
@@ -460,24 +466,25 @@ def experts_mlp(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    activation: GatedActivation = "silu",
+    activation: ExpertActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """Computes each token's weighted sum of k expert MLPs.
 
     `y_t = sum_j expert_weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e])` with `e = expert_ids[t, j]`, where
-    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except
-    in fp64 and for backend="torch".
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`; experts without a gate, see `Ungated`, apply
+    the activation to it. Deterministic. Without a host sync, except in fp64 and for backend="torch".
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.
         expert_ids: (T, k) integers in [0, E).
         expert_weights: (T, k), of any floating-point dtype.
-        gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`.
+        gate_up: (E, 2I, H), the gate's rows first, or (E, I, H) without a gate, in the dtype of `x`.
         down: (E, H, I), in the dtype of `x`.
-        gate_up_bias: (E, 2I), of any floating-point dtype; None for 0.
+        gate_up_bias: (E, 2I) or (E, I), of any floating-point dtype; None for 0.
         down_bias: (E, H), of any floating-point dtype; None for 0.
-        activation: the activation of the gate, see `activation_linear`; or `ClampedSwiGLU`, instead of act(gate) * up.
+        activation: the activation of the gate, see `activation_linear`; or `ClampedSwiGLU`, instead of act(gate) * up;
+            or `Ungated`, without a gate.
         backend: "auto" (Triton where supported), "triton" or "torch" (the same steps in plain torch).
 
     Returns:
@@ -491,17 +498,16 @@ def experts_mlp(
     check_tensor("experts_mlp", "expert_ids", expert_ids, "integer")
     check_optional_floats("experts_mlp", gate_up_bias=gate_up_bias, down_bias=down_bias)
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
-    check_experts("experts_mlp", x, expert_ids, expert_weights, gate_up, down)
+    slots = ExpertSlots(expert_ids, expert_weights)
+    check_experts("experts_mlp", x, slots, gate_up, down, activation)
     check_biases("experts_mlp", gate_up, down, gate_up_bias, down_bias)
     gate_up_bias, down_bias = contiguous_biases(gate_up_bias, down_bias)
     gate_up_projection, down_projection = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
-    return compute_experts(
-        x, ExpertSlots(expert_ids, expert_weights), gate_up_projection, down_projection, activation, backend
-    )
+    return compute_experts(x, slots, gate_up_projection, down_projection, activation, backend)
 
 
 def compute_experts(
-    x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, activation: GatedActivation, backend: Backend
+    x: Tensor, slots: ExpertSlots, gate_up: Projection, down: Projection, activation: ExpertActivation, backend: Backend
 ) -> Tensor:
     """`experts_mlp` of projections that may have updates, without checks and autocast."""
     fixed = [t for t in (gate_up.weight, down.weight, gate_up.bias, down.bias) if t is not None]

@@ -14,7 +14,7 @@ from ligerzoo.kernels.experts import (
     compute_experts,
     contiguous_biases,
 )
-from ligerzoo.kernels.gating import GatedActivation
+from ligerzoo.kernels.gating import ExpertActivation
 from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
@@ -30,7 +30,7 @@ def lora_experts_mlp(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    activation: GatedActivation = "silu",
+    activation: ExpertActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """Computes `experts_mlp` with frozen weights that have low-rank updates.
@@ -39,11 +39,11 @@ def lora_experts_mlp(
         x: (T, H) hidden states of the tokens, any strides.
         expert_ids: (T, k) integers in [0, E).
         expert_weights: (T, k), of any floating-point dtype.
-        gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`. Gets no gradient.
+        gate_up: (E, 2I, H), the gate's rows first, or (E, I, H) without a gate, in the dtype of `x`. Gets no gradient.
         down: (E, H, I), in the dtype of `x`. Gets no gradient.
-        gate_up_update: a (E, r, H) and b (E, 2I, r), of any floating-point dtype; None for no update.
+        gate_up_update: a (E, r, H) and b (E, 2I or I, r), of any floating-point dtype; None for no update.
         down_update: a (E, r, I) and b (E, H, r), of any floating-point dtype; None for no update.
-        gate_up_bias: (E, 2I), of any floating-point dtype; None for 0. Gets no gradient.
+        gate_up_bias: (E, 2I) or (E, I), of any floating-point dtype; None for 0. Gets no gradient.
         down_bias: (E, H), of any floating-point dtype; None for 0. Gets no gradient.
         activation: see `experts_mlp`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the same steps in plain torch).
@@ -66,12 +66,12 @@ def lora_experts_mlp(
             "Call requires_grad_(False) on them, or train the experts without low-rank updates"
         )
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
-    check_experts(name, x, expert_ids, expert_weights, gate_up, down)
+    slots = ExpertSlots(expert_ids, expert_weights)
+    check_experts(name, x, slots, gate_up, down, activation)
     check_biases(name, gate_up, down, gate_up_bias, down_bias)
     gate_up_bias, down_bias = contiguous_biases(gate_up_bias, down_bias)
     gate_up_projection = _with_update(name, "gate_up", Projection(gate_up, gate_up_bias), gate_up_update)
     down_projection = _with_update(name, "down", Projection(down, down_bias), down_update)
-    slots = ExpertSlots(expert_ids, expert_weights)
     return compute_experts(x, slots, gate_up_projection, down_projection, activation, backend)
 
 

@@ -1,7 +1,7 @@
 """The activation between the two matrix products of experts: `w * act(gate) * up`, w the weight of the row's slot.
 
 With gate and up the halves of a row h plus a bias, c(gate, up) their combination (see `gating`) and b a row's bias of
-the down projection:
+the down projection (without a gate, c(h), for the whole row):
 
 Forward:   a = w * c(gate, up),   in fp32, rounded once.
 Backward:  dw = sum over the row of da * c(gate, up), plus sum of dy * b,
@@ -15,11 +15,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, empty_result, next_power_of_2
-from ligerzoo.kernels.gating import Gating, gate_and_up, gated, gated_backward, gated_factors
+from ligerzoo.kernels.gating import (
+    Gating,
+    combined,
+    combined_backward,
+    combined_factors,
+    gate_and_up,
+    load_gate_and_up,
+)
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.routing import permute
 from ligerzoo.kernels.tiling import row_and_columns
@@ -31,7 +37,7 @@ class Biases(NamedTuple):
     """Biases of experts.
 
     Attributes:
-        gate_up: (E, 2I); None for 0.
+        gate_up: (E, 2I), or (E, I) without a gate; None for 0.
         down: (E, H); None for 0.
     """
 
@@ -75,18 +81,18 @@ def _forward_kernel(
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     slot, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     row = tl.load(slots.rows + slot).to(tl.int64)
     weight = tl.load(slots.weights + slot).to(tl.float32)
-    gate = tl.load(hidden_ptr + 2 * row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(hidden_ptr + (2 * row + 1) * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    gate, up = load_gate_and_up(hidden_ptr, row, n_cols, cols, mask, PARTS)
     if bias_ptr is not None:
         expert, exists = _expert_of(slots, slot)
-        gate += tl.load(bias_ptr + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-    active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
+        gate_bias, up_bias = load_gate_and_up(bias_ptr, expert, n_cols, cols, mask & exists, PARTS)
+        gate, up = gate + gate_bias, up + up_bias
+    active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, PARTS, hidden_ptr.dtype.element_ty == tl.float32)
     tl.store(active_ptr + row * n_cols + cols, (weight * active).to(active_ptr.dtype.element_ty), mask=mask)
 
 
@@ -104,6 +110,7 @@ def _backward_kernel(
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(slots.rows + slot).to(tl.int64)
@@ -113,20 +120,19 @@ def _backward_kernel(
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
-        gate_cols, up_cols = 2 * row * n_cols + cols, (2 * row + 1) * n_cols + cols
         dactive = tl.load(da_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(hidden_ptr + gate_cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(hidden_ptr + up_cols, mask=mask, other=0.0).to(tl.float32)
+        gate, up = load_gate_and_up(hidden_ptr, row, n_cols, cols, mask, PARTS)
         if biases.gate_up is not None:
-            gate += tl.load(biases.gate_up + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
-            up += tl.load(biases.gate_up + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(
-                tl.float32
-            )
-        active, dgate, dup = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
+            gate_bias, up_bias = load_gate_and_up(biases.gate_up, expert, n_cols, cols, mask & exists, PARTS)
+            gate, up = gate + gate_bias, up + up_bias
+        exact: tl.constexpr = hidden_ptr.dtype.element_ty == tl.float32
+        active, dgate, dup = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, PARTS, exact)
         dweight += dactive * active
         dactive *= weight
-        tl.store(results.hidden + gate_cols, (dactive * dgate).to(results.hidden.dtype.element_ty), mask=mask)
-        tl.store(results.hidden + up_cols, (dactive * dup).to(results.hidden.dtype.element_ty), mask=mask)
+        dhidden_ptrs = results.hidden + PARTS * row * n_cols + cols
+        tl.store(dhidden_ptrs, (dactive * dgate).to(results.hidden.dtype.element_ty), mask=mask)
+        if PARTS == 2:
+            tl.store(dhidden_ptrs + n_cols, (dactive * dup).to(results.hidden.dtype.element_ty), mask=mask)
         if results.active is not None:
             active = weight * active
             tl.store(results.active + row * n_cols + cols, active.to(results.active.dtype.element_ty), mask=mask)
@@ -146,24 +152,21 @@ def row_values(slot_values: Tensor, rows: Tensor) -> Tensor:
     return permute(slot_values.reshape(-1, 1), rows.view(-1, 1), False)
 
 
-def _gate_and_up(hidden: Tensor, rows: Tensor, bias: Tensor | None, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gate and up of each row, in at least fp32."""
+def _with_bias(hidden: Tensor, rows: Tensor, bias: Tensor | None, expert_ids: Tensor) -> Tensor:
+    """Returns the hidden rows plus the biases of their experts, in at least fp32."""
     wide = hidden.to(accumulation_dtype(hidden.dtype))
-    if bias is not None:
-        wide = wide + bias[row_values(expert_ids, rows)[:, 0]]
-    gate, up = wide.chunk(2, -1)
-    return gate, up
+    return wide if bias is None else wide + bias[row_values(expert_ids, rows)[:, 0]]
 
 
 def weighted_glu(
     hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, rows: Tensor, bias: Tensor | None, gating: Gating,
     triton: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes the input of the down projections: (T * k, 2I) -> (T * k, I)."""
+    """Computes the input of the down projections: (T * k, 2I), or (T * k, I) without a gate -> (T * k, I)."""
     if not triton:
-        gate, up = _gate_and_up(hidden, rows, bias, expert_ids)
-        return (row_values(expert_weights, rows) * gated(gate, up, gating)).to(hidden.dtype)
-    n_cols = hidden.shape[1] // 2
+        active = combined(_with_bias(hidden, rows, bias, expert_ids), gating)
+        return (row_values(expert_weights, rows) * active).to(hidden.dtype)
+    n_cols = hidden.shape[1] // gating.parts
     active, block = hidden.new_empty((hidden.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
     slots = _Slots(expert_weights.contiguous(), rows, expert_ids.contiguous(), 0 if bias is None else len(bias))
     programs = hidden.shape[0] * cdiv(n_cols, block)
@@ -180,14 +183,13 @@ def weighted_glu_backward(
     With Triton the last is empty unless `needs_active`. `dy_rows` is the gradient of the down projections' results.
     """
     if not triton:
-        weight, (gate, up) = row_values(expert_weights, rows), _gate_and_up(hidden, rows, biases.gate_up, expert_ids)
-        activated, factor = gated_factors(gate, up, gating)
+        weight, features = row_values(expert_weights, rows), _with_bias(hidden, rows, biases.gate_up, expert_ids)
+        activated, factor = combined_factors(features, gating)
         dweights = (dactive * activated * factor).sum(-1)
         if biases.down is not None:
             dweights = dweights + (dy_rows.to(dweights.dtype) * biases.down[row_values(expert_ids, rows)[:, 0]]).sum(-1)
-        dhidden = torch.cat(gated_backward(weight * dactive, gate, up, gating), -1)
         return (
-            dhidden.to(hidden.dtype),
+            combined_backward(weight * dactive, features, gating).to(hidden.dtype),
             dweights[rows].to(expert_weights.dtype),
             (weight * activated * factor).to(hidden.dtype),
         )

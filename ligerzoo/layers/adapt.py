@@ -41,7 +41,7 @@ _CLASSES: dict[type[nn.Module], type[LoRALayer]] = {
 def adaptable_parameters(layer: nn.Module) -> tuple[str, ...]:
     """Returns the names of the parameters that `adapt` can update: none for other classes and their subclasses."""
     if type(layer) is Experts:
-        return "gate_up_proj", "down_proj"
+        return layer.projections
     return ("weight",) if type(layer) in _CLASSES else ()
 
 
@@ -58,7 +58,7 @@ def adapt(
     Args:
         layer: a linear layer, router, language-model head, embedding or experts; see `adaptable_parameters`.
         options: rank, alpha, scaling and dropout.
-        parameters: names of the parameters to update; of experts, any of "gate_up_proj" and "down_proj".
+        parameters: names of the parameters to update; of experts, any of `Experts.projections`.
         dora: decompose the updated weight into magnitudes and directions (DoRA).
         dtype: dtype of the updates.
 

@@ -36,7 +36,7 @@ def layer_obstacle(module: nn.Module, *, trusts_layers: bool = False) -> str | N
     """
     if not is_unmodified(module, type(module)):
         return "has hooks or a replaced forward"
-    if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
+    if isinstance(module, Experts) and not uses_triton(module.down_proj, backend=module.backend):
         return "groups tokens by expert on the host, without Triton"
     if not trusts_layers and not type(module).__module__.startswith(_PACKAGES):
         return 'is not a layer of ligerzoo or torch; capture="on" captures it nevertheless'

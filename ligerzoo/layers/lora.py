@@ -344,10 +344,10 @@ class LoRAScaledEmbedding(ScaledEmbedding, LoRAEmbedding):
 
 
 class LoRAExperts(LoRALayer, Experts):
-    """`Experts` with low-rank updates of `gate_up_proj`, `down_proj` or both: one pair of matrices for each expert.
+    """`Experts` with low-rank updates of one or both projections: one pair of matrices for each expert.
 
     Parameters are named `gate_up_proj_lora_A` (E, r, H) and `gate_up_proj_lora_B` (E, 2I, r), and in the same way for
-    `down_proj`. No matrix of the size of the weights is computed. Dropout and DoRA are not supported.
+    `up_proj` and `down_proj`. No matrix of the size of the weights is computed. Dropout and DoRA are not supported.
     """
 
     plain_class = Experts
@@ -383,10 +383,10 @@ class LoRAExperts(LoRALayer, Experts):
         """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
         if not self.lora_enabled:
             return super().forward(x, expert_ids, expert_weights)
-        routes, weights = (x, expert_ids, expert_weights), (dequantized(self.gate_up_proj), dequantized(self.down_proj))
-        updates = self.update("gate_up_proj"), self.update("down_proj")
-        biases = self.gate_up_proj_bias, self.down_proj_bias
-        return lora_experts_mlp(*routes, *weights, *updates, *biases, activation=self.activation, backend=self.backend)
+        first, last = map(dequantized, self.weights)
+        first_update, last_update = map(self.update, self.projections)
+        tensors = x, expert_ids, expert_weights, first, last, first_update, last_update, *self.biases
+        return lora_experts_mlp(*tensors, activation=self.activation, backend=self.backend)
 
     def update_tensors(self, parameter: str) -> UpdateTensors:
         return UpdateTensors(*(getattr(self, f"{parameter}_lora_{name}") for name in "AB"))

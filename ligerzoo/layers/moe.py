@@ -19,7 +19,7 @@ from ligerzoo.errors import WrongTypeError
 from ligerzoo.kernels import decode_experts, experts_mlp
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
-from ligerzoo.kernels.gating import GatedActivation, gating
+from ligerzoo.kernels.gating import ExpertActivation, gating
 from ligerzoo.kernels.route import fits_one_program
 from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD, initialize
@@ -39,25 +39,29 @@ class RouterLogits(Protocol):
 
 
 class Experts(nn.Module):
-    """E gated MLPs (as `GatedMLP`) with stacked weights; see `ligerzoo.kernels.experts_mlp`.
+    """E gated MLPs (as `GatedMLP`), or MLPs without a gate, with stacked weights; see `ligerzoo.kernels.experts_mlp`.
 
     Args:
         hidden_size: H.
         intermediate_size: I, intermediate features of each expert.
         num_experts: E.
         bias: add biases to all projections.
-        activation: as in `GatedMLP`, or `ligerzoo.kernels.ClampedSwiGLU`.
+        activation: as in `GatedMLP`, or `ligerzoo.kernels.ClampedSwiGLU`; `ligerzoo.kernels.Ungated` for no gate.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Attributes:
-        gate_up_proj: (E, 2I, H), gate and up projections; the rows of the gate come first.
+        gate_up_proj: (E, 2I, H), gate and up projections; the rows of the gate come first. Without a gate, there is
+            up_proj instead, (E, I, H).
         down_proj: (E, H, I), down projections.
-        gate_up_proj_bias: (E, 2I), or None.
+        gate_up_proj_bias: (E, 2I), or None; up_proj_bias, (E, I), without a gate.
         down_proj_bias: (E, H), or None.
+        projections: names of the first and the last projection.
 
     Raises:
         ValueError: a size is not positive, or `activation` or `backend` is unknown.
     """
+
+    down_proj: nn.Parameter
 
     @explains_options
     def __init__(
@@ -67,7 +71,7 @@ class Experts(nn.Module):
         num_experts: int,
         *,
         bias: bool = False,
-        activation: GatedActivation = "silu",
+        activation: ExpertActivation = "silu",
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,33 +82,43 @@ class Experts(nn.Module):
                 f"Experts: hidden_size={hidden_size}, intermediate_size={intermediate_size}, "
                 f"num_experts={num_experts}; expected positive numbers"
             )
-        gating(activation)  # raises if it is unknown
-        self.activation: GatedActivation = activation
+        parts = gating(activation).parts  # raises if it is unknown
+        self.activation: ExpertActivation = activation
         self.backend: Backend = check_backend(backend)
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.gate_up_proj = empty(num_experts, 2 * intermediate_size, hidden_size)
-        self.gate_up_proj_bias = empty(num_experts, 2 * intermediate_size) if bias else None
-        self.down_proj = empty(num_experts, hidden_size, intermediate_size)
-        self.down_proj_bias = empty(num_experts, hidden_size) if bias else None
+        self.projections = "up_proj" if parts == 1 else "gate_up_proj", "down_proj"
+        outputs = (parts * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        for name, shape in zip(self.projections, outputs, strict=True):
+            values = (torch.empty(num_experts, *size, device=device, dtype=dtype) for size in (shape, shape[:1]))
+            weight, bias_values = map(nn.Parameter, values)
+            self.register_parameter(name, weight)
+            self.register_parameter(f"{name}_bias", bias_values if bias else None)
         initialize(self, Experts)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Weights of the first and the last projection."""
+        first, last = (getattr(self, name) for name in self.projections)
+        return first, last
+
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Their biases."""
+        first, last = (getattr(self, f"{name}_bias") for name in self.projections)
+        return first, last
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weights from N(0, std^2); biases are 0."""
-        nn.init.normal_(self.gate_up_proj, std=std)
-        nn.init.normal_(self.down_proj, std=std)
-        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+        for weight in self.weights:
+            nn.init.normal_(weight, std=std)
+        for bias in self.biases:
             if bias is not None:
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
-        weights = dequantized(self.gate_up_proj), dequantized(self.down_proj)
-        biases = self.gate_up_proj_bias, self.down_proj_bias
-        tensors = x, expert_ids, expert_weights, *weights, *biases
-        return experts_mlp(*tensors, activation=self.activation, backend=self.backend)
+        first, last = map(dequantized, self.weights)
+        routes = x, expert_ids, expert_weights
+        return experts_mlp(*routes, first, last, *self.biases, activation=self.activation, backend=self.backend)
 
     def tensor_plan(self) -> TensorPlan:
         """Divides the experts over the processes of tensor parallelism."""
@@ -156,15 +170,24 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         if self.training and self.jitter_noise:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
-        decoded = _decode(self.gate, self.experts, tokens)
+        inputs = self.project_in(tokens)
+        decoded = _decode(self.gate, self.experts, tokens, inputs)
         if decoded is not None:
             logits, y = decoded
         else:
             logits, expert_ids, expert_weights = routed(self.gate, tokens)
-            y = self.experts(tokens, expert_ids, expert_weights)
+            y = self.experts(inputs, expert_ids, expert_weights)
         if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
-        return y.reshape(x.shape)
+        return self.project_out(y).reshape(x.shape)
+
+    def project_in(self, tokens: Tensor) -> Tensor:
+        """Returns the inputs of the experts, those of the router by default."""
+        return tokens
+
+    def project_out(self, y: Tensor) -> Tensor:
+        """Returns hidden states of the sums of the experts' outputs."""
+        return y
 
     def exact_obstacles(self) -> Iterator[Obstacle]:
         """See `Attention.exact_obstacles`."""
@@ -227,6 +250,39 @@ class DeepSeekMoE(MoE):
         return super().forward(x, context) + self.shared_experts(x)  # type: ignore[no-any-return]
 
 
+class LatentMoE(DeepSeekMoE):
+    """`DeepSeekMoE` whose experts have fewer input and output features than the hidden states (Nemotron 3).
+
+    Computes `fc2_latent_proj(moe(fc1_latent_proj(x))) + shared_experts(x)`; the router gets x.
+
+    Args:
+        gate: see `MoE`.
+        experts: see `MoE`.
+        shared_experts: see `DeepSeekMoE`.
+        fc1_latent_proj: hidden states to the inputs of the experts.
+        fc2_latent_proj: outputs of the experts to hidden states.
+    """
+
+    def __init__(
+        self,
+        gate: nn.Module,
+        experts: nn.Module,
+        shared_experts: nn.Module,
+        fc1_latent_proj: nn.Module,
+        fc2_latent_proj: nn.Module,
+    ) -> None:
+        super().__init__(gate, experts, shared_experts)
+        self.fc1_latent_proj, self.fc2_latent_proj = fc1_latent_proj, fc2_latent_proj
+
+    def project_in(self, tokens: Tensor) -> Tensor:
+        """See `MoE.project_in`."""
+        return self.fc1_latent_proj(tokens)  # type: ignore[no-any-return]
+
+    def project_out(self, y: Tensor) -> Tensor:
+        """See `MoE.project_out`."""
+        return self.fc2_latent_proj(y)  # type: ignore[no-any-return]
+
+
 def routed(gate: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result of a router. Raises WrongTypeError, which names its class, for another result."""
     result = gate(tokens)
@@ -243,8 +299,8 @@ def routed(gate: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     raise WrongTypeError(f"the router returns {got}", where=type(gate).__name__, expected=expected)
 
 
-def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns the router's logits and the output of the experts, computed by the kernels for few tokens.
+def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns the router's logits of tokens, and the output of the experts, computed by the kernels for few tokens.
 
     None if these do not apply: for many tokens, gradients, modules that are not plain, or if Triton is not used.
     """
@@ -252,7 +308,7 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
         return None
     backend = experts.backend
     parameters = [t for part in (gate, experts) for t in part._parameters.values() if t is not None]
-    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, *parameters))
+    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, inputs, *parameters))
     if (
         needs_gradients
         or under_transform()
@@ -263,8 +319,8 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
         return None
     logits = gate.logits(tokens)
     routing = gate.routing(logits, backend)
-    weights = experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias
-    y = decode_experts(tokens, routing, *weights, activation=experts.activation, backend=backend)
+    weights = *experts.weights, *experts.biases
+    y = decode_experts(inputs, routing, *weights, activation=experts.activation, backend=backend)
     return logits, y
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import ClampedSwiGLU, pack_documents, route
+from ligerzoo.kernels import ClampedSwiGLU, Ungated, pack_documents, route
 from ligerzoo.kernels.causal_conv import ConvInputs
 from ligerzoo.kernels.decode_attention import VisibleKeys
 from ligerzoo.kernels.delta_chunks import Inputs, Prepared
@@ -280,6 +280,10 @@ def _biased_experts(device: str) -> dict[str, Any]:
     return {"gating": gating(ClampedSwiGLU(0.5, 1.2)), **_projections(device, biased=True)}
 
 
+def _ungated_experts(device: str) -> dict[str, Any]:
+    return {"gating": gating(Ungated()), "gate_up": Projection(new(3, 4, 7, device=device))}
+
+
 def _experts_forward(device: str) -> Samples:
     expert_ids = torch.tensor([[0, 2], [2, 0], [0, 0], [2, 2], [0, 2]], device=device)  # expert 1 gets no token
     common = {"x": new(5, 7, device=device), "slots": ExpertSlots(expert_ids, new(5, 2, device=device))}
@@ -290,6 +294,7 @@ def _experts_forward(device: str) -> Samples:
         common | {"x": transposed(common["x"]).half(), "gate_up": gate_up, "down": down, "gating": gating("gelu")},
         common | _biased_experts(device),
         common | {"x": common["x"][:0], "slots": ExpertSlots(expert_ids[:0], new(0, 2, device=device))},
+        common | _ungated_experts(device),
         common | _updated_projections(device),
         common | _updated_projections(device, biased=True) | {"gate_up": _projections(device, biased=True)["gate_up"]},
     ]
@@ -325,6 +330,10 @@ def _experts_backward(device: str) -> Samples:
         common | {"dy": transposed(common["dy"]), "gating": gating("gelu")} | needs("x", "gate_up"),
         common | _biased_experts(device) | needs("x", "weights", "gate_up", "gate_up_bias", "down", "down_bias"),
         common | _biased_experts(device) | needs("down_bias"),
+        common
+        | _ungated_experts(device)
+        | {"saved": common["saved"]._replace(hidden=t(10, 4))}
+        | needs("x", "weights", "gate_up", "down"),
         updated | needs("x", "weights", "gate_up_update", "down_update"),
         updated | {"dy": transposed(common["dy"])} | needs("down_update"),
         updated | _updated_projections(device, biased=True) | needs("x", "gate_up_update", "down_update"),
@@ -398,6 +407,7 @@ def _decode_experts(device: str) -> Samples:
     return [
         sample(5, torch.float32),
         sample(1, torch.float32, residual=t(1, 7), gating=gating("gelu")),
+        sample(5, torch.float32, gate_up=t(3, 4, 7), gating=gating(Ungated())),
         sample(1, torch.float32, **_biases(device)),
         sample(5, torch.float32, **_biases(device)),
         sample(5, torch.float16, residual=transposed(t(5, 7).half())),

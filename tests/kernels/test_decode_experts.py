@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligerzoo import layers
-from ligerzoo.kernels import ClampedSwiGLU, Routing, decode_experts, experts_mlp, route
+from ligerzoo.kernels import ClampedSwiGLU, Routing, Ungated, decode_experts, experts_mlp, route
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.decode_experts import reference
+from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.route import select_experts
 from ligerzoo.layers import GatedMLP, set_backend
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE
@@ -31,7 +32,7 @@ OPTIONS: dict[str, list[Any]] = {
     "features": on_gpu_too([16, 33, 136], [2048]),
     "inner": on_gpu_too([1, 24, 70], [768]),
     "experts": on_gpu_too([(3, 2), (9, 4), (2, 1)], [(128, 8)]),  # E, k
-    "activation": [*ACTIVATIONS, ClampedSwiGLU(0.6, 1.3)],
+    "activation": [*ACTIVATIONS, ClampedSwiGLU(0.6, 1.3), Ungated()],
     "bias": [False, True],
     "residual": [False, True],
     "renormalize": [False, True],
@@ -40,14 +41,22 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 def make(
-    tokens: int, features: int, inner: int, experts: int, dtype: torch.dtype, device: str, favoured: bool = False
+    tokens: int,
+    features: int,
+    inner: int,
+    experts: int,
+    dtype: torch.dtype,
+    device: str,
+    favoured: bool = False,
+    activation: Any = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns x, router logits, gate_up, down and a residual."""
+    first = gating(activation).parts * inner
     logits = torch.randn(tokens, experts, device=device) + 20 * torch.randn(experts, device=device) * favoured
     return (
         numbers(tokens, features, dtype=dtype, device=device).detach(),
         logits,
-        numbers(experts, 2 * inner, features, dtype=dtype, device=device, scale=features**-0.5).detach(),
+        numbers(experts, first, features, dtype=dtype, device=device, scale=features**-0.5).detach(),
         numbers(experts, features, inner, dtype=dtype, device=device, scale=inner**-0.5).detach(),
         numbers(tokens, features, dtype=dtype, device=device).detach(),
     )
@@ -71,7 +80,7 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     torch.manual_seed(0)
     n_experts, k = case["experts"]
     sizes = case["tokens"], case["features"], case["inner"], n_experts, case["dtype"], device, case["favoured"]
-    x, logits, gate_up, down, residual = inputs = make(*sizes)
+    x, logits, gate_up, down, residual = inputs = make(*sizes, case["activation"])
     routing = route(logits, k, renormalize=case["renormalize"], backend="torch")
     before = [t.clone() for t in (*inputs, *routing)]
     biases = [None, None]
@@ -85,11 +94,11 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip((*inputs, *routing), before, strict=True))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, Ungated()], ids=str)
 @pytest.mark.parametrize("dtype", [*ROUNDED_DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_it_equals_experts_mlp(tokens: int, dtype: torch.dtype, activation: Any, device: str) -> None:
-    x, logits, gate_up, down, _ = make(tokens, 33, 17, 5, dtype, device)
+    x, logits, gate_up, down, _ = make(tokens, 33, 17, 5, dtype, device, activation=activation)
     routing = route(logits.to(torch.promote_types(dtype, torch.float32)), 2)
     weights, expert_ids = logits.softmax(-1).topk(2)
     weights = (weights / weights.sum(-1, keepdim=True)).to(routing.weights.dtype)
@@ -103,7 +112,7 @@ def test_it_equals_experts_mlp(tokens: int, dtype: torch.dtype, activation: Any,
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if ON_GPU else [])], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(0.6, 1.3)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(0.6, 1.3), Ungated()])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_it_has_the_bits_of_experts_mlp(
     tokens: int, activation: Any, bias: bool, dtype: torch.dtype, device: str
@@ -115,12 +124,13 @@ def test_it_has_the_bits_of_experts_mlp(
         return torch.randint(-largest, largest + 1, shape, generator=draw).to(device, dtype)
 
     experts, features, inner = 6, 33, 17
-    x, gate_up = integers(tokens, features, largest=40), integers(experts, 2 * inner, features, largest=40) / 2**13
+    first = gating(activation).parts * inner
+    x, gate_up = integers(tokens, features, largest=40), integers(experts, first, features, largest=40) / 2**13
     down = torch.zeros(experts, features, inner, device=device, dtype=dtype)
     for _ in range(2):  # two inputs of each output
         where = torch.randint(0, inner, (experts, features, 1), generator=draw).to(device)
         down.scatter_(2, where, integers(experts, features, 1))
-    biases = (integers(experts, 2 * inner) / 3, integers(experts, features) / 3) if bias else (None, None)
+    biases = (integers(experts, first) / 3, integers(experts, features) / 3) if bias else (None, None)
     logits = torch.randn(tokens, experts, generator=draw).to(device)
     ids, weights = select_experts(logits, 3, renormalize=True, backend="triton")
     options: dict[str, Any] = {"activation": activation, "backend": "triton"}
@@ -259,6 +269,7 @@ def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
         routing = route(logits, k, backend="torch")
         decode_experts(x, routing, gate_up, down, residual=x, backend="triton")
         decode_experts(x, routing, gate_up, down, activation="gelu_tanh", backend="triton")
+        decode_experts(x, routing, gate_up[:, :inner], down, activation=Ungated(), backend="triton")
         biases = gate_up[:, :, 0].contiguous(), down[:, :, 0].contiguous()
         decode_experts(x, routing, gate_up, down, *biases, activation=ClampedSwiGLU(), backend="triton")
 

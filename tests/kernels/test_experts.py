@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import ClampedSwiGLU, experts_mlp, lora_experts_mlp
+from ligerzoo.kernels import ClampedSwiGLU, Ungated, experts_mlp, lora_experts_mlp
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
+from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.low_rank import LowRank
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
@@ -31,14 +32,22 @@ def routes(tokens: int, experts: int, slots: int, device: str) -> Tensor:
 
 
 def make(
-    tokens: int, features: int, inner: int, experts: int, slots: int, dtype: torch.dtype, device: str
+    tokens: int,
+    features: int,
+    inner: int,
+    experts: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: str,
+    activation: Any = "silu",
 ) -> list[Tensor]:
     """x, expert_ids, expert_weights, gate_up and down."""
+    first = gating(activation).parts * inner
     return [
         numbers(tokens, features, dtype=dtype, device=device),
         routes(tokens, experts, slots, device),
         torch.rand(tokens, slots, device=device).to(dtype).requires_grad_(),
-        numbers(experts, 2 * inner, features, dtype=dtype, device=device, scale=features**-0.5),
+        numbers(experts, first, features, dtype=dtype, device=device, scale=features**-0.5),
         numbers(experts, features, inner, dtype=dtype, device=device, scale=inner**-0.5),
     ]
 
@@ -65,10 +74,10 @@ def test_sizes(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device
     judge(experts_mlp, reference, make(*shape, dtype, device))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *map(Ungated, ACTIVATIONS)], ids=str)
 def test_activations(activation: Any, device: str) -> None:
     function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
-    judge(function, oracle, make(20, 33, 17, 3, 2, torch.float32, device))
+    judge(function, oracle, make(20, 33, 17, 3, 2, torch.float32, device, activation))
 
 
 def biased(inputs: list[Tensor], dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -78,7 +87,9 @@ def biased(inputs: list[Tensor], dtype: torch.dtype, device: str) -> list[Tensor
 CLAMPED = ClampedSwiGLU(0.5, 1.3)  # cuts off many of the numbers
 
 
-@pytest.mark.parametrize("case", long_cases({"activation": ["silu", CLAMPED], "dtype": ROUNDED_DTYPES}), ids=str)
+@pytest.mark.parametrize(
+    "case", long_cases({"activation": ["silu", CLAMPED, Ungated()], "dtype": ROUNDED_DTYPES}), ids=str
+)
 def test_biases(case: dict[str, Any], device: str) -> None:
     activation, dtype = case.values()
     function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
@@ -87,7 +98,7 @@ def test_biases(case: dict[str, Any], device: str) -> None:
 
         def judge_draw(seed: int, shape: tuple[int, ...] = shape) -> None:
             torch.manual_seed(seed)
-            judge(function, oracle, biased(make(*shape, dtype, device), dtype, device))
+            judge(function, oracle, biased(make(*shape, dtype, device, activation), dtype, device))
 
         judge_draws(judge_draw, seed=0)  # rounding moves some numbers across the limit, where the gradient jumps
 
@@ -108,9 +119,10 @@ def test_clamps(device: str) -> None:
 
 @pytest.mark.parametrize("frozen", [(), (0, 2, 3, 4), (0, 2, 3, 4, 5), (0, 2, 3, 4, 6), (5, 6)], ids=str)
 def test_frozen_inputs_with_biases(frozen: tuple[int, ...], device: str) -> None:
-    inputs = biased(make(20, 33, 17, 4, 2, torch.float32, device), torch.float32, device)
-    inputs = [t.detach() if i in frozen else t for i, t in enumerate(inputs)]
-    judge(partial(experts_mlp, activation=CLAMPED), partial(reference, activation=CLAMPED), inputs)
+    for activation in (CLAMPED, Ungated()):
+        inputs = biased(make(20, 33, 17, 4, 2, torch.float32, device, activation), torch.float32, device)
+        inputs = [t.detach() if i in frozen else t for i, t in enumerate(inputs)]
+        judge(partial(experts_mlp, activation=activation), partial(reference, activation=activation), inputs)
 
 
 @pytest.mark.parametrize("activation", [ClampedSwiGLU(0.0), ClampedSwiGLU(7.0, -1.0), ClampedSwiGLU(float("nan"))])
@@ -148,22 +160,28 @@ def repeated(tokens: int, experts: int, slots: int, device: str) -> Tensor:
     return ids
 
 
-def updates(experts: int, features: int, inner: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+def updates(experts: int, features: int, first: int, inner: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """A and B of rank 8, of the gate and up projections and of the down projections."""
-    shapes = (experts, 8, features), (experts, 2 * inner, 8), (experts, 8, inner), (experts, features, 8)
+    shapes = (experts, 8, features), (experts, first, 8), (experts, 8, inner), (experts, features, 8)
     return [numbers(*shape, dtype=dtype, device=device, scale=shape[2] ** -0.5) for shape in shapes]
 
 
-def judge_repeated(tokens: int, experts: int, slots: int, dtype: torch.dtype, device: str) -> None:
+def judge_repeated(
+    tokens: int, experts: int, slots: int, dtype: torch.dtype, device: str, activation: Any = "silu"
+) -> None:
     features, inner = 64, 24
-    x, _, weights, gate_up, down = make(tokens, features, inner, experts, slots, dtype, device)
+    x, _, weights, gate_up, down = make(tokens, features, inner, experts, slots, dtype, device, activation)
     inputs = [x, repeated(tokens, experts, slots, device), weights, gate_up, down]
-    judge(experts_mlp, reference, inputs)
-    frozen = [*inputs[:3], gate_up.detach(), down.detach(), *updates(experts, features, inner, dtype, device)]
+    judge(partial(experts_mlp, activation=activation), partial(reference, activation=activation), inputs)
+    matrices = updates(experts, features, gate_up.shape[1], inner, dtype, device)
+    frozen = [*inputs[:3], gate_up.detach(), down.detach(), *matrices]
 
     def with_updates(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: function(
-            *args[:5], gate_up_update=LowRank(*args[5:7], 0.5), down_update=LowRank(*args[7:], 0.5)
+            *args[:5],
+            gate_up_update=LowRank(*args[5:7], 0.5),
+            down_update=LowRank(*args[7:], 0.5),
+            activation=activation,
         )
 
     judge(with_updates(lora_experts_mlp), with_updates(reference), frozen)
@@ -171,7 +189,8 @@ def judge_repeated(tokens: int, experts: int, slots: int, dtype: torch.dtype, de
 
 @pytest.mark.parametrize("tokens, experts, slots", [(5, 1, 8), (70, 1, 2), (9, 3, 8), (1, 2, 2)])
 def test_repeated_experts(tokens: int, experts: int, slots: int, device: str) -> None:
-    judge_repeated(tokens, experts, slots, torch.float32, device)
+    for activation in ("silu", Ungated()):
+        judge_repeated(tokens, experts, slots, torch.float32, device, activation)
 
 
 @pytest.mark.gpu
@@ -293,6 +312,12 @@ def test_mismatched_shapes_and_dtypes(function: Callable[..., Tensor], change: d
     message = rf"^{function.__name__}: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\)"
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         function(**(inputs | change))
+
+
+@pytest.mark.parametrize("function", [experts_mlp, lora_experts_mlp])
+def test_ungated_experts_have_one_output_per_feature(function: Callable[..., Tensor]) -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match=r"gate_up \(3, 34, 33\).*expected .* \(E, I, H\) and \(E, H"):
+        function(*make(5, 33, 17, 3, 2, torch.float32, "cpu"), activation=Ungated())
 
 
 def test_expert_ids_of_a_floating_dtype() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ligerzoo import kernels, losses
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.gating import gating
 from tests.covering import covering
 from tests.kernels.accuracy import judge, judge_draws
 from tests.kernels.layouts import laid_out, offset, padded, swapped, transposed
@@ -247,7 +248,7 @@ def experts(
         numbers(tokens, features, dtype=dtype, device=device),
         torch.rand(tokens, 4, device=device).argsort(-1)[:, :slots].to(id_dtype),
         weights.requires_grad_(),
-        numbers(4, 2 * inner, features, dtype=dtype, device=device, scale=features**-0.5),
+        numbers(4, gating(activation).parts * inner, features, dtype=dtype, device=device, scale=features**-0.5),
         numbers(4, features, inner, dtype=dtype, device=device, scale=inner**-0.5),
     ]
     function, reference = (
@@ -364,7 +365,7 @@ KERNELS = [
         "experts_mlp",
         experts,
         {
-            "activation": list(ACTIVATIONS),
+            "activation": [*ACTIVATIONS, kernels.Ungated()],
             "slots": [1, 3],
             "id_dtype": [torch.int64, torch.int32],
             "weights_are_fp32": [False, True],

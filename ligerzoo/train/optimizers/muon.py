@@ -214,8 +214,8 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     by_tokens = {id(parameter) for parameter in embedding_tables(model)}
     by_tokens |= {id(head.weight) for head in find_modules(model, LMHead)}
     experts = find_modules(model, Experts)
-    fused = {id(module.gate_up_proj) for module in experts}
-    batched = fused | {id(module.down_proj) for module in experts}
+    batched = {id(weight) for module in experts for weight in module.weights}
+    fused = {id(module.weights[0]) for module in experts if module.projections[0] == "gate_up_proj"}
 
     def kind(parameter: nn.Parameter) -> tuple[bool, int]:
         is_matrix = (parameter.dim() == 2 or id(parameter) in batched) and id(parameter) not in by_tokens
