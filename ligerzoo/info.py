@@ -29,6 +29,7 @@ from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.models.registry import ENCODERS, MODEL_CLASSES
+from ligerzoo.models.state_space import MambaConfig
 from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
@@ -49,6 +50,7 @@ PARTS = {
     "head.": "head",
     "norm": "norms",
     "linear_attn": "linear attention",
+    ".mamba.": "state spaces",
     ".conv.": "convolutions",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
@@ -60,6 +62,9 @@ PARTS = {
     "e_score_correction_bias": "router",
     "mlp": "feed-forward",
     "feed_forward": "feed-forward",
+    **{f"mixer.{name}_proj": "attention" for name in "qkvo"},
+    **{f"mixer.{name}_proj": "feed-forward" for name in ("up", "down", "fc1_latent", "fc2_latent")},
+    ".mixer.": "state spaces",
 }
 """Parts of a model by a substring of the tensor's name. The first match counts."""
 
@@ -272,8 +277,9 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
     if (size := getattr(config, "global_head_dim", config.key_size)) != config.key_size:
         heads += f", of {size} in full attention"
-    sizes = {"hidden": config.hidden_size, "feed-forward": config.intermediate_size, "vocabulary": config.vocab_size}
-    if isinstance(config, RoutedConfig) and _moe_layers(config) == config.num_hidden_layers:  # instead of MLPs
+    mlp_size = getattr(config, "mlp_size", config.intermediate_size)
+    sizes = {"hidden": config.hidden_size, "feed-forward": mlp_size, "vocabulary": config.vocab_size}
+    if isinstance(config, RoutedConfig) and not config.has_dense_layers:
         del sizes["feed-forward"]
     scaling: Mapping[str, Any] = config.rope_scaling or {}
     rope = f"rotary theta {config.rope_theta:,.0f}" + (f", scaled by {scaling['rope_type']}" if scaling else "")
@@ -332,12 +338,16 @@ def _describe_windows(config: DecoderConfig) -> Lines:
 
 
 def _describe_states(config: DecoderConfig) -> Lines:
-    if not isinstance(config, GatedDeltaConfig):
-        return []
-    layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
-    return [
-        ("states", f"{layers} of {config.num_hidden_layers} layers use linear attention, whose state has a fixed size")
-    ]
+    match config:
+        case MambaConfig():
+            sizes = f"{config.mamba_n_heads} heads of {config.mamba_inner_size // config.mamba_n_heads}"
+            sizes += f" and {config.mamba_d_state} state features"
+            return [("states", f"{config.mamba_layers} of {config.num_hidden_layers} layers use Mamba-2, {sizes}")]
+        case GatedDeltaConfig():
+            layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
+            text = "layers use linear attention, whose state has a fixed size"
+            return [("states", f"{layers} of {config.num_hidden_layers} {text}")]
+    return []
 
 
 def _describe_cross_attention(config: DecoderConfig) -> Lines:

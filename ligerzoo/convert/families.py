@@ -4,10 +4,13 @@ Checkpoints of MoE models store one tensor per expert and projection. Checkpoint
 in-memory layout have our stacked tensors.
 """
 
+import math
+
+from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, SILU, Architecture
 from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
 from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename
-from ligerzoo.entries import Entries
+from ligerzoo.entries import Entries, is_array
 
 GATE_UP = Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 """Gate and up projections in one tensor."""
@@ -30,10 +33,23 @@ MIXTRAL = (
 GRANITE_MOE = (
     Rename("block_sparse_moe.router", "mlp.gate"),
     Rename("block_sparse_moe.experts", "mlp.experts"),
-    Fused("shared_mlp.input_linear", ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
-    Rename("shared_mlp.output_linear", "mlp.shared_experts.down_proj"),
+    Fused("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp.up_proj")),
+    Rename("shared_mlp.output_linear", "shared_mlp.down_proj"),
 )
 """Granite's experts, stacked, and its shared expert."""
+
+GRANITE_MOE_FILES = (
+    Rename("block_sparse_moe.router.layer", "mlp.gate"),
+    Rename("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"),
+    Rename("block_sparse_moe.output_linear.weight", "mlp.experts.down_proj"),
+)
+"""Granite 4's experts in files."""
+
+GRANITE_SHARED = (
+    Fused("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
+    Rename("shared_mlp.output_linear", "mlp.down_proj"),
+)
+"""Granite 4 without routed experts."""
 
 FLINT = (Rename("mlp.shared_expert", "mlp.shared_experts"),)
 """Flint's shared expert, which has no gate."""
@@ -72,6 +88,20 @@ KOLIBRI = (
     Rename("post_ffn_norm", "post_mlp_layernorm"),
 )
 """Names in Kolibri's files."""
+
+MAMBA_LIMITS: tuple[object, ...] = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]
+"""No limits of step sizes, in JSON with infinity and in transformers 5's. It applies others in some forwards only."""
+
+_MAMBA_FP32 = r".*\.mamba\.(A_log|dt_bias|D|norm\.weight)"
+_MAMBA_BLOCKS = (
+    Rename("feed_forward", "mlp"),
+    Rename("pre_ff_layernorm", "post_attention_layernorm"),
+    Rename("model.final_layernorm", "model.norm"),
+)
+"""Names in the files of Bamba and Falcon-H1."""
+
+_GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Types of layers in Granite's files, and in those of transformers 5."""
 
 _ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
@@ -174,9 +204,49 @@ def _read_youtu(raw: Entries) -> Entries:
     return raw
 
 
+def _read_mamba(raw: Entries) -> Entries:
+    return {**raw, "mamba_d_head": None} if raw.get("mamba_d_head") == "auto" else raw
+
+
+def _write_mamba(config: object, entries: dict[str, object]) -> dict[str, object]:
+    """transformers 5 rejects a null size of heads; without an entry, it is that of ours."""
+    return {name: value for name, value in entries.items() if name != "mamba_d_head" or value is not None}
+
+
+def _read_granite_hybrid(raw: Entries) -> Entries:
+    types = first_given(raw, "layer_types", "layers_block_type")
+    if is_array(types):
+        types = [_GRANITE_TYPES.get(kind, kind) if is_text(kind) else kind for kind in types]
+    experts = first_given(raw, "num_local_experts", "num_experts")
+    return {**_read_mamba(raw), "layer_types": types, "num_experts": experts}
+
+
+def _write_granite_hybrid(config: object, entries: dict[str, object]) -> dict[str, object]:
+    names, types = {kind: name for name, kind in _GRANITE_TYPES.items()}, entries["layer_types"]
+    entries = _write_mamba(config, written_as(num_experts="num_local_experts")(config, entries))
+    del entries["sliding_window"]
+    return {**entries, "layer_types": [names[kind] for kind in types] if is_array(types) else None}
+
+
 _DENSE = (
     Architecture("arcee", accepted={"hidden_act": ("relu2",)}),
+    Architecture(
+        "bamba",
+        accepted={"time_step_limit": MAMBA_LIMITS, "partial_rotary_factor": (0.5,), "z_loss_coefficient": (0.0,)},
+        read_entries=_read_mamba,
+        write_entries=_write_mamba,
+        layouts=lambda config: (Layout(_MAMBA_BLOCKS),),
+        kept_fp32=_MAMBA_FP32,
+    ),
     Architecture("ernie4_5", accepted={"compression_ratio": (1.0,)}),
+    Architecture(
+        "falcon_h1",
+        accepted={"time_step_limit": MAMBA_LIMITS, "partial_rotary_factor": (1.0,)},
+        read_entries=_read_mamba,
+        write_entries=_write_mamba,
+        layouts=lambda config: (Layout(_MAMBA_BLOCKS),),
+        kept_fp32=_MAMBA_FP32,
+    ),
     # The first Gemma checkpoints have `"hidden_act": "gelu"` and a null `hidden_activation`; both mean the tanh
     # approximation. Both entries are written: transformers 5 reads `hidden_act`, transformers 4 `hidden_activation`.
     Architecture(
@@ -317,6 +387,18 @@ _MOE = (
         read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
         write_entries=written_as(num_experts="num_local_experts"),
         layouts=lambda config: (Layout(GRANITE_MOE),),
+    ),
+    Architecture(
+        "granitemoehybrid",
+        accepted={"time_step_limit": MAMBA_LIMITS, "partial_rotary_factor": (1.0,)},
+        read_entries=_read_granite_hybrid,
+        write_entries=_write_granite_hybrid,
+        layouts=lambda config: (
+            (Layout((*GRANITE_MOE_FILES, *GRANITE_MOE)), Layout(GRANITE_MOE))
+            if config.num_experts
+            else (Layout(GRANITE_SHARED),)
+        ),
+        kept_fp32=_MAMBA_FP32,
     ),
     Architecture(
         "kolibri1",

@@ -41,6 +41,7 @@ Norms
 MLPs and activations
     GatedMLP                              an MLP with a gate (SwiGLU)
     MLP                                   an MLP without a gate
+    ScaledGatedMLP                        a gate and an output times constants
     UngatedMLP                            squared ReLU
     XIELU                                 a trainable activation
 
@@ -54,6 +55,7 @@ Mixtures of experts
     BiasedRouter                          a softmax router with a balancing bias
     GroupedRouter                         a softmax router within groups of experts
     DeepSeekMoE                           shared experts
+    LatentMoE                             experts in a latent space
     SharedExpertMoE                       a shared expert with a gate
     load_balancing_loss                   a load-balancing loss
 
@@ -70,6 +72,12 @@ Blocks
     LinearAttentionBlock                  a block of linear attention
     ConvBlock                             a block with a short convolution
     ConvSandwichBlock                     a block with a short convolution, norms before and after
+    MambaBlock                            a block with a state-space model
+    ScaledMambaBlock                      a state-space model, branches times a constant
+    ParallelMambaBlock                    attention and a state-space model in parallel
+    MixerBlock                            a block of attention alone
+    MambaMixerBlock                       a block of a state-space model alone
+    MLPBlock                              a block of an MLP alone
     CrossAttentionBlock                   a block of cross-attention
 
 Embeddings, decoder and head
@@ -101,6 +109,7 @@ Caches
     LayerCache                            what every cache of a layer has
     TokenCache                            a cache that grows
     RollingLayerCache                     a cache of a sliding window
+    CachePair                             the caches of attention and a recurrent layer in one block
     StaticLayerCache                      a cache of fixed size
     CrossAttentionLayerCache              a cache of image states
     RecurrentLayerCache                   a cache of the states of linear attention
@@ -152,13 +161,19 @@ from ligerzoo.layers.block import (
     ConvSandwichBlock,
     GatedPreNormBlock,
     LinearAttentionBlock,
+    MambaBlock,
+    MambaMixerBlock,
+    MixerBlock,
+    MLPBlock,
+    ParallelMambaBlock,
     PostNormBlock,
     PreNormBlock,
     ResidualNormBlock,
     SandwichBlock,
+    ScaledMambaBlock,
     ScaledPreNormBlock,
 )
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache, TokenCache
+from ligerzoo.layers.cache import CachePair, CrossAttentionLayerCache, LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context, LayerOutputs, shifted_labels
 from ligerzoo.layers.cross_attention import (
     CrossAttention,
@@ -177,8 +192,8 @@ from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.mamba2 import Mamba2Mixer, Mamba2Scales
 from ligerzoo.layers.masks import Mask, TileMask
-from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
-from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.mlp import MLP, GatedMLP, ScaledGatedMLP, UngatedMLP
+from ligerzoo.layers.moe import DeepSeekMoE, Experts, LatentMoE, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, GatedRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.per_layer_inputs import (
     LayerInput,
@@ -226,6 +241,7 @@ __all__ = [
     "AxialRotaryEmbedding",
     "BiasedRouter",
     "BlockStack",
+    "CachePair",
     "CausalConv1d",
     "Context",
     "ConvBlock",
@@ -255,6 +271,7 @@ __all__ = [
     "KVCache",
     "LMHead",
     "LatentAttention",
+    "LatentMoE",
     "LayerCache",
     "LayerInput",
     "LayerNorm",
@@ -262,13 +279,18 @@ __all__ = [
     "Linear",
     "LinearAttentionBlock",
     "LogitRouter",
+    "MLPBlock",
     "Mamba2Mixer",
     "Mamba2Scales",
+    "MambaBlock",
+    "MambaMixerBlock",
     "Mask",
     "MergerMLP",
+    "MixerBlock",
     "MoE",
     "Normalize",
     "NormalizedEmbedding",
+    "ParallelMambaBlock",
     "ParallelMixture",
     "PatchEmbedding",
     "PatchMerger",
@@ -291,6 +313,8 @@ __all__ = [
     "Router",
     "SandwichBlock",
     "ScaledEmbedding",
+    "ScaledGatedMLP",
+    "ScaledMambaBlock",
     "ScaledPreNormBlock",
     "ScaledRouter",
     "ScaledSandwichBlock",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import WrongTypeError
-from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.cache import BlockCache, CachePair, LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.kv_cache import new_layer_cache
 from ligerzoo.layers.linear import INIT_STD, initialize
@@ -21,7 +21,7 @@ from ligerzoo.layers.norm import add_and_normalize, normalize
 from ligerzoo.tensor_checks import describe_value
 
 _MIXED = ("x", "context", "cache")
-_CALLS = {"self_attn": _MIXED, "linear_attn": _MIXED, "conv": _MIXED, "mlp": ("x", "context")}
+_CALLS = {**dict.fromkeys(("self_attn", "linear_attn", "mamba", "conv"), _MIXED), "mlp": ("x", "context")}
 """The arguments with which blocks call their parts; norms get x."""
 
 
@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
         mixer: nn.Module = getattr(self, self.mixer_name)
         return mixer
 
-    def new_cache(self, capacity: int | None = None) -> LayerCache:
+    def new_cache(self, capacity: int | None = None) -> BlockCache:
         """Returns an empty cache of the mixer."""
         return new_layer_cache(self.mixer, capacity)
 
@@ -87,11 +87,19 @@ class PreNormBlock(ResidualBlock):
         self.mlp = mlp
         check_parts(self)
 
-    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context, cache: BlockCache | None = None) -> Tensor:
         normalized, x = normalize(x, self.input_layernorm)
-        mixed = self.scale_mixed(self.mixer(normalized, context, cache))
+        mixed = self.scale_mixed(self.mix(normalized, context, cache))
         normalized, x = add_and_normalize(x, mixed, self.post_attention_layernorm)
-        return x + self.scale_mlp(self.mlp(normalized, context))
+        return x + self.scale_mlp(self.feed_forward(normalized, context))
+
+    def feed_forward(self, normalized: Tensor, context: Context) -> Tensor:
+        """Returns the output of the MLP."""
+        return self.mlp(normalized, context)  # type: ignore[no-any-return]
+
+    def mix(self, normalized: Tensor, context: Context, cache: BlockCache | None) -> Tensor:
+        """Returns the output of the mixer."""
+        return self.mixer(normalized, context, cache)  # type: ignore[no-any-return]
 
     def scale_mixed(self, x: Tensor) -> Tensor:
         """Returns what is added to the hidden states for the output of the mixer."""
@@ -126,23 +134,120 @@ class ConvBlock(PreNormBlock):
     mixer_name = "conv"
 
 
+class MambaBlock(PreNormBlock):
+    """`PreNormBlock` with a state-space model, such as `Mamba2Mixer`, as the attribute `mamba` (Bamba)."""
+
+    mixer_name = "mamba"
+
+
+class ParallelMambaBlock(PreNormBlock):
+    """Pre-norm block whose attention and state-space model have the same input (Falcon-H1).
+
+    `h = norm(x); x += a * self_attn(b * h) + c * mamba(h); x += mlp(norm(x))`
+
+    Args:
+        multipliers: a, b and c.
+        mamba: the state-space model, such as `Mamba2Mixer`.
+        parts: arguments of `PreNormBlock`.
+    """
+
+    def __init__(self, multipliers: tuple[float, float, float], mamba: nn.Module, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.attention_out, self.attention_in, self.mamba_out = multipliers
+        self.mamba = mamba
+        check_parts(self)
+
+    def mix(self, normalized: Tensor, context: Context, cache: BlockCache | None) -> Tensor:
+        """See `PreNormBlock.mix`."""
+        tokens, states = (None, None) if cache is None else cache.parts
+        attended: Tensor = self.self_attn(self.attention_in * normalized, context, tokens)
+        mixed: Tensor = self.mamba(normalized, context, states)
+        return self.attention_out * attended + self.mamba_out * mixed
+
+    def new_cache(self, capacity: int | None = None) -> CachePair:
+        """Returns empty caches of the attention and the state-space model."""
+        return CachePair(*(part.new_cache(capacity) for part in (self.self_attn, self.mamba)))  # type: ignore[operator]
+
+
+class MixerBlock(ResidualBlock):
+    """Pre-norm block without an MLP, `x += attention(norm(x))` (Nemotron-H).
+
+    Args:
+        input_layernorm: the norm.
+        self_attn: the attention.
+    """
+
+    def __init__(self, input_layernorm: nn.Module, self_attn: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.add_module(self.mixer_name, self_attn)
+        check_parts(self)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        normalized, x = normalize(x, self.input_layernorm)
+        return x + self.mixer(normalized, context, cache)  # type: ignore[no-any-return]
+
+
+class MambaMixerBlock(MixerBlock):
+    """`MixerBlock` with a state-space model, such as `Mamba2Mixer`, as the attribute `mamba` (Nemotron-H)."""
+
+    mixer_name = "mamba"
+
+
+class MLPBlock(nn.Module):
+    """Pre-norm block of an MLP alone, `x += mlp(norm(x))` (Nemotron-H).
+
+    Args:
+        input_layernorm: the norm.
+        mlp: the MLP or MoE.
+
+    Attributes:
+        mixer: None; see `ResidualBlock`.
+    """
+
+    mixer: ClassVar[None] = None
+
+    def __init__(self, input_layernorm: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.mlp = input_layernorm, mlp
+        check_parts(self)
+
+    def forward(self, x: Tensor, context: Context, _: LayerCache | None = None) -> Tensor:
+        """x: (B, T, H) -> (B, T, H)."""
+        normalized, x = normalize(x, self.input_layernorm)
+        return x + self.mlp(normalized, context)  # type: ignore[no-any-return]
+
+
 class ScaledPreNormBlock(PreNormBlock):
     """Pre-norm block whose branches are multiplied by a constant (Granite; muP, Yang et al. 2022).
 
     Args:
         multiplier: factor of the outputs of both branches.
         parts: arguments of `PreNormBlock`.
+        shared_mlp: an MLP whose output is added to that of the MLP, such as an expert for every token; None for none.
     """
 
-    def __init__(self, multiplier: float, *parts: nn.Module) -> None:
+    def __init__(self, multiplier: float, *parts: nn.Module, shared_mlp: nn.Module | None = None) -> None:
         super().__init__(*parts)
         self.multiplier = multiplier
+        self.shared_mlp = shared_mlp
+
+    def feed_forward(self, normalized: Tensor, context: Context) -> Tensor:
+        """Returns the output of the MLP, or of both."""
+        y = super().feed_forward(normalized, context)
+        return y if self.shared_mlp is None else y + self.shared_mlp(normalized)
 
     def scale_mixed(self, x: Tensor) -> Tensor:
         return self.multiplier * x
 
     def scale_mlp(self, x: Tensor) -> Tensor:
         return self.multiplier * x
+
+
+class ScaledMambaBlock(ScaledPreNormBlock):
+    """`ScaledPreNormBlock` with a state-space model, such as `Mamba2Mixer`, as the attribute `mamba` (Granite 4)."""
+
+    mixer_name = "mamba"
 
 
 class GatedPreNormBlock(PreNormBlock):

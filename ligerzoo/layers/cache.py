@@ -15,6 +15,7 @@ Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -51,6 +52,15 @@ class LayerCache:
         self.offset = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[LayerCache, ...]:
+        """This cache; see `CachePair`."""
+        return (self,)
+
+    def map(self, function: Callable[[LayerCache], LayerCache]) -> LayerCache:
+        """Returns `function` of this cache; see `CachePair`."""
+        return function(self)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Returns the sequence indices of the next T = `tokens` tokens, (B or 1, T) int64."""
@@ -127,6 +137,31 @@ class LayerCache:
     def make_writable(self) -> None:
         """See `KVCache.make_writable`."""
         self._keys, self._values = writable(self._keys), writable(self._values)
+
+
+class CachePair(NamedTuple):
+    """The caches of a block in which attention and a recurrent layer have the same input.
+
+    Attributes:
+        tokens: of the attention.
+        states: of the recurrent layer.
+    """
+
+    tokens: LayerCache
+    states: LayerCache
+
+    @property
+    def parts(self) -> tuple[LayerCache, ...]:
+        """Both."""
+        return self
+
+    def map(self, function: Callable[[LayerCache], LayerCache]) -> CachePair:
+        """Returns a pair of the results of `function` for both."""
+        return CachePair(*map(function, self))
+
+
+BlockCache = LayerCache | CachePair
+"""What a block gets as its cache."""
 
 
 class KeysAndValues(NamedTuple):

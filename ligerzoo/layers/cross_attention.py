@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.attention import Attention
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
+from ligerzoo.layers.cache import BlockCache, CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, never_exact
 from ligerzoo.layers.kv_cache import new_layer_cache
@@ -182,7 +182,7 @@ class CrossAttentionBlock(nn.Module):
         """The attention."""
         return self.cross_attn
 
-    def new_cache(self, capacity: int | None = None) -> LayerCache:
+    def new_cache(self, capacity: int | None = None) -> BlockCache:
         """Returns an empty cache of the attention."""
         return new_layer_cache(self.cross_attn, capacity)
 

@@ -27,6 +27,7 @@ class Decoder(nn.Module):
         layers: blocks, called as `PreNormBlock`.
         norm: applied to the output of the last block.
         input_scale: factor of the embeddings, including those given instead of token ids.
+        token_scale: factor of the embeddings of token ids only.
         input_norm: applied to the embeddings, including those given instead of token ids; None for no norm.
         positions_skip_padding: the default positions skip padding. For attention whose scores depend on
             absolute positions: the results of a padded text are then those of the text alone.
@@ -49,6 +50,7 @@ class Decoder(nn.Module):
         norm: nn.Module,
         *,
         input_scale: float = 1.0,
+        token_scale: float = 1.0,
         input_norm: nn.Module | None = None,
         positions_skip_padding: bool = False,
         max_valid_cache_length: int | None = None,
@@ -57,7 +59,7 @@ class Decoder(nn.Module):
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.input_scale = input_scale
+        self.input_scale, self.token_scale = input_scale, token_scale
         self.input_norm = input_norm
         self.positions_skip_padding = positions_skip_padding
         self.max_valid_cache_length = max_valid_cache_length
@@ -80,7 +82,8 @@ class Decoder(nn.Module):
         if self.positions_skip_padding and context.has_default_positions:
             context = context.replace(position_ids=context.token_positions())
         x, context = context.own(x)
-        x = x if x.is_floating_point() else self.embed_tokens(x)
+        if not x.is_floating_point():
+            x = self.embed_tokens(x) if self.token_scale == 1.0 else self.token_scale * self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
         if self.input_norm is not None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels.fp8 import FP8
-from ligerzoo.layers.cache import LayerCache, RollingLayerCache, TokenCache, writable
+from ligerzoo.layers.cache import BlockCache, LayerCache, RollingLayerCache, TokenCache, writable
 from ligerzoo.layers.static_cache import StaticCache, StaticLayerCache, StaticPosition
 
 _TOKEN_CACHES = {TokenCache, RollingLayerCache, StaticLayerCache}
 """Kinds of caches that a cache of all tokens can replace."""
 
 
-def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
+def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> BlockCache:
     """Returns `layer.new_cache(capacity)`; for a layer without this method, a cache that its parts can use.
 
     That is a cache of all tokens, which is correct for every kind of self-attention, and unused by a layer without
@@ -102,7 +102,7 @@ class KVCache:
     """The caches of all layers of a decoder.
 
     Args:
-        layers: one per layer, of any classes. `Decoder.new_cache` chooses them by layer.
+        layers: one per layer, of any classes, or a pair. `Decoder.new_cache` chooses them by layer.
         dtype: float8_e4m3fn stores keys and values in half the memory of bf16. They are rounded to it, without scales,
             as they are written; beyond +-448 they become +-448. Each token attends to the rounded ones, its own
             included, so results do not depend on how a prompt is divided into calls. None stores them unchanged. The
@@ -123,7 +123,7 @@ class KVCache:
         ValueError: another dtype.
     """
 
-    def __init__(self, layers: Iterable[LayerCache], dtype: torch.dtype | None = None, *, exact: bool = False) -> None:
+    def __init__(self, layers: Iterable[BlockCache], dtype: torch.dtype | None = None, *, exact: bool = False) -> None:
         self.dtype, self.exact = check_cache_dtype(dtype), exact
         self.max_valid_length: int | None = None
         self.position_offset: Tensor | None = None
@@ -133,13 +133,14 @@ class KVCache:
         if exact:
             self.keep_all_tokens()
 
-    def _set_layers(self, layers: Iterable[LayerCache]) -> None:
+    def _set_layers(self, layers: Iterable[BlockCache]) -> None:
         self.layers = list(layers)
-        self._self_attention = [layer for layer in self.layers if layer.counts_tokens]
-        self._cross_attention = [layer for layer in self.layers if not layer.counts_tokens]
-        self._static = [cast(StaticCache, layer) for layer in self.layers if layer.is_static]
-        for layer in self.layers:
-            layer.dtype = self.dtype
+        self._parts = [part for layer in self.layers for part in layer.parts]
+        self._self_attention = [part for part in self._parts if part.counts_tokens]
+        self._cross_attention = [part for part in self._parts if not part.counts_tokens]
+        self._static = [cast(StaticCache, part) for part in self._parts if part.is_static]
+        for part in self._parts:
+            part.dtype = self.dtype
         for layer in self._static:
             layer.position = self._position
 
@@ -151,7 +152,7 @@ class KVCache:
     @property
     def is_static(self) -> bool:
         """Whether the caches of all layers have a fixed size, so that a decode step can be captured in a CUDA graph."""
-        return len(self._static) == len(self.layers) > 0
+        return len(self._static) == len(self._parts) > 0
 
     @property
     def nbytes(self) -> int:
@@ -162,12 +163,12 @@ class KVCache:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state instead of tokens, so that tokens cannot be removed."""
-        return any(layer.is_recurrent for layer in self.layers)
+        return any(part.is_recurrent for part in self._parts)
 
     @property
     def drops_tokens(self) -> bool:
         """Whether a sliding-window layer drops tokens, see `keep_all_tokens`."""
-        return any(layer.drops_tokens for layer in self.layers)
+        return any(part.drops_tokens for part in self._parts)
 
     def require_tokens(self, what: str) -> None:
         """Raises ValueError if a layer is recurrent, so that tokens cannot be removed.
@@ -190,8 +191,8 @@ class KVCache:
 
     def reset(self) -> None:
         """Empties all caches; the memory of static ones stays allocated."""
-        for layer in self.layers:
-            layer.reset()
+        for part in self._parts:
+            part.reset()
         if self._static:
             self._position.set(0, 0)
         self.position_offset = self.last_image_mask = None
@@ -214,7 +215,7 @@ class KVCache:
             rows: B.
             prompt_lengths: (n,) int64; None if all are equal. Recurrent layers ignore the tokens that follow.
         """
-        layers = (layer.prefill_rows(index, rows) for layer in self._static)
+        layers = (layer.map(lambda part: cast(StaticCache, part).prefill_rows(index, rows)) for layer in self.layers)
         cache = KVCache(layers, self.dtype, exact=self.exact)
         cache.prompt_lengths = prompt_lengths
         return cache
@@ -256,8 +257,8 @@ class KVCache:
             target: row of these caches.
             rows: B of these caches.
         """
-        for layer, other_layer in zip(self._static, other.layers, strict=True):
-            layer.copy_tokens_from(other_layer, source, columns, target, rows)
+        for part, other_part in zip(self._static, other._parts, strict=True):
+            part.copy_tokens_from(other_part, source, columns, target, rows)
 
     def append_tokens_to(self, other: KVCache, rows: Tensor, positions: Tensor) -> None:
         """Appends tokens of static caches to another cache of any kind.
@@ -267,8 +268,8 @@ class KVCache:
             rows: (B,) int64, rows of these caches.
             positions: (B, n) int64, positions of the tokens in each row.
         """
-        for layer, other_layer in zip(self._static, other.layers, strict=True):
-            layer.append_tokens_to(other_layer, rows, positions)
+        for part, other_part in zip(self._static, other._parts, strict=True):
+            part.append_tokens_to(other_part, rows, positions)
 
     def is_valid_for(self, tokens: int) -> bool:
         """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""
@@ -306,13 +307,13 @@ class KVCache:
     @property
     def rows(self) -> int | None:
         """Batch size of the cached tokens; None for an empty cache."""
-        return next((layer.rows for layer in self.layers if layer.rows is not None), None)
+        return next((part.rows for part in self._parts if part.rows is not None), None)
 
     def select_rows(self, index: Tensor) -> None:
         """Makes row i of all caches a copy of row `index[i]`; see `LayerCache.select_rows`."""
         rows = self.rows
-        for layer in self.layers:
-            layer.select_rows(index)
+        for part in self._parts:
+            part.select_rows(index)
         if self._static and (lengths := self._position.lengths) is not None:
             self._position.lengths = lengths.index_select(0, index.to(lengths.device))
         for name in ("position_offset", "last_image_mask", "prompt_lengths"):
@@ -374,7 +375,7 @@ class KVCache:
     def clone(self) -> KVCache:
         """Returns an independent copy, for example to continue one prompt in several ways."""
         clone = copy.copy(self)
-        clone._set_layers(layer.clone() for layer in self.layers)
+        clone._set_layers(layer.map(lambda part: part.clone()) for layer in self.layers)
         if clone._static:
             position = clone._position.clone()
             for layer in clone._static:
@@ -383,8 +384,8 @@ class KVCache:
 
     def make_writable(self) -> None:
         """Copies tensors that were created within `torch.inference_mode`, which cannot be updated outside of it."""
-        for layer in self.layers:
-            layer.make_writable()
+        for part in self._parts:
+            part.make_writable()
         if self._static:
             position = self._position
             position.lengths = writable(position.lengths)
@@ -399,7 +400,9 @@ class KVCache:
         if self.drops_tokens:
             if self.length > 0:
                 raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")
-            self._set_layers(TokenCache() if layer.drops_tokens else layer for layer in self.layers)
+            self._set_layers(
+                layer.map(lambda part: TokenCache() if part.drops_tokens else part) for layer in self.layers
+            )
 
     def get_seq_length(self) -> int:
         """Returns `length`; the name that Hugging Face's caches use."""

@@ -7,7 +7,7 @@ from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear
-from ligerzoo.layers.projection import activate_and_project, check_features, gated_mlp
+from ligerzoo.layers.projection import activate_and_project, check_features, gate_and_project, gated_mlp, project
 from ligerzoo.layers.tensor_plan import TensorPlan
 from ligerzoo.tensor_checks import explains_options
 
@@ -51,6 +51,39 @@ class GatedMLP(nn.Module):
     def tensor_plan(self) -> TensorPlan:
         """Divides the intermediate features over the processes of tensor parallelism."""
         return intermediate_plan(self.down_proj, ("gate_proj", "up_proj"), "down_proj")
+
+
+class ScaledGatedMLP(GatedMLP):
+    """`GatedMLP` with constant factors, `s down(activation(r gate(x)) * up(x))` (Falcon-H1).
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        gate_multiplier: r.
+        down_multiplier: s.
+        bias: add biases to all three projections.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        gate_multiplier: float,
+        down_multiplier: float,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.gate_multiplier, self.down_multiplier = gate_multiplier, down_multiplier
+
+    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., H)."""
+        check_features(self, x, self.hidden_size)
+        gate, up = project(x, self.gate_proj, self.up_proj, backend=self.backend)
+        gate = self.gate_multiplier * gate
+        return self.down_multiplier * gate_and_project(gate, up, self.down_proj, self.activation, self.backend)
 
 
 class MLP(nn.Module):

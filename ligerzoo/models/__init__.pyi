@@ -6,6 +6,8 @@ from ligerzoo.models.apertus import Apertus as _Apertus
 from ligerzoo.models.apertus import ApertusConfig as ApertusConfig
 from ligerzoo.models.arcee import Arcee as _Arcee
 from ligerzoo.models.arcee import ArceeConfig as ArceeConfig
+from ligerzoo.models.bamba import Bamba as _Bamba
+from ligerzoo.models.bamba import BambaConfig as BambaConfig
 from ligerzoo.models.bert import Bert as _Bert
 from ligerzoo.models.bert import BertConfig as BertConfig
 from ligerzoo.models.causal_lm import CausalLM as CausalLM
@@ -24,6 +26,8 @@ from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe as _Ernie4_5Moe
 from ligerzoo.models.ernie4_5_moe import Ernie4_5MoeConfig as Ernie4_5MoeConfig
 from ligerzoo.models.exaone4 import Exaone4 as _Exaone4
 from ligerzoo.models.exaone4 import Exaone4Config as Exaone4Config
+from ligerzoo.models.falcon_h1 import FalconH1 as _FalconH1
+from ligerzoo.models.falcon_h1 import FalconH1Config as FalconH1Config
 from ligerzoo.models.flint import Flint as _Flint
 from ligerzoo.models.flint import FlintConfig as FlintConfig
 from ligerzoo.models.gemma import Gemma as _Gemma
@@ -53,6 +57,8 @@ from ligerzoo.models.granite_swa import GraniteSWA as _GraniteSWA
 from ligerzoo.models.granite_swa import GraniteSWAConfig as GraniteSWAConfig
 from ligerzoo.models.granitemoe_swa import GraniteMoeSWA as _GraniteMoeSWA
 from ligerzoo.models.granitemoe_swa import GraniteMoeSWAConfig as GraniteMoeSWAConfig
+from ligerzoo.models.granitemoehybrid import GraniteMoeHybrid as _GraniteMoeHybrid
+from ligerzoo.models.granitemoehybrid import GraniteMoeHybridConfig as GraniteMoeHybridConfig
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1 as _HunYuanDenseV1
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
 from ligerzoo.models.hyperclovax import HyperCLOVAX as _HyperCLOVAX
@@ -96,6 +102,8 @@ from ligerzoo.models.muse_glimmer_text import MuseGlimmerTextConfig as MuseGlimm
 from ligerzoo.models.muse_glimmer_vision import MuseGlimmerVisionConfig as MuseGlimmerVisionConfig
 from ligerzoo.models.nanochat import NanoChat as _NanoChat
 from ligerzoo.models.nanochat import NanoChatConfig as NanoChatConfig
+from ligerzoo.models.nemotron_h import NemotronH as _NemotronH
+from ligerzoo.models.nemotron_h import NemotronHConfig as NemotronHConfig
 from ligerzoo.models.olmo2 import Olmo2 as _Olmo2
 from ligerzoo.models.olmo2 import Olmo2Config as Olmo2Config
 from ligerzoo.models.olmo3 import Olmo3 as _Olmo3
@@ -163,6 +171,9 @@ class Apertus(_Apertus):
 class Arcee(_Arcee):
     def __init__(self, config: ArceeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
+class Bamba(_Bamba):
+    def __init__(self, config: BambaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
 class Bert(_Bert):
     def __init__(self, config: BertConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
@@ -180,6 +191,9 @@ class Ernie4_5Moe(_Ernie4_5Moe):
 
 class Exaone4(_Exaone4):
     def __init__(self, config: Exaone4Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class FalconH1(_FalconH1):
+    def __init__(self, config: FalconH1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Flint(_Flint):
     def __init__(self, config: FlintConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
@@ -222,6 +236,9 @@ class GraniteSWA(_GraniteSWA):
 
 class GraniteMoeSWA(_GraniteMoeSWA):
     def __init__(self, config: GraniteMoeSWAConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class GraniteMoeHybrid(_GraniteMoeHybrid):
+    def __init__(self, config: GraniteMoeHybridConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class HunYuanDenseV1(_HunYuanDenseV1):
     def __init__(self, config: HunYuanDenseV1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
@@ -282,6 +299,9 @@ class MuseGlimmerText(_MuseGlimmerText):
 
 class NanoChat(_NanoChat):
     def __init__(self, config: NanoChatConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class NemotronH(_NemotronH):
+    def __init__(self, config: NemotronHConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Olmo2(_Olmo2):
     def __init__(self, config: Olmo2Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

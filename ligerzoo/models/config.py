@@ -261,10 +261,11 @@ class PartialRotaryConfig(DecoderConfig):
 _WINDOW_TYPES = ("full_attention", "sliding_attention")
 
 
-def check_layer_types(config: Any, kinds: Sequence[str], name: str = "layer_types") -> None:
-    """Raises ConfigError unless this field is None or lists one of these kinds for each layer."""
+def check_layer_types(config: Any, kinds: Sequence[str], name: str = "layer_types", *, required: bool = False) -> None:
+    """Raises ConfigError unless this field is None, if that is allowed, or lists one of these kinds for each layer."""
     types, layers = getattr(config, name), config.num_hidden_layers
-    is_valid = types is None or (is_list(types) and len(types) == layers and all(map(one_of(kinds).accepts, types)))
+    is_valid = types is None and not required
+    is_valid |= is_list(types) and len(types) == layers and all(map(one_of(kinds).accepts, types))
     expected = f"a list of {layers} entries, each {' or '.join(kinds)}"
     refuse_unless(is_valid, name, types, expected, "invalid layer types")
 

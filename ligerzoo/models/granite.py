@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -78,7 +77,10 @@ class Granite(CausalLM):
 
 
 def granite_parts(
-    config: MultiplierConfig, attention: Callable[[int], nn.Module], mlp: Callable[[int], nn.Module]
+    config: MultiplierConfig,
+    attention: Callable[[int], nn.Module],
+    mlp: Callable[[int], nn.Module],
+    shared_mlp: Callable[[], nn.Module | None] = lambda: None,
 ) -> tuple[Decoder, LMHead]:
     """Builds a decoder and a head with muP multipliers.
 
@@ -86,8 +88,12 @@ def granite_parts(
         config: sizes and multipliers.
         attention: builds the attention of the block with this index, which scales its scores.
         mlp: builds the MLP or MoE layer of the block with this index.
+        shared_mlp: builds the `shared_mlp` of a block.
     """
     c, embedding = config, Embedding(config.vocab_size, config.hidden_size)
-    block = partial(ScaledPreNormBlock, c.residual_multiplier)
+
+    def block(*parts: nn.Module) -> ScaledPreNormBlock:
+        return ScaledPreNormBlock(c.residual_multiplier, *parts, shared_mlp=shared_mlp())
+
     decoder = llama_decoder(c, attention, mlp, embedding, block=block, input_scale=c.embedding_multiplier)
     return decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling)

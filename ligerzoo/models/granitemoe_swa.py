@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ligerzoo.layers import DeepSeekMoE, Experts, GatedMLP, MoE, Router
+from ligerzoo.layers import Experts, GatedMLP, MoE, Router
 from ligerzoo.models.granite import granite_parts
 from ligerzoo.models.granite_swa import SwashConfig, swash_attention
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
@@ -38,7 +38,9 @@ class GraniteMoeSWA(MoECausalLM):
 
         def mixture(layer: int) -> MoE:
             router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=True)
-            experts, shared = Experts(c.hidden_size, c.intermediate_size, c.num_experts), c.shared_intermediate_size
-            return DeepSeekMoE(router, experts, GatedMLP(c.hidden_size, shared)) if shared else MoE(router, experts)
+            return MoE(router, Experts(c.hidden_size, c.intermediate_size, c.num_experts))
 
-        super().__init__(config, *granite_parts(c, swash_attention(c), mixture))
+        def shared_mlp() -> GatedMLP | None:
+            return GatedMLP(c.hidden_size, c.shared_intermediate_size) if c.shared_intermediate_size else None
+
+        super().__init__(config, *granite_parts(c, swash_attention(c), mixture, shared_mlp))

@@ -31,11 +31,16 @@ class RoutedConfig(DecoderConfig):
         super().validate()
         chosen, experts = self.num_experts_per_tok, self.num_experts
         expected, what = f"at most num_experts, {experts}", "more experts per token than experts"
-        refuse_unless(chosen <= experts, "num_experts_per_tok", chosen, expected, what)
+        refuse_unless(chosen <= experts or not experts, "num_experts_per_tok", chosen, expected, what)
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE instead of a dense MLP."""
         return True
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer uses a dense MLP."""
+        return not all(map(self.has_mixture, range(self.num_hidden_layers)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +59,22 @@ class MoEConfig(RoutedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekMoEConfig(RoutedConfig):
-    """Configuration of a decoder with shared experts (DeepSeek), and sigmoid routers without load-balancing loss.
+class SigmoidRoutedConfig(RoutedConfig):
+    """Configuration of a decoder with sigmoid routers, which may have groups of experts (DeepSeek).
 
     Attributes:
-        intermediate_size: intermediate features of a dense MLP.
         moe_intermediate_size: intermediate features of each expert.
-        n_shared_experts: experts that process every token.
         routed_scaling_factor: factor of the weights of the selected experts.
         n_group: number of groups of consecutive routed experts.
         topk_group: number of groups from which a token's experts are selected.
         norm_topk_prob: divide a token's expert weights by their sum, before the factor.
-        first_k_dense_replace: number of layers at the beginning that use a dense MLP instead.
     """
 
     moe_intermediate_size: int = 2048
-    n_shared_experts: int = 1
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
-    first_k_dense_replace: int = field(default=1, metadata={"least": 0})
 
     def validate(self) -> None:
         super().validate()
@@ -88,10 +88,6 @@ class DeepSeekMoEConfig(RoutedConfig):
         suffice = selected <= groups and chosen <= selected * (experts // groups)
         refuse_unless(suffice, "topk_group", selected, expected, what)
 
-    def has_mixture(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, uses MoE."""
-        return layer >= self.first_k_dense_replace
-
     def router(self) -> Router | SigmoidRouter:
         """Returns the router of an MoE layer."""
         return SigmoidRouter(
@@ -103,6 +99,24 @@ class DeepSeekMoEConfig(RoutedConfig):
             renormalize=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekMoEConfig(SigmoidRoutedConfig):
+    """Configuration of a decoder with shared experts (DeepSeek), and sigmoid routers without load-balancing loss.
+
+    Attributes:
+        intermediate_size: intermediate features of a dense MLP.
+        n_shared_experts: experts that process every token.
+        first_k_dense_replace: number of layers at the beginning that use a dense MLP instead.
+    """
+
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = field(default=1, metadata={"least": 0})
+
+    def has_mixture(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses MoE."""
+        return layer >= self.first_k_dense_replace
 
     def feed_forward(self, layer: int) -> GatedMLP | DeepSeekMoE:
         """Returns the dense MLP or the MoE of this layer, counted from 0."""

@@ -75,6 +75,8 @@ def check_exchanged_heads(model: LanguageModel, count: int, tensor: int = 1) -> 
         return
     for name, block in model.model.layers.named_children():
         mixer = getattr(block, "mixer", block)
+        if mixer is None:
+            continue
         heads, where = getattr(mixer, "exchanged_heads", None), f"context_parallel, block {name}"
         if heads is None:
             expected = "Attention, LatentAttention, GatedDeltaNet, or a layer with exchanged_heads"

@@ -40,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
                  "shared_expert_intermediate_size": 24, "tie_word_embeddings": False},
     "Qwen3_5": {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
                 "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
+    "NemotronH": {"head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
+                  "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
 EAGER = {"attn_implementation": "eager"}  # in transformers 5.17, sdpa ignores Gemma 2's soft cap
@@ -63,6 +65,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"target_modules": "all-linear"}),
     "qwen3_5": ("Qwen3_5", {"target_modules": "all-linear"}),
     "gpt_oss": ("GptOss", {"target_modules": ["q_proj"], **EXPERTS}),
+    "nemotron_h": ("NemotronH", {"target_modules": ["in_proj", "q_proj", "mixer.up_proj"],
+                                 "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"]}),
     "qwen2_moe": ("Qwen2Moe", {"target_modules": ["q_proj", "shared_expert.down_proj"], **EXPERTS}),
 }  # fmt: skip
 
@@ -74,7 +78,7 @@ def their_model(name: str) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     if name == "Qwen3_5":
         for parameter_name, parameter in model.named_parameters():
-            values = well_conditioned(parameter_name, torch.randn_like(parameter))
+            values = well_conditioned(parameter_name, torch.randn_like(parameter), adds_one=True)
             parameter.data = parameter.data if values is None else values
     return model
 

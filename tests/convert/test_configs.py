@@ -19,6 +19,7 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.hub import LoadedFrom
 from ligerzoo.hub.description import read_description
 from ligerzoo.hub.saving import config_entries
+from ligerzoo.models.state_space import MambaConfig
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
@@ -152,6 +153,8 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         if model_type == "olmo_hybrid":
             names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
             derived |= dict(zip(names, (*ours.linear_heads, *ours.linear_sizes), strict=True))
+        if isinstance(ours, MambaConfig):
+            derived["mamba_d_head"] = ours.mamba_inner_size // ours.mamba_n_heads
         if getattr(ours, field.name) is None and field.name == "attention_multiplier":
             derived["attention_multiplier"] = ours.head_size**-0.5
         got = derived.get(field.name, getattr(ours, field.name))
@@ -188,7 +191,7 @@ def test_round_trip(row: Tiny, tmp_path: Path) -> None:
     kept = {"rope_theta", "rope_type", "factor"}
     if hasattr(config, "partial_rotary_factor"):
         kept.add("partial_rotary_factor")
-    rope, meant_rope = value_of(theirs, "rope_parameters"), value_of(meant, "rope_parameters")
+    rope, meant_rope = (value_of(one, "rope_parameters") or {} for one in (theirs, meant))
     if hasattr(config, "mrope_section"):
         kept |= {"mrope_section"} & meant_rope.keys()
     assert {k: rope.get(k) for k in kept} == {k: meant_rope.get(k) for k in kept}
@@ -259,7 +262,8 @@ IGNORED = {
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
     "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",
     "resid_pdrop", "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha",
-    "embedding_initializer_range", "ep_size", "num_nextn_predict_layers", "seq_aux",
+    "attn_rotary_emb", "chunk_size", "embedding_initializer_range", "ep_size", "expand",
+    "mamba_chunk_size", "num_nextn_predict_layers", "seq_aux",
     # Entries without effect in some architectures, as in transformers.
     "attention_bias", "experts_per_token", "hidden_act", "hidden_activation", "initial_context_length",
     "max_window_layers", "mrope_interleaved", "mrope_section", "partial_rotary_factor", "rope_theta",

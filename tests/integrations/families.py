@@ -139,6 +139,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "llama4_text": {"intermediate_size_mlp": 56},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "moe_shared_expert_intermediate_size": 24,
+    },
 }
 """Other sizes, by model type of the config."""
 
@@ -146,7 +153,7 @@ FAMILIES = (
     "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3",
     "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral",
-    "mistral", "mixtral", "mllama", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3",
+    "mistral", "mixtral", "mllama", "muse_glimmer", "nemotron", "nemotron_h", "olmo2", "olmo3", "paligemma", "phi3",
     "pixtral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "smollm3", "smolvlm",
 )  # fmt: skip

@@ -63,6 +63,7 @@ GEMMA_4_MIXTURE = {
 }
 
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
+    **{name: [{}] for name in ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")},
     "apertus": [sized(131072, 4096, 21504, 32, 8), sized(131072, 8192, 43008, 64, 8)],
     "granite_swa": [{}],
     "granitemoe_swa": [sized(100352, 1536, 512, 16, 4, num_experts=64, num_experts_per_tok=8)],

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ligerzoo import AutoModel
 from ligerzoo.convert.architecture import is_beyond_last_layer
-from ligerzoo.layers import Attention
+from ligerzoo.layers import Attention, Mamba2Mixer
 from ligerzoo.layers.capture import has_static_decoding
 from ligerzoo.layers.delta_net import DeltaNet
 from ligerzoo.models import CausalLM
@@ -42,8 +42,12 @@ KEPT_IN_FP32 = (
     "linear_attn.dt_bias",
     "linear_attn.norm.weight",
     "linear_attn.o_norm.weight",
+    *(f"{mixer}.{name}" for mixer in ("mamba", "mixer") for name in ("A_log", "D", "dt_bias", "norm.weight")),
 )
 """Ends of the names of tensors that loading and saving leave in fp32."""
+
+BIASES_OF_STATES = "mamba_proj_bias", "projectors_bias", "use_bias"
+"""Entries with which Mamba-2 in transformers sees the biases of padding, or adds them to it."""
 
 ROUNDED_OTHERWISE = "flint", "gemma4_text", "granite_swa", "granitemoe_swa", "kolibri1", "lfm2_moe", "muse_glimmer_text"
 """Types whose sinks, experts, routers or factors of queries transformers rounds elsewhere in half precision."""
@@ -111,15 +115,15 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
 @pytest.mark.every_layer
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
-    is_recurrent = any(isinstance(module, DeltaNet) for module in ours.modules())
+    is_recurrent = any(isinstance(module, DeltaNet | Mamba2Mixer) for module in ours.modules())
     exact = copy.deepcopy(theirs).float()
 
     @torch.no_grad()
     def draw(rows: int = 16) -> tuple[Tensor, Tensor, Tensor]:
         tokens = random_tokens(tiny, device, rows)
         got, expected = (model(tokens).logits for model in (ours, theirs))
-        assert got.dtype == expected.dtype == torch.bfloat16
-        return got, expected, exact(tokens).logits
+        assert got.dtype == torch.bfloat16
+        return got, expected.bfloat16(), exact(tokens).logits
 
     # transformers rounds convolutions and gates of recurrent layers more often, and elsewhere in some types.
     rounds_otherwise = is_recurrent or tiny.config["model_type"] in ROUNDED_OTHERWISE
@@ -143,7 +147,7 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
     tokens = random_tokens(tiny, device)
     mask = torch.ones_like(tokens)
     mask[1, slice(None, 7) if side == "left" else slice(-7, None)] = 0
-    if tiny.config.get("conv_bias"):  # transformers' convolutions see the biases of padding
+    if any(map(tiny.config.get, ("conv_bias", *BIASES_OF_STATES))):  # transformers' layers see those of padding
         with torch.no_grad():
             rows = ours(tokens, attention_mask=mask).logits
             for row, text, is_token in zip(rows, tokens, mask == 1, strict=True):
@@ -178,7 +182,7 @@ def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel],
     mask = torch.ones_like(tokens)
     # Otherwise padding changes the logits of a text, and cached keys are outdated once the text is longer.
     is_simple = not (tiny.rotation_depends_on_length or tiny.config.get("use_bidirectional_attention"))
-    if is_simple:
+    if is_simple and not any(map(tiny.config.get, BIASES_OF_STATES)):
         mask[1, :7] = 0
     got = ours.generate(tokens, mask, max_new_tokens=10, eos_token_id=[], use_cache=is_simple)
     # Without a cache: theirs is chosen by entries of config.json that the model itself ignores.

@@ -122,7 +122,7 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
             if is_recurrent and (values := well_conditioned(name, noise, adds_one)) is not None:
                 parameter.copy_(values)
                 continue
-            is_scale = re.search(r"(norm(_?\d|_pre|_post)?|ln_q)\.weight$|\.router\.(per_expert_)?scale$", name)
+            is_scale = re.search(r"(norm(_?\d|_f|_pre|_post)?|ln_q)\.weight$|\.router\.(per_expert_)?scale$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
             if config["model_type"].startswith("gemma4") and re.search(r"(q_norm|post_\w+norm(_\d)?)\.weight$", name):
@@ -153,12 +153,14 @@ def well_conditioned(name: str, noise: Tensor, adds_one: bool) -> Tensor | None:
         noise: from N(0, 1), in its shape.
         adds_one: the scale of norms is 1 plus their weight.
     """
-    if name.endswith(("embed_tokens.weight", ".visual.merger.linear_fc2.bias")):
+    if name.endswith(("embed_tokens.weight", "embeddings.weight", ".visual.merger.linear_fc2.bias")):
         return noise
     if ".visual." in name:
         return None
     if name.endswith("A_log"):
         return -1.2 + 0.5 * noise
+    if name.endswith(".D"):
+        return 1 + 0.2 * noise
     if name.endswith("dt_bias"):
         return -0.3 + 0.4 * noise
     if name.endswith("norm.weight") and "linear_attn" not in name and adds_one:

@@ -1,5 +1,6 @@
 """Tiny checkpoints that change a few entries of a base config.json, and MoE weights for them."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,12 +43,21 @@ def with_steady_mixtures(tensors: Tensors) -> Tensors:
         return 2.0 * (torch.arange(numbers)[:, None] >> torch.arange(bits) & 1) - 1
 
     for name, tensor in tensors.items():
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith(("embed_tokens.weight", ".embeddings.weight")):
             tensor[:, :bits] = 2 * signs(len(tensor))
-        elif name.endswith("layernorm.weight"):
+        elif name.endswith("layernorm.weight") or re.search(r"layers\.\d+\.norm\.weight$", name):
             tensor[:bits] = 1
         elif name.endswith(
-            (".o_proj.weight", ".down_proj.weight", ".experts.down_proj", "per_layer_projection.weight")
+            (
+                ".o_proj.weight",
+                ".down_proj.weight",
+                ".experts.down_proj",
+                "per_layer_projection.weight",
+                ".mixer.out_proj.weight",
+                "fc2_latent_proj.weight",
+                ".mamba.out_proj.weight",
+                ".output_linear.weight",
+            )
         ):
             tensor[..., :bits, :] = 0
         elif name.endswith(".router.scale"):

@@ -74,6 +74,7 @@ class KernelUngatedMLP(KernelMLP):
 STRUCTURES: dict[tuple[str, ...], tuple[type[KernelMLP], str]] = {
     ("gate_proj", "up_proj", "down_proj"): (KernelGatedMLP, "glu_linear"),
     ("gate_up_proj", "down_proj"): (KernelFusedGateMLP, "glu_linear"),
+    ("up_proj", "down_proj"): (KernelUngatedMLP, "activation_linear"),
     ("fc1", "fc2"): (KernelUngatedMLP, "activation_linear"),
     ("linear_fc1", "linear_fc2"): (KernelUngatedMLP, "activation_linear"),
 }

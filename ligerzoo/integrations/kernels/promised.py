@@ -26,6 +26,7 @@ KINDS = {
 NORMS = "norm", "add + norm"
 
 PROMISED: dict[str, tuple[str, ...]] = {
+    "bamba": ("norm", "rope", "mlp", "loss"),
     "clip_vision_model": ("norm", "mlp"),
     "deepseek_v2": (*NORMS, "rope", "mlp", "experts", "loss"),
     "deepseek_v3": (*NORMS, "rope", "mlp", "experts", "loss"),
@@ -47,6 +48,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "glm4v_vision": ("norm", "rope", "mlp"),
     "gpt_oss": (*NORMS, "rope", "loss"),
     "granite": (*NORMS, "rope", "mlp", "loss"),
+    "granitemoehybrid": ("norm", "experts", "loss"),
     "hunyuan_v1_dense": (*NORMS, "rope", "mlp", "loss"),
     "hunyuan_v1_moe": (*NORMS, "rope", "mlp", "experts", "loss"),
     "internvl": ("norm", "loss"),
@@ -65,7 +67,8 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "muse_glimmer": ("norm", "loss"),
     "muse_glimmer_text": (*NORMS, "rope", "mlp"),
     "muse_glimmer_vision": ("norm", "rope", "mlp"),
-    "nemotron": ("norm", "rope", "loss"),
+    "nemotron": ("norm", "rope", "mlp", "loss"),
+    "nemotron_h": ("norm", "mlp", "experts", "loss"),
     "olmo2": ("norm", "rope", "mlp", "loss"),
     "olmo3": ("norm", "rope", "mlp", "loss"),
     "paligemma": ("loss",),
