@@ -91,7 +91,7 @@ def encode_texts(
         [len(text) for text in given],
         tokens,
         batch_size=batch_size,
-        prompt_tokens=_prompt_tokens(tokenizer, before) if before and not _pools_prompt(model) else 0,
+        prompt_tokens=unpooled_tokens(model, before),
         truncate_dim=truncate_dim,
         normalize=normalize,
         device=device,
@@ -151,14 +151,12 @@ def _prompt(model: EmbeddingModel, prompt: str | None, name: str | None) -> str:
     return "" if name is None else prompts[name]
 
 
-def _pools_prompt(model: EmbeddingModel) -> bool:
-    return bool(model.stages[0].include_prompt)
-
-
-def _prompt_tokens(tokenizer: Tokenizer, prompt: str) -> int:
-    """Returns the number of tokens with which a text after this prompt begins, as sentence-transformers counts."""
-    ids = tokenizer.encode(prompt)
-    return len(ids) - bool(ids and ids[-1] in tokenizer.all_special_ids)
+def unpooled_tokens(model: EmbeddingModel, prompt: str) -> int:
+    """Returns the number of tokens of a prompt that pooling leaves out, as sentence-transformers counts them."""
+    if not prompt or model.stages[0].include_prompt:
+        return 0
+    ids = model.tokenizer.encode(prompt)
+    return len(ids) - bool(ids and ids[-1] in model.tokenizer.all_special_ids)
 
 
 def _encode(
