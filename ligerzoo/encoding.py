@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.tensor_checks import explains_options
 from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
 _BATCHES = 16
 """Batches whose texts are tokenized together, in parallel, and sorted by their numbers of tokens."""
@@ -35,6 +37,17 @@ def read_tokenizer(model: EmbeddingModel) -> Tokenizer:
         remedy = "Assign one: model.tokenizer = Tokenizer.from_pretrained(...)."
         raise LigerzooError("the model has no tokenizer", where=type(model).__name__, remedy=remedy)
     tokenizer = Tokenizer(model.files, type(model).__name__)
+    return tokenizer.lowercasing() if model.settings.lowercase else tokenizer
+
+
+def set_tokenizer(model: EmbeddingModel, tokenizer: Tokenizer) -> Tokenizer:
+    """Puts the files of a tokenizer in place of those of a model, and returns the tokenizer for `encode_texts`."""
+    others = {
+        name: content
+        for name, content in model.files.items()
+        if not any(fnmatchcase(name, pattern) for pattern in FILE_PATTERNS)
+    }
+    model.files = {**others, **tokenizer.files.contents}
     return tokenizer.lowercasing() if model.settings.lowercase else tokenizer
 
 
@@ -78,7 +91,7 @@ def encode_texts(
     given = [texts] if is_text(texts) else list(texts)
     for text in given:
         check("encode_texts", _STRING, texts=text)
-    before, tokenizer = _prompt(model, prompt, prompt_name), model.tokenizer
+    before, tokenizer = encoding_prompt(model, prompt, prompt_name), model.tokenizer
     max_length = model.max_length
 
     def tokens(indices: Sequence[int]) -> list[list[int]]:
@@ -91,7 +104,7 @@ def encode_texts(
         [len(text) for text in given],
         tokens,
         batch_size=batch_size,
-        prompt_tokens=unpooled_tokens(model, before),
+        prompt_tokens=prompt_tokens_of(model, before),
         truncate_dim=truncate_dim,
         normalize=normalize,
         device=device,
@@ -137,8 +150,12 @@ def encode_token_ids(
     )
 
 
-def _prompt(model: EmbeddingModel, prompt: str | None, name: str | None) -> str:
-    """Returns the text that is put before each text."""
+def encoding_prompt(model: EmbeddingModel, prompt: str | None = None, name: str | None = None) -> str:
+    """Returns the text that is put before each text: a given prompt, or the one of this name, or the default one.
+
+    Raises:
+        LigerzooError: there is no prompt of this name, or both are given.
+    """
     check("encode_texts", or_none(_STRING), prompt=prompt)
     if prompt is not None:
         if name is not None:
@@ -151,8 +168,11 @@ def _prompt(model: EmbeddingModel, prompt: str | None, name: str | None) -> str:
     return "" if name is None else prompts[name]
 
 
-def unpooled_tokens(model: EmbeddingModel, prompt: str) -> int:
-    """Returns the number of tokens of a prompt that pooling leaves out, as sentence-transformers counts them."""
+def prompt_tokens_of(model: EmbeddingModel, prompt: str) -> int:
+    """Returns the tokens that pooling leaves out of a text that begins with a prompt.
+
+    As sentence-transformers counts: those of the prompt alone, without a special token at its end.
+    """
     if not prompt or model.stages[0].include_prompt:
         return 0
     ids = model.tokenizer.encode(prompt)
@@ -184,7 +204,7 @@ def _encode(
             rows = sorted(zip(chunk, tokens(chunk), strict=True), key=lambda row: len(row[1]), reverse=True)
             for first in range(0, len(rows), batch_size):
                 indices, batch = zip(*rows[first : first + batch_size], strict=True)
-                embeddings = _forward(model, batch, prompt_tokens)[:, :size]
+                embeddings = embed_rows(model, batch, prompt_tokens)[:, :size]
                 if normalize:
                     embeddings = F.normalize(embeddings, dim=-1)
                 result[torch.tensor(indices, device=result.device)] = embeddings.to(result.device)
@@ -193,8 +213,17 @@ def _encode(
 
 
 @torch.inference_mode()
-def _forward(model: EmbeddingModel, rows: Sequence[Sequence[int]], prompt_tokens: int) -> Tensor:
-    """Returns the embeddings of texts as one packed row, (n, D)."""
+def embed_rows(model: EmbeddingModel, rows: Sequence[Sequence[int]], prompt_tokens: int = 0) -> Tensor:
+    """Returns the embeddings of texts, (n, D), which are computed in one packed row.
+
+    Args:
+        model: the model.
+        rows: token ids of n texts.
+        prompt_tokens: tokens of the prompt with which each text begins.
+
+    Raises:
+        LigerzooError: a text has no tokens, or a token has no embedding.
+    """
     lengths = [len(row) for row in rows]
     if not all(lengths):
         remedy = "Leave out empty texts, or use a tokenizer that adds special tokens."

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ligerzoo.convert import architecture_of
 from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
+from ligerzoo.convert.embedding_settings import read_settings
 from ligerzoo.convert.fields import SEQUENCE_SUFFIX, is_classifier, parse_dtype, stored_dtype
-from ligerzoo.errors import CheckpointError, ConfigError, quote
+from ligerzoo.errors import CheckpointError, ConfigError, first_names, quote
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, weight_files
 from ligerzoo.files.layout import INDEX_FILE
 from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, locate_files
+from ligerzoo.files.modules import ROOT_FILES, module_files, read_modules
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.files.untrusted import read_json, reading_directory
@@ -42,8 +44,6 @@ PARTS = {
     "vision_tower.": "vision tower",
     "vision_model.": "vision tower",
     "multi_modal_projector.": "projector",
-    "embed_vision.": "projector",
-    "vision_embedder.": "projector",
     "vision_adapter.": "projector",
     "vision_projection.": "projector",
     "embed_tokens": "embedding",
@@ -142,7 +142,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         CheckpointError: Files are missing or damaged.
         TokenizerError: The files of the tokenizer are damaged.
     """
-    patterns = [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS]
+    patterns = [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS, *ROOT_FILES]
     directory = locate_files(name_or_path, patterns, revision=revision)
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)
@@ -150,6 +150,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         config = architecture.config_from_hf(raw) if architecture else None
         stored = list(read_headers(name_or_path, directory))
         tokenizer = _describe_tokenizer(directory)
+        embeddings = _describe_embeddings(name_or_path, directory, config)
     if not stored:
         raise CheckpointError("no tensors", where=directory, expected="weights in .safetensors files")
     quantized, tensors = _describe_quantization(raw, architecture, stored, directory)
@@ -159,6 +160,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         *(_describe_shape(decoder) if decoder else []),
         *quantized,
         *_describe_parameters(tensors, decoder),
+        *embeddings,
         *_describe_memory(tensors, _cache_size(architecture, decoder, tensors)),
         *_describe_files(stored),
         ("tokenizer", tokenizer),
@@ -247,6 +249,25 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
         for file, header in metadata.files_metadata.items()
         for name, tensor in header.tensors.items()
     ]
+
+
+def _describe_embeddings(name_or_path: str | Path, directory: Path, config: object) -> Lines:
+    """Returns a line about the modules of sentence-transformers, if the checkpoint has some."""
+    try:
+        configs = [name for name in module_files(directory) if name.endswith(".json")]
+        if configs:
+            locate_files(name_or_path, configs, revision=directory.name)
+        files = read_modules(directory, {})
+        size = getattr(config, "hidden_size", None)
+        if not files.modules or size is None:
+            return []
+        settings = read_settings(files, size)
+    except (CheckpointError, ConfigError) as error:
+        return [("embeddings", f"cannot be loaded: {error}")]
+    texts = [", ".join(map(str, settings.stages)), settings.similarity]
+    if settings.prompts:
+        texts.append(f"prompts {first_names(sorted(settings.prompts))}")
+    return [("embeddings", "; ".join(texts))]
 
 
 def _describe_quantization(

@@ -30,7 +30,7 @@ from tests.covering import representatives
 
 ROOT = Path(__file__).parent.parent
 VISION_MODEL = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
-COMMANDS = ("info", "generate", "chat", "serve", "convert", "fuse", "demo", "doctor", "parity")
+COMMANDS = ("info", "generate", "chat", "embed", "serve", "convert", "fuse", "demo", "doctor", "parity")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -295,6 +295,11 @@ TRAINING_NUMBERS = {
     "--lora-rank": ["0", "-2"],
     "--gpu-memory": ["0", "-1", "nan", "inf", "x"],
 }
+EMBEDDING_NUMBERS = {
+    "--batch-size": ["0", "2.5", str(2**31)],
+    "--dimensions": ["0", "-1", "x"],
+    "--max-length": ["0", "x"],
+}
 EVALUATION_NUMBERS = {
     "--seq-length": ["1", "0", "2.5", "x"],
     "--batch-size": ["0", "x"],
@@ -336,6 +341,11 @@ OPTIONS += [("info model --train", option, value) for option, values in TRAINING
 OPTIONS += [
     ("evaluate model --data x", option, value) for option in EVALUATION_NUMBERS for value in EVALUATION_NUMBERS[option]
 ]
+OPTIONS += [
+    ("embed model --input x --output y.jsonl", option, value)
+    for option in EMBEDDING_NUMBERS
+    for value in EMBEDDING_NUMBERS[option]
+]
 OPTIONS += [("doctor", option, value) for option, values in DOCTOR_NUMBERS.items() for value in values]
 OPTIONS += [
     ("tokenizer x --output y", option, value) for option in TOKENIZER_NUMBERS for value in TOKENIZER_NUMBERS[option]
@@ -373,7 +383,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
         action.option_strings[0] for action in options if action.type not in (None, Path, STOP)
     } == {
         *NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES, *EVALUATION_NUMBERS, *TOKENIZER_NUMBERS,
-        *PARITY_TEXTS, *DOCTOR_NUMBERS,
+        *PARITY_TEXTS, *DOCTOR_NUMBERS, *EMBEDDING_NUMBERS,
     }  # fmt: skip
 
 

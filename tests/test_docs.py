@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ligerzoo import AutoModel, Tokenizer, adapters, cli
+from ligerzoo import AutoModel, AutoModelForEmbedding, Tokenizer, adapters, cli
+from ligerzoo.models import EmbeddingSettings, NormalizeStage, PoolingStage
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,17 +39,12 @@ MODELS = {
     "run/epoch_0_step_99/model": LLAMA,
 }
 
+EMBEDDING_MODEL = "Qwen/Qwen3-Embedding-0.6B"
+
 RECIPES = ("for batch in batches:", "for prompts in batches:")
 """Lines of the blocks that tests/losses/test_examples.py runs, with the data they need."""
 
-OTHER_METHODS = (
-    "training.md",
-    "preferences.md",
-    "distillation.md",
-    "contrastive.md",
-    "coming-from.md",
-    "other-engines.md",
-)
+OTHER_METHODS = ("training.md", "preferences.md", "distillation.md", "coming-from.md", "other-engines.md")
 """Pages whose kinds of commands are on other pages too, or in tests/train."""
 
 FILE = re.compile(r"# (\S+\.py)\n")
@@ -94,6 +90,27 @@ def server_url() -> Iterator[str]:
 
 
 @pytest.fixture
+def embedding_server_url(directory: Path) -> Iterator[str]:
+    """A server of a small embedding model with the name "embedding"."""
+    pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    from tests.embedding.serving import serving
+
+    with serving(AutoModelForEmbedding.from_pretrained(EMBEDDING_MODEL), name="embedding", api_key=None) as served:
+        yield served.url
+
+
+def write_embedding_model() -> None:
+    """Writes a small embedding model into the working directory, under the name that a page has for a large one."""
+    prompts = {"query": "def "}
+    settings = EmbeddingSettings(stages=(PoolingStage(modes=("lasttoken",)), NormalizeStage()), prompts=prompts)
+    model = AutoModelForEmbedding.from_config(AutoModel.from_pretrained(LLAMA).config, settings)
+    model.tokenizer = Tokenizer.from_pretrained(LLAMA)
+    model.save_pretrained(EMBEDDING_MODEL)
+    Path("texts.txt").write_text("one\ntwo\n")
+
+
+@pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with an image, from which modules are imported, and with the files of the repository."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -106,8 +123,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": pair["completion"]}) + "\n" for pair in pairs))
     preferences = [{"prompt": f"f{n}", "chosen": " yes", "rejected": " no"} for n in range(40)]
     labelled = [{"prompt": f"f{n}", "completion": " yes", "label": n % 2 == 0} for n in range(40)]
-    queries = [{"query": f"f{n}", "positive": f"def f{n}()", "negative": f"x = {n}"} for n in range(16)]
-    for name, records in (("pairs", preferences), ("labelled", labelled), ("queries", queries)):
+    for name, records in (("pairs", preferences), ("labelled", labelled)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "id": 2}\n')
     (tmp_path / "reward.py").write_text("def reward(completions): return [len(text) for text in completions]\n")
@@ -128,8 +144,10 @@ def test_python_code(
     code = blocks(page, "python")
     if any("torch.distributed" in block for block in code):
         request.getfixturevalue("one_process")
+    if any(EMBEDDING_MODEL in block for block in code):
+        write_embedding_model()
     if any("OpenAI(" in block for block in code):
-        url = request.getfixturevalue("server_url")
+        url = request.getfixturevalue("embedding_server_url" if page.name == "embeddings.md" else "server_url")
         code = [block.replace("http://127.0.0.1:8000/v1", url) for block in code]
     monkeypatch.setattr("ligerzoo.kernels.loss.chunked_head._logits_budget", 512)  # restores it after set_logits_budget
     names: dict[str, object] = {}
@@ -164,6 +182,8 @@ def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) 
         model = AutoModel.from_pretrained(LLAMA)
         adapters.add_lora(model)
         adapters.save_adapter(model, "my-adapter")
+    if any(EMBEDDING_MODEL in line for line in commands):
+        write_embedding_model()
     for line in commands:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))  # ends a chat
         _, *arguments = shlex.split(with_small_models(line).partition(" > ")[0], comments=True)

@@ -42,8 +42,8 @@ ARROWS = {
     "layers": ("checks errors exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks token_parts", ""),
     "train": (
-        "adapters checks convert device dtensors encoding entries errors exports files generate hub kernels layers "
-        "ligerzoo losses memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
+        "adapters checks convert device dtensors entries errors exports files generate hub kernels layers ligerzoo "
+        "losses memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
         "",
     ),
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models token_parts", ""),
@@ -66,7 +66,7 @@ ARROWS = {
     ),
     "doctor": ("kernels layers models train", ""),
     "demo": ("errors files generate models terminal text vision", "layers"),
-    "serve": ("checks entries errors generate sampling_options text", ""),
+    "serve": ("checks encoding entries errors generate models sampling_options text", ""),
     "cli": (
         "checks errors ligerzoo sampling_options train training_setting",
         "adapters demo device doctor files generate hub info integrations models serve text vision",

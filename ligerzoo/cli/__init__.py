@@ -15,6 +15,7 @@ from ligerzoo.cli.console import prepare_streams
 from ligerzoo.cli.convert import add_convert, add_fuse
 from ligerzoo.cli.demo import add_demo
 from ligerzoo.cli.doctor import add_doctor
+from ligerzoo.cli.embed import add_embed
 from ligerzoo.cli.evaluate import add_evaluate
 from ligerzoo.cli.generate import add_chat, add_generate
 from ligerzoo.cli.info import add_info
@@ -92,7 +93,7 @@ environment:
     )
     parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_fuse, add_demo):
+    for add_command in (add_info, add_generate, add_chat, add_embed, add_serve, add_convert, add_fuse, add_demo):
         add_command(subparsers)
     add_train(subparsers, training_method(arguments))
     for add_command in (add_evaluate, add_parity, add_doctor, add_tokenizer, add_tokenize, add_config):

@@ -16,7 +16,8 @@ from ligerzoo.errors import LigerzooError
 if TYPE_CHECKING:
     import torch
 
-    from ligerzoo.models import CausalLM
+    from ligerzoo.models import CausalLM, EmbeddingModel
+    from ligerzoo.models.language_model import LanguageModel
     from ligerzoo.text.tokenizer import Tokenizer
     from ligerzoo.vision.processor import Processor
 
@@ -108,9 +109,40 @@ def model_name(name_or_path: str) -> str:
 
 def load_model(choice: ModelChoice) -> CausalLM:
     """Loads the model and its adapter; says if the stored dtype is slow on the device."""
+    model = load_weights(choice)
+    _complete(model, choice)
+    return model
+
+
+def load_embedding_model(choice: ModelChoice, **options: object) -> EmbeddingModel:
+    """Loads an embedding model and its adapter; says if the stored dtype is slow on the device.
+
+    Args:
+        choice: the model.
+        options: settings that take precedence over the files of the checkpoint; None for those of the files.
+    """
+    from ligerzoo.hub import AutoModelForEmbedding
+
+    source = {"revision": choice.revision, "dtype": choice.dtype, "device": find_device(choice.device)}
+    model = AutoModelForEmbedding.from_pretrained(choice.model, **source, **options)  # type: ignore[arg-type]
+    _complete(model, choice)
+    if choice.tokenizer is not None:
+        model.tokenizer = load_tokenizer(choice)
+    return model
+
+
+def has_modules(choice: ModelChoice) -> bool:
+    """Returns whether the checkpoint is an embedding model of sentence-transformers."""
+    from ligerzoo.files.locate import locate_files
+    from ligerzoo.files.modules import MODULES_FILE
+
+    return (locate_files(choice.model, [MODULES_FILE], revision=choice.revision) / MODULES_FILE).exists()
+
+
+def _complete(model: LanguageModel, choice: ModelChoice) -> None:
+    """Loads the adapter; says if the stored dtype is slow on the device."""
     from ligerzoo.device import hint_of_dtype
 
-    model = load_weights(choice)
     if choice.dtype == "auto" and (hint := hint_of_dtype(model.dtype, model.device)) is not None:
         print(hint, file=sys.stderr)
     if choice.adapter is not None:
@@ -119,7 +151,6 @@ def load_model(choice: ModelChoice) -> CausalLM:
 
         resize_for_adapter(model, choice.adapter)
         load_adapter(model, choice.adapter)
-    return model
 
 
 def load_weights(choice: ModelChoice) -> CausalLM:

@@ -15,6 +15,8 @@ from ligerzoo.cli.checkpoints import (
     embedding_rows,
     find_base_model,
     find_cache_dtype,
+    has_modules,
+    load_embedding_model,
     load_model,
     load_tokenizer,
     model_name,
@@ -36,6 +38,8 @@ from ligerzoo.errors import LigerzooError
 if TYPE_CHECKING:
     from ligerzoo.generate import Scheduler
     from ligerzoo.models import CausalLM
+    from ligerzoo.serve.app import BaseService
+    from ligerzoo.serve.engine_thread import ComputeThread
     from ligerzoo.serve.prompts import PromptEncoder
     from ligerzoo.text.tokenizer import Tokenizer
 
@@ -47,11 +51,14 @@ def add_serve(subparsers: Subparsers) -> None:
     parser = add_parser(
         subparsers,
         serve,
-        "serve a model over HTTP, with OpenAI's API for chats and completions",
+        "serve a model over HTTP, with OpenAI's API for chats and completions, or for embeddings",
         epilog="""\
 examples:
   ligerzoo serve HuggingFaceTB/SmolLM2-360M-Instruct
   ligerzoo serve path/to/checkpoint --port 8001 --name my-model --batch-size 64
+  ligerzoo serve BAAI/bge-small-en-v1.5
+
+A model of sentence-transformers, and one with --pooling, has /v1/embeddings only.
 
 The server is for a laboratory: it has no users, encryption or rate limits, so it listens on this machine only. Whoever
 can reach it can use the model, unless it has a key. Needs the packages of `pip install ligerzoo[serve]`. Ctrl-C stops
@@ -67,9 +74,11 @@ it.""",
     add("--name", str, "the model's name for clients (default: MODEL, of a directory its last part)", metavar="NAME")
     add("--chat-template", Path, "jinja file instead of the model's template", metavar="FILE")
     add_batching_options(parser, batch_size=DEFAULT_BATCH_SIZE)
-    add("--max-queue", COUNT, "continuations that may wait; clients get status 503 for more", 256)
-    add("--max-context", AT_LEAST_1, "tokens of prompt and continuation (default: the model's)")
+    add("--max-queue", COUNT, "continuations, or texts to embed, that may wait; clients get status 503 for more", 256)
+    add("--max-context", AT_LEAST_1, "tokens of prompt and continuation, or of a text to embed (default: the model's)")
     add("--max-body-mib", AT_LEAST_1, "largest request in MiB", 10)
+    pooling = "embed texts, and pool their hidden states so, such as mean (default: what modules.json says, if any)"
+    add("--pooling", str, pooling, metavar="MODE")
     add_shared(parser, "--dtype", "--cache-dtype", "--device")
 
 
@@ -77,28 +86,14 @@ def serve(options: argparse.Namespace) -> int:
     """Serves a model over HTTP until Ctrl-C."""
     with package_of("serve", "starlette", "uvicorn", what="serving needs"):
         from ligerzoo.serve.access import Access, names_of
-        from ligerzoo.serve.app import Service
         from ligerzoo.serve.server import Server, is_local, listen, url
-    from ligerzoo.serve.engine_thread import EngineThread
-    from ligerzoo.text.chat_template import read_template
 
     choice = find_base_model(ModelChoice.of(options))
+    embeds = options.pooling is not None or has_modules(choice)
     with listen(options.host, options.port) as listener:
-        tokenizer = load_tokenizer(choice)
-        if options.chat_template is not None:
-            tokenizer.set_chat_template(read_template(options.chat_template), str(options.chat_template))
-        model = load_model(choice)
-        make_scheduler = scheduler_maker(model, tokenizer, options)
-        scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)
-        encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
-        max_requests = options.batch_size + options.max_queue
-        # The default of `max_cache_tokens` depends on the memory that is free now.
-        engine = EngineThread(
-            partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests
-        )
         name = options.name or model_name(options.model)
-        max_body = options.max_body_mib * 2**20
-        service = Service(engine, encoder, name=name, max_body=max_body)
+        make_service = embedding_service if embeds else generation_service
+        service, engine = make_service(choice, options, name=name, max_body=options.max_body_mib * 2**20)
         hosts = [*names_of(options.host, is_local=is_local(listener)), *options.allowed_host]
         api_key = options.api_key if options.api_key is not None else os.environ.get("LIGERZOO_API_KEY")
         app = Access(service.app(), hosts=hosts, api_key=api_key)
@@ -107,6 +102,51 @@ def serve(options: argparse.Namespace) -> int:
         print(f"{name} at {url(listener)}. Ctrl-C stops the server.", flush=True)
         Server(app, engine, service.bodies, listener).run_until_stopped()
     return 0
+
+
+def generation_service(
+    choice: ModelChoice, options: argparse.Namespace, *, name: str, max_body: int
+) -> tuple[BaseService, ComputeThread]:
+    """Returns the endpoints of a model that generates text, and the thread that runs it."""
+    from ligerzoo.serve.app import Service
+    from ligerzoo.serve.engine_thread import EngineThread
+    from ligerzoo.text.chat_template import read_template
+
+    tokenizer = load_tokenizer(choice)
+    if options.chat_template is not None:
+        tokenizer.set_chat_template(read_template(options.chat_template), str(options.chat_template))
+    model = load_model(choice)
+    make_scheduler = scheduler_maker(model, tokenizer, options)
+    scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)
+    encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
+    max_requests = options.batch_size + options.max_queue
+    # The default of `max_cache_tokens` depends on the memory that is free now.
+    engine = EngineThread(
+        partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests
+    )
+    return Service(engine, encoder, name=name, max_body=max_body), engine
+
+
+def embedding_service(
+    choice: ModelChoice, options: argparse.Namespace, *, name: str, max_body: int
+) -> tuple[BaseService, ComputeThread]:
+    """Returns the endpoints of an embedding model, and the thread that runs it.
+
+    Raises:
+        LigerzooError: there are options of generation.
+    """
+    from ligerzoo.serve.embeddings import EmbeddingService, EmbeddingThread
+
+    given = {"--chat-template": options.chat_template, "--max-cache-tokens": options.max_cache_tokens}
+    given["--cache-dtype"] = None if options.cache_dtype == "auto" else options.cache_dtype
+    for flag, value in given.items():
+        if value is not None:
+            expected = "no such option for an embedding model"
+            raise LigerzooError("not supported", where=flag, got=value, expected=expected)
+    model = load_embedding_model(choice, pooling=options.pooling, max_length=options.max_context)
+    max_waiting = options.batch_size + options.max_queue
+    engine = EmbeddingThread(model, batch_size=options.batch_size, max_waiting=max_waiting)
+    return EmbeddingService(model, engine, name=name, max_body=max_body), engine
 
 
 def generate_batch(choice: ModelChoice, options: argparse.Namespace) -> int:

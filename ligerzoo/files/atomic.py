@@ -87,6 +87,23 @@ def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterabl
                 path.unlink()
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a path for the content of a new file, which exists under its name only after a clean exit.
+
+    Raises:
+        CheckpointError: the file exists already.
+    """
+    if path.exists():
+        remedy = "Choose another file; existing ones are never overwritten."
+        raise CheckpointError("already exists", where=path, expected="a new file", remedy=remedy)
+    delete_leftovers(path.parent, path.name)
+    with locked_slot(path) as slot:
+        yield slot / NEW
+        _sync(slot / NEW)
+        (slot / NEW).rename(path)
+
+
 def delete_directory(directory: Path) -> None:
     """Deletes a directory, which disappears in one step. A killed process leaves all of it, or a slot."""
     with locked_slot(directory) as slot:

@@ -94,8 +94,7 @@ def prepared(
         CheckpointError: As `save`.
     """
     state: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
-    has_head = model.get_output_embeddings() is not None
-    if state_dict is not None and model.config.tie_word_embeddings and has_head:
+    if state_dict is not None and model.config.tie_word_embeddings:
         state = under_both_names(state_dict)
     architecture = architecture_of_model(model)
     _check_config_fields(model, architecture)

@@ -53,6 +53,9 @@ class PoolingStage:
     modes: tuple[str, ...] = ("mean",)
     include_prompt: bool = True
 
+    def __str__(self) -> str:
+        return "+".join(self.modes) + ("" if self.include_prompt else " without the prompt")
+
     def build(self, features: int) -> nn.Module:
         """See `EmbeddingStage`."""
         return Pooling(self.modes, include_prompt=self.include_prompt)
@@ -73,6 +76,9 @@ class DenseStage:
     activation: str = "tanh"
     residual: bool = False
 
+    def __str__(self) -> str:
+        return f"dense {self.out_features} ({self.activation})"
+
     def build(self, features: int) -> nn.Module:
         """See `EmbeddingStage`."""
         options = {"bias": self.bias, "residual": self.residual}
@@ -89,6 +95,9 @@ class NormalizeStage:
 
     projections: ClassVar[tuple[str, ...]] = ()
     path: str = "2_Normalize"
+
+    def __str__(self) -> str:
+        return "normalize"
 
     def build(self, features: int) -> nn.Module:
         """See `EmbeddingStage`."""

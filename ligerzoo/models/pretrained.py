@@ -157,7 +157,7 @@ class TextEmbedding:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint; assign another one for a model without files."""
+        """The tokenizer of the checkpoint. Assign one to a model without files, or another one: it is saved, too."""
         if self._tokenizer is None:
             self._tokenizer = _package("encoding").read_tokenizer(self)
         tokenizer: Tokenizer = self._tokenizer
@@ -165,7 +165,7 @@ class TextEmbedding:
 
     @tokenizer.setter
     def tokenizer(self, value: Tokenizer) -> None:
-        self._tokenizer = value
+        self._tokenizer = _package("encoding").set_tokenizer(self, value)
 
     def encode(self, texts: str | Iterable[str], **options: object) -> Tensor:
         """Returns the embeddings of texts, (n, D), or (D,) for one text; see `ligerzoo.encoding.encode_texts`."""

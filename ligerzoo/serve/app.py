@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.generate import Request as GenerationRequest
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
-from ligerzoo.serve.engine_thread import SEE_LOG, EngineThread, GenerationError, Job, OverloadedError
+from ligerzoo.serve.engine_thread import SEE_LOG, ComputeThread, EngineThread, GenerationError, Job, OverloadedError
 from ligerzoo.serve.fields import STRING, Fields, Json, parse_object, read
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
@@ -37,8 +37,8 @@ class ModelNotFoundError(HTTPException):
     """The server has no model of this name."""
 
 
-class Service:
-    """The endpoints of one model.
+class BaseService:
+    """The endpoints of every model.
 
     Args:
         engine: runs the requests.
@@ -50,28 +50,29 @@ class Service:
         bodies: the bodies that arrive.
     """
 
-    def __init__(self, engine: EngineThread, encoder: PromptEncoder, *, name: str, max_body: int = MAX_BODY) -> None:
-        self._engine, self._encoder = engine, encoder
-        self._texts = TokenTexts(encoder.tokenizer)
+    def __init__(self, engine: ComputeThread, encoder: PromptEncoder, *, name: str, max_body: int = MAX_BODY) -> None:
+        self._state, self._encoder = engine, encoder
         # Only texts to tokenize may be longer than the context, and take long: they do not keep prompts waiting.
         self._preparing, self._writing, self._tokenizing = Threads(8), Threads(8), Threads(2)
         self.bodies = Bodies(max_body, _MAX_BODIES * max_body)
         self._name = name
-        self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
+        self._model: Json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
+
+    def routes(self) -> list[Route]:
+        """Returns the endpoints, the most important first."""
+        return [
+            Route("/tokenize", partial(self._convert, tokenize_request), methods=["POST"]),
+            Route("/detokenize", partial(self._convert, detokenize_request), methods=["POST"]),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.show_model),
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+        ]
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
         app = Starlette(
-            routes=[
-                Route("/health", self.health),
-                Route("/metrics", self.metrics),
-                Route("/v1/models", self.list_models),
-                Route("/v1/models/{name:path}", self.show_model),
-                Route("/v1/chat/completions", partial(self._respond, Chat), methods=["POST"]),
-                Route("/v1/completions", partial(self._respond, TextCompletion), methods=["POST"]),
-                Route("/tokenize", partial(self._convert, tokenize_request), methods=["POST"]),
-                Route("/detokenize", partial(self._convert, detokenize_request), methods=["POST"]),
-            ],
+            routes=self.routes(),
             exception_handlers={
                 HTTPException: _http_error,
                 LigerzooError: _invalid_request,
@@ -85,10 +86,10 @@ class Service:
         return app
 
     async def health(self, _request: Request) -> Response:
-        return Response(status_code=200 if self._engine.is_running else 503)
+        return Response(status_code=200 if self._state.is_running else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(self._engine.metrics_text(), media_type="text/plain; version=0.0.4")
+        return Response(self._state.metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model]})
@@ -101,10 +102,34 @@ class Service:
         """Responds to a request that needs the tokenizer only."""
 
         def respond(body: bytes) -> Response:
-            return _json_response(function(self._read(body), self._encoder))
+            return json_response(function(self._read(body), self._encoder))
 
         async with self.bodies.receive(request) as body:
             return await self._tokenizing.run(respond, body)
+
+    def _read(self, body: bytes) -> Fields:
+        """Returns the fields of a body for this model, which is the default of `model`."""
+        check_values(body)
+        fields = parse_object(body, "body")
+        self._check_model(read(fields, "model", STRING._replace(expected=repr(self._name)), self._name))
+        return {**fields, "model": self._name}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise ModelNotFoundError(404, f"model: no such model; got {quote(name)}; expected {self._name!r}")
+
+
+class Service(BaseService):
+    """The endpoints of a model that generates text; see `BaseService`."""
+
+    def __init__(self, engine: EngineThread, encoder: PromptEncoder, *, name: str, max_body: int = MAX_BODY) -> None:
+        super().__init__(engine, encoder, name=name, max_body=max_body)
+        self._engine, self._texts = engine, TokenTexts(encoder.tokenizer)
+
+    def routes(self) -> list[Route]:
+        chats = Route("/v1/chat/completions", partial(self._respond, Chat), methods=["POST"])
+        completions = Route("/v1/completions", partial(self._respond, TextCompletion), methods=["POST"])
+        return [chats, completions, *super().routes()]
 
     async def _respond(self, kind: type[Endpoint], request: Request) -> Response | EventStream:
         async with self.bodies.receive(request) as body:
@@ -117,23 +142,12 @@ class Service:
             choices = await until_disconnected(request.receive, outputs.collect(job))
         finally:
             job.close()
-        return await self._writing.run(lambda: _json_response(endpoint.response(choices, outputs.num_tokens)))
+        return await self._writing.run(lambda: json_response(endpoint.response(choices, outputs.num_tokens)))
 
     def _prepare(self, body: bytes, kind: type[Endpoint]) -> tuple[Call, list[GenerationRequest], Outputs]:
         """Returns what a body asks for; in a thread, since it may take seconds."""
         call = kind.read(self._read(body), self._encoder, self._engine.max_requests)
         return call, call.requests(self._encoder, self._engine), Outputs(call, self._encoder)
-
-    def _read(self, body: bytes) -> Fields:
-        """Returns the fields of a body for this model, which is the default of `model`."""
-        check_values(body)
-        fields = parse_object(body, "body")
-        self._check_model(read(fields, "model", STRING._replace(expected=repr(self._name)), self._name))
-        return {**fields, "model": self._name}
-
-    def _check_model(self, name: str) -> None:
-        if name != self._name:
-            raise ModelNotFoundError(404, f"model: no such model; got {quote(name)}; expected {self._name!r}")
 
 
 class Outputs:
@@ -233,16 +247,18 @@ async def _disconnection(receive: Receive) -> None:
         pass
 
 
-def _json_response(content: object) -> Response:
+def json_response(content: object) -> Response:
     return Response(encode_json(content), media_type="application/json")
 
 
 # Errors
 
-_ENDPOINTS = (
-    "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize, GET /v1/models, "
-    "GET /v1/models/NAME, GET /metrics or GET /health"
-)
+
+def _endpoints(app: Starlette) -> str:
+    """Returns the methods and paths of all endpoints."""
+    routes = [(*(route.methods or ()), route.path) for route in app.routes if isinstance(route, Route)]
+    names = [f"{'POST' if 'POST' in methods else 'GET'} {path}" for *methods, path in routes]
+    return f"{', '.join(names[:-1])} or {names[-1]}".replace("{name:path}", "NAME")
 
 
 def _error(message: str, kind: str, param: object = None, code: str | None = None) -> Json:
@@ -253,7 +269,7 @@ def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail, code = error.detail, "model_not_found" if isinstance(error, ModelNotFoundError) else None
     if detail == HTTPStatus(error.status_code).phrase:  # of the router
-        detail = f"no such endpoint; got {request.method} {quote(request.url.path)}; expected {_ENDPOINTS}"
+        detail = f"no such endpoint; got {request.method} {quote(request.url.path)}; expected {_endpoints(request.app)}"
     content = _error(detail, "invalid_request_error" if error.status_code < 500 else "server_error", code=code)
     return JSONResponse(content, error.status_code, error.headers)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Request, Scheduler, Update
@@ -31,6 +32,25 @@ class OverloadedError(Exception):
 
 class GenerationError(Exception):
     """The model failed during a step, or the engine stopped."""
+
+
+class ComputeThread(Protocol):
+    """What the server needs of a thread that computes."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def start(self) -> None:
+        """Starts the thread."""
+
+    def stop(self) -> None:
+        """Ends the thread."""
+
+    def metrics_text(self) -> str:
+        """Returns the counters in the format of Prometheus."""
+
+    def abort(self, reason: str) -> None:
+        """Ends all requests with a GenerationError."""
 
 
 class Job:
@@ -224,7 +244,7 @@ class EngineThread:
         except Exception as error:
             for index in added:
                 self._remove(index)
-            refusal = error if isinstance(error, LigerzooError) else _failure(error)
+            refusal = error if isinstance(error, LigerzooError) else failure_of(error)
         self._call(_resolve, job.accepted, refusal)
 
     def _cancel(self, job: Job, positions: frozenset[int]) -> None:
@@ -248,8 +268,8 @@ class EngineThread:
 
     def _end(self, indices: Sequence[int], error: Exception) -> None:
         """Ends the jobs of some requests, which the scheduler does not have any more."""
-        failure = _failure(error)
-        self._call(_put, [(job, failure) for job in {self._active.pop(index)[0] for index in indices}])
+        ended = failure_of(error)
+        self._call(_put, [(job, ended) for job in {self._active.pop(index)[0] for index in indices}])
 
     def _close_scheduler(self) -> None:
         scheduler, self._scheduler = self._scheduler, None
@@ -280,6 +300,7 @@ def _put(results: Sequence[tuple[Job, tuple[int, Update] | GenerationError]]) ->
         job.put(result)
 
 
-def _failure(error: Exception) -> GenerationError:
+def failure_of(error: Exception) -> GenerationError:
+    """Logs an error of the model, and returns the one for clients."""
     log.error("generation failed", exc_info=error)
     return GenerationError(str(error) if isinstance(error, LigerzooError) else f"{type(error).__name__}. {SEE_LOG}")

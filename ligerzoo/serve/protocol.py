@@ -44,8 +44,10 @@ MIN_LOGP = -9999.0
 
 _SAMPLING = tuple(name for name in VALUES if name != "max_new_tokens")
 _CACHING = ("prompt_cache_key", "prompt_cache_retention")
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "service_tier", *_CACHING)
-_COMMON = ("model", "n", "stream", "stream_options", "logprobs", "max_tokens", *_SAMPLING, *_WITHOUT_EFFECT)
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "service_tier", *_CACHING)
+"""Fields that change no result."""
+
+_COMMON = ("model", "n", "stream", "stream_options", "logprobs", "max_tokens", *_SAMPLING, *WITHOUT_EFFECT)
 
 _TOP_LOGPROBS = integer(0, MAX_TOP_LOGPS)
 _OPTIONAL_TOP_LOGPROBS = _TOP_LOGPROBS._replace(expected=f"null, or {_TOP_LOGPROBS.expected}")
@@ -294,8 +296,8 @@ class TextCompletion(Endpoint):
         is_echo_alone = echoes and is_integer(limit) and limit == 0
         limited = {**fields, "max_tokens": None if is_echo_alone else limit}
         delivery, options = Delivery.read(fields), _options(limited, {"max_tokens": "max_new_tokens"})
-        given = checked(fields.get("prompt"), "prompt", _PROMPTS)
-        prompts: list[str | list[int]] = [given] if _is_prompt(given) else given
+        given = checked(fields.get("prompt"), "prompt", PROMPTS)
+        prompts: list[str | list[int]] = [given] if is_prompt(given) else given
         _check_count(len(prompts) * delivery.n, max_requests)
         encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
         echoed = [encoder.texts(*pair) for pair in zip(prompts, encoded, strict=True)] if echoes else None
@@ -345,13 +347,14 @@ def _check_count(count: int, max_requests: int) -> None:
         raise LigerzooError("too many continuations", where=where, got=count, expected=expected, remedy=remedy)
 
 
-def _is_prompt(value: object) -> bool:
+def is_prompt(value: object) -> bool:
+    """Returns whether a value is one prompt: a text, or a list of token ids."""
     return STRING.accepts(value) or (IDS.accepts(value) and value != [])
 
 
-_PROMPTS = instances(
+PROMPTS = instances(
     "a text, a list of texts, a list of token ids, or a list of such lists",
-    lambda value: _is_prompt(value) or (is_array(value) and value != [] and all(map(_is_prompt, value))),
+    lambda value: is_prompt(value) or (is_array(value) and value != [] and all(map(is_prompt, value))),
 )
 
 

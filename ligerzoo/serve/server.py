@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.serve.engine_thread import EngineThread
+from ligerzoo.serve.engine_thread import ComputeThread
 from ligerzoo.serve.limits import Bodies, Connection
 
 GRACE = 5.0
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
     the server at once.
     """
 
-    def __init__(self, app: ASGIApp, engine: EngineThread, bodies: Bodies, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, engine: ComputeThread, bodies: Bodies, listener: socket.socket) -> None:
         # Log records go to the program's own logging configuration.
         config = uvicorn.Config(app, lifespan="off", http=Connection, ws="none", log_config=None, access_log=False)
         super().__init__(config)

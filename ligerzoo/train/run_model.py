@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -52,7 +51,6 @@ def open_model(
     adapt: Callable[[CausalLM], object] | None = None,
     param_dtype: torch.dtype | None = None,
     model_class: type[LanguageModel] = CausalLM,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> CausalLM:
     """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes divide it.
 
@@ -66,7 +64,6 @@ def open_model(
             then read the whole model from memory-mapped files, which they share.
         param_dtype: dtype in which several processes compute, see `shard_model`.
         model_class: class of the model.
-        arguments: further arguments of its `from_pretrained`.
     """
     directory, is_config, mesh = checkpoint_directory(model), lacks_weights(model), processes.mesh()
     is_alone = processes.world_size() == 1 or device.type == "meta"
@@ -85,7 +82,7 @@ def open_model(
     else:
 
         def build(device: torch.device) -> CausalLM:
-            loaded = model_class.from_pretrained(model, dtype=dtype, device=device, **arguments)
+            loaded = model_class.from_pretrained(model, dtype=dtype, device=device)
             return cast(CausalLM, loaded)  # or another model: run and recipe use what all have
 
     if is_alone or adapt is not None:
@@ -97,7 +94,7 @@ def open_model(
         built = parallelize(build(torch.device("meta")), mesh, param_dtype=param_dtype)
         initialize_sharded(built)
         return built.train()
-    sharded = load_sharded(model, mesh, model_class=model_class, dtype=dtype, param_dtype=param_dtype, **arguments)
+    sharded = load_sharded(model, mesh, model_class=model_class, dtype=dtype, param_dtype=param_dtype)
     return cast(CausalLM, sharded.train())
 
 
@@ -134,15 +131,8 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
         remedy = "Train all weights of a new model."
         raise ConfigError(what, where="option lora_rank", got=options.model, expected=expected, remedy=remedy)
     source, adapt = _source(options, run), adaptation(options)
-    meta_model = open_model(
-        source,
-        dtype=options.dtype,
-        device=torch.device("meta"),
-        new=new,
-        adapt=adapt,
-        model_class=options.model_class,
-        arguments=options.model_arguments,
-    )
+    kind, meta = options.model_class, torch.device("meta")
+    meta_model = open_model(source, dtype=options.dtype, device=meta, new=new, adapt=adapt, model_class=kind)
     check_model(meta_model, options.optimizer)
     return meta_model
 
@@ -185,8 +175,7 @@ def check_tied_weights(model: CausalLM) -> None:
     Raises:
         ConfigError: The weights are separate.
     """
-    has_head = model.get_output_embeddings() is not None
-    if model.config.tie_word_embeddings and has_head and not model.shares_head:
+    if model.config.tie_word_embeddings and not model.shares_head:
         what = "the head is separate from the embedding, although config.json ties them"
         remedy = "Call model.tie_weights() before the optimizer is made."
         raise ConfigError(what, where=type(model).__name__, remedy=remedy)
@@ -201,15 +190,9 @@ def open_trained_model(
     """
     torch.manual_seed(options.seed)
     source, adapt, compute = _source(options, run), adaptation(options), compute_dtype(options)
+    kind = options.model_class
     model = open_model(
-        source,
-        dtype=options.dtype,
-        device=device,
-        new=new,
-        adapt=adapt,
-        param_dtype=compute,
-        model_class=options.model_class,
-        arguments=options.model_arguments,
+        source, dtype=options.dtype, device=device, new=new, adapt=adapt, param_dtype=compute, model_class=kind
     )
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()

@@ -35,14 +35,19 @@ def new_model(**changes: Any) -> EmbeddingModel:
     return AutoModelForEmbedding.from_config(LlamaConfig(**{**SIZES, "initializer_range": 0.2, **changes}), SETTINGS)
 
 
+def write_new_model(directory: Path) -> None:
+    """Writes a model and its tokenizer, of which there is a copy."""
+    torch.manual_seed(0)
+    write_tokenizer(directory / "tokenizer")
+    model = new_model()
+    model.tokenizer = Tokenizer.from_pretrained(directory / "tokenizer")
+    model.save_pretrained(directory)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("embedding")
-    torch.manual_seed(0)
-    write_tokenizer(directory)
-    model = new_model()
-    model.tokenizer = Tokenizer.from_pretrained(directory)
-    model.save_pretrained(directory)
+    write_new_model(directory)
     return directory
 
 

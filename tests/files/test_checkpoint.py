@@ -208,7 +208,21 @@ def test_tensors_that_cannot_be_written(tmp_path: Path, tensors: dict[str, Tenso
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", "../x", "/x", "a/b", "a\\b", "a\0", "model.safetensors", shard(1), "model.safetensors.index.json"],
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "/x",
+        "a/b/c",
+        "a/../b",
+        "a/model.safetensors",
+        "a\\b",
+        "a\0",
+        "model.safetensors",
+        shard(1),
+        "model.safetensors.index.json",
+    ],
 )
 def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="invalid file name; got"):
