@@ -41,7 +41,7 @@ LAUNCHES = {
     name.lower(): launches
     for module in (delta_chunks, delta_chunk_gradients)
     for name, launches in vars(module).items()
-    if isinstance(launches, dict) and isinstance(launches.get(SIZE), Launch)
+    if name.isupper() and hasattr(module, f"_{name.lower()}_kernel")
 }
 """The launches of each kernel, by the size of an element; the function is `_NAME_kernel`."""
 
