@@ -31,7 +31,7 @@ from benchmarks.delta_rule import KEY_HEADS, VALUE_HEADS, rule_row
 from benchmarks.measure import write_result
 from benchmarks.processes import Json, measured_apart
 from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule
-from ligerzoo.kernels.delta_chunks import Launch
+from ligerzoo.kernels.chunk_tiles import Launch
 
 TOKENS, PASSES = 8192, 5
 SIZE = 2

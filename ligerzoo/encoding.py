@@ -104,7 +104,7 @@ def encode_texts(
         [len(text) for text in given],
         tokens,
         batch_size=batch_size,
-        prompt_tokens=prompt_tokens_of(model, before),
+        prompt_tokens=unpooled_tokens(model, before),
         truncate_dim=truncate_dim,
         normalize=normalize,
         device=device,
@@ -168,11 +168,8 @@ def encoding_prompt(model: EmbeddingModel, prompt: str | None = None, name: str 
     return "" if name is None else prompts[name]
 
 
-def prompt_tokens_of(model: EmbeddingModel, prompt: str) -> int:
-    """Returns the tokens that pooling leaves out of a text that begins with a prompt.
-
-    As sentence-transformers counts: those of the prompt alone, without a special token at its end.
-    """
+def unpooled_tokens(model: EmbeddingModel, prompt: str) -> int:
+    """Returns the number of tokens of a prompt that pooling leaves out, as sentence-transformers counts them."""
     if not prompt or model.stages[0].include_prompt:
         return 0
     ids = model.tokenizer.encode(prompt)

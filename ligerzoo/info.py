@@ -44,6 +44,8 @@ PARTS = {
     "vision_tower.": "vision tower",
     "vision_model.": "vision tower",
     "multi_modal_projector.": "projector",
+    "embed_vision.": "projector",
+    "vision_embedder.": "projector",
     "vision_adapter.": "projector",
     "vision_projection.": "projector",
     "embed_tokens": "embedding",

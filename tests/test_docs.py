@@ -44,7 +44,14 @@ EMBEDDING_MODEL = "Qwen/Qwen3-Embedding-0.6B"
 RECIPES = ("for batch in batches:", "for prompts in batches:")
 """Lines of the blocks that tests/losses/test_examples.py runs, with the data they need."""
 
-OTHER_METHODS = ("training.md", "preferences.md", "distillation.md", "coming-from.md", "other-engines.md")
+OTHER_METHODS = (
+    "training.md",
+    "preferences.md",
+    "distillation.md",
+    "contrastive.md",
+    "coming-from.md",
+    "other-engines.md",
+)
 """Pages whose kinds of commands are on other pages too, or in tests/train."""
 
 FILE = re.compile(r"# (\S+\.py)\n")
@@ -123,7 +130,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": pair["completion"]}) + "\n" for pair in pairs))
     preferences = [{"prompt": f"f{n}", "chosen": " yes", "rejected": " no"} for n in range(40)]
     labelled = [{"prompt": f"f{n}", "completion": " yes", "label": n % 2 == 0} for n in range(40)]
-    for name, records in (("pairs", preferences), ("labelled", labelled)):
+    queries = [{"query": f"f{n}", "positive": f"def f{n}()", "negative": f"x = {n}"} for n in range(16)]
+    for name, records in (("pairs", preferences), ("labelled", labelled), ("queries", queries)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "id": 2}\n')
     (tmp_path / "reward.py").write_text("def reward(completions): return [len(text) for text in completions]\n")

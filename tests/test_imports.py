@@ -42,8 +42,8 @@ ARROWS = {
     "layers": ("checks errors exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks token_parts", ""),
     "train": (
-        "adapters checks convert device dtensors entries errors exports files generate hub kernels layers ligerzoo "
-        "losses memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
+        "adapters checks convert device dtensors encoding entries errors exports files generate hub kernels layers "
+        "ligerzoo losses memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
         "",
     ),
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models token_parts", ""),

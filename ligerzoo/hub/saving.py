@@ -94,7 +94,8 @@ def prepared(
         CheckpointError: As `save`.
     """
     state: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
-    if state_dict is not None and model.config.tie_word_embeddings:
+    has_head = model.get_output_embeddings() is not None
+    if state_dict is not None and model.config.tie_word_embeddings and has_head:
         state = under_both_names(state_dict)
     architecture = architecture_of_model(model)
     _check_config_fields(model, architecture)

@@ -73,7 +73,10 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     model.load_state_dict(weights, assign=True)
     raw = tie_if_equal(model, raw)
     tied = frozenset({HEAD} if model.config.tie_word_embeddings else ())
-    model.origin = LoadedFrom(raw, None, architecture.layouts(config)[0], tied)
+    own = {part.stored_name for part in match.slices}
+    extra_names = [name for name in tensors if name not in own and architecture.is_extra_tensor(name)]
+    extra_tensors = {name: tensors[name].detach().clone() if copy else tensors[name].detach() for name in extra_names}
+    model.origin = LoadedFrom(raw, None, architecture.layouts(config)[0], tied, extra_tensors)
     model.generation_config = _generation_config(hf_model)
     return model.train(hf_model.training)
 

@@ -46,6 +46,9 @@ from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.route import Routing, route, route_sigmoid
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
+from ligerzoo.kernels.ssd import ssd
+from ligerzoo.kernels.ssd_gates import ssd_gates
+from ligerzoo.kernels.ssd_step import ssd_step
 from ligerzoo.kernels.stochastic_rounding import round_stochastically
 from ligerzoo.kernels.xielu import xielu
 
@@ -109,6 +112,9 @@ __all__ = [
     "set_logits_budget",
     "sink_attention",
     "softmax",
+    "ssd",
+    "ssd_gates",
+    "ssd_step",
     "swiglu",
     "token_logps",
     "token_statistics",

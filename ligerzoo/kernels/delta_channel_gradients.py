@@ -27,18 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.delta_channels import BLOCK, block_programs, channel_block, channel_blocks, channel_offsets
-from ligerzoo.kernels.delta_chunk_gradients import (
-    Gradients,
-    load_normalized,
-    part_of_chunk,
-    slot_of_gradient,
-    store_unnormalized,
-)
-from ligerzoo.kernels.delta_chunks import Launch, chunk_programs, launch_of, tile_sizes
-from ligerzoo.kernels.delta_tiles import (
-    CHUNK,
-    DeltaRule,
+from ligerzoo.kernels.chunk_tiles import (
+    Launch,
     by_token,
     chunk_count,
     chunk_span,
@@ -46,13 +36,16 @@ from ligerzoo.kernels.delta_tiles import (
     decay_if,
     decay_over,
     gate_offsets,
-    load_channel_total,
-    load_channel_totals,
-    load_coefficients,
     load_state,
     load_tile,
+    part_of_chunk,
+    slot_of_gradient,
     square_ptrs,
 )
+from ligerzoo.kernels.delta_channels import BLOCK, block_programs, channel_block, channel_blocks, channel_offsets
+from ligerzoo.kernels.delta_chunk_gradients import Gradients, load_normalized, store_unnormalized
+from ligerzoo.kernels.delta_chunks import chunk_programs, launch_of
+from ligerzoo.kernels.delta_tiles import CHUNK, DeltaRule, load_channel_total, load_channel_totals, load_coefficients
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.strided import Strided, strided
 
@@ -98,7 +91,7 @@ class _Results(NamedTuple):
 def _block_kernel(
     rule, given, results, CHUNK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr
 ):
-    first_row, key_head, slot, batch = part_of_chunk(rule, CHUNK, BLOCK)
+    first_row, key_head, slot, batch = part_of_chunk(rule, rule.n_heads // rule.group, CHUNK, BLOCK)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, BLOCK), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
@@ -251,10 +244,10 @@ def key_and_gate_gradients(rule: DeltaRule, given: Given, gradients: Gradients) 
     launch, dg = launch_of(BLOCK_GRADIENTS, rule), gradients.dg
     dtotals = dg if dg.dtype == torch.float32 else torch.empty_like(dg, dtype=torch.float32)
     results = _Results(strided(gradients.dq), strided(gradients.dk), gradients.dbeta, dtotals)
-    sizes = CHUNK, BLOCK, *tile_sizes(launch, rule)
+    sizes = CHUNK, BLOCK, *launch.tile(rule.key_dim, rule.value_dim)
     _block_kernel[block_programs(rule) // rule.group](rule, given, results, *sizes, **launch.options)
     launch, (blocks, features) = launch_of(GATE_GRADIENTS, rule), channel_blocks(rule)
-    values = tile_sizes(launch, rule)[1]
+    values = launch.tile(rule.key_dim, rule.value_dim)[1]
     _gates_kernel[chunk_programs(rule) * blocks](
         rule, given, dtotals, dg, blocks, CHUNK, features, values, **launch.options
     )

@@ -24,25 +24,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.delta_chunks import PREPARE, Launch, chunk_programs, inverse_of_unit_lower, launch_of
-from ligerzoo.kernels.delta_tiles import (
-    CHUNK,
-    FEATURES,
-    NORMALIZATION_EPS,
-    DeltaRule,
+from ligerzoo.kernels.chunk_tiles import (
+    Launch,
     chunk_count,
     chunk_span,
     decay_if,
     decay_over,
     gate_offsets,
     head_rows,
+    load_tile,
+    split_program,
+    square_ptrs,
+)
+from ligerzoo.kernels.delta_chunks import PREPARE, chunk_programs, inverse_of_unit_lower, launch_of
+from ligerzoo.kernels.delta_tiles import (
+    CHUNK,
+    FEATURES,
+    NORMALIZATION_EPS,
+    DeltaRule,
     inverse_norm,
     key_row,
     load_channel_total,
     load_channel_totals,
-    load_tile,
-    split_program,
-    square_ptrs,
 )
 from ligerzoo.kernels.dispatch import cdiv, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl

@@ -38,13 +38,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.delta_chunks import Launch, chunk_programs, launch_of, segment_shares, tile_sizes
-from ligerzoo.kernels.delta_tiles import (
-    CHUNK,
-    FEATURES,
-    ChunkTable,
-    DeltaRule,
-    by_head,
+from ligerzoo.kernels.chunk_tiles import (
+    Launch,
     by_token,
     chunk_count,
     chunk_span,
@@ -54,21 +49,31 @@ from ligerzoo.kernels.delta_tiles import (
     gate_offsets,
     head_rows,
     inner_products,
-    kept_share,
-    load_coefficients,
     load_columns,
-    load_factors,
     load_state,
     load_tile,
     load_totals,
-    reading_queries,
+    part_of_chunk,
     segment_chunks,
     segment_count,
+    segment_shares,
+    slot_of_gradient,
     split_program,
     square_ptrs,
     state_block,
     store_columns,
     store_tile,
+)
+from ligerzoo.kernels.delta_chunks import chunk_programs, launch_of
+from ligerzoo.kernels.delta_tiles import (
+    CHUNK,
+    FEATURES,
+    DeltaRule,
+    by_head,
+    kept_share,
+    load_coefficients,
+    load_factors,
+    reading_queries,
     written_keys,
 )
 from ligerzoo.kernels.dispatch import cdiv
@@ -170,17 +175,6 @@ def _reverse_scan_kernel(
             tl.store(dinitial, dstate.to(dinitial_ptr.dtype.element_ty), mask=state_mask & (segment == 0))
 
 
-@jit
-def slot_of_gradient(rule, span, CHUNK: tl.constexpr):
-    """The slot of the gradient of the state after a chunk, and whether this state has an effect.
-
-    The last slot is that of the final state. A state at the end of any other segment has no effect.
-    """
-    is_last = span.end == rule.n_tokens
-    slot = tl.where(is_last, rule.n_slots, span.end // CHUNK)
-    return slot, is_last | continues(rule, span.batch, tl.minimum(span.end, rule.n_tokens - 1))
-
-
 @kernel
 def _value_gradients_kernel(
     rule, inverse_ptr, errors_ptr, ddelta_ptr, dv_ptr, dbeta_ptr, dsystem_ptr,
@@ -224,7 +218,7 @@ def _query_gradients_kernel(
     rule, dout, states_ptr, dattention_ptr, dq, dtotals_ptr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    first_row, key_head, slot, batch = part_of_chunk(rule, CHUNK, ROWS)
+    first_row, key_head, slot, batch = part_of_chunk(rule, rule.n_heads // rule.group, CHUNK, ROWS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
@@ -263,7 +257,7 @@ def _key_gradients_kernel(
     rule, errors_ptr, dv_ptr, states_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dk, dtotals_ptr, n_rows,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    first_row, key_head, slot, batch = part_of_chunk(rule, CHUNK, ROWS)
+    first_row, key_head, slot, batch = part_of_chunk(rule, rule.n_heads // rule.group, CHUNK, ROWS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
@@ -319,16 +313,6 @@ def _key_gradients_kernel(
 
 
 @jit
-def part_of_chunk(rule, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The first row of the program's part of a chunk, its key head, slot and batch element."""
-    program, n_key_heads = tl.program_id(0).to(tl.int64), rule.n_heads // rule.group
-    PARTS: tl.constexpr = CHUNK // ROWS
-    first_row, program = (program % PARTS).to(tl.int32) * ROWS, program // PARTS
-    key_head, chunk = program % n_key_heads, program // n_key_heads
-    return first_row, key_head, chunk % rule.n_slots, chunk // rule.n_slots
-
-
-@jit
 def load_normalized(x, factor_ptr, rule, span, key_head, features):
     """Normalized q or k of some tokens, and the factors of the normalization."""
     factors = load_factors(factor_ptr, rule, span, span.batch * (rule.n_heads // rule.group) + key_head)
@@ -343,25 +327,6 @@ def store_unnormalized(x, gradient, normalized, factors, rule, span, key_head, f
         normalized = normalized.to(tl.float32)
         gradient = factors[:, None] * (gradient - normalized * tl.sum(normalized * gradient, 1)[:, None])
     store_tile(x, gradient, span, key_head, features, rule.key_dim)
-
-
-@kernel(unspecialized=("n_tokens",))  # so that a segment is added up as the segment alone
-def _gate_gradients_kernel(
-    dtotals_ptr, dg_ptr, table, n_tokens, n_slots, n_heads, n_rows, CHUNK: tl.constexpr, PARTS: tl.constexpr
-):
-    head, slot, batch = split_program(n_heads, n_slots)
-    row = batch * n_heads + head
-    rows = tl.arange(0, CHUNK)
-    for chunk in range(slot, chunk_count(table, n_tokens, batch, CHUNK), n_slots):
-        span = chunk_span(table, n_tokens, batch, chunk, rows, CHUNK)
-        dtotal = tl.load(dtotals_ptr + row * n_tokens + span.tokens, mask=span.mask, other=0.0)
-        dtotal += tl.load(dtotals_ptr + (n_rows + row) * n_tokens + span.tokens, mask=span.mask, other=0.0)
-        for part in tl.static_range(PARTS):
-            dlast = tl.load(dtotals_ptr + ((2 + part) * n_rows + row) * n_tokens + span.start)
-            dtotal += tl.where(span.tokens == span.end - 1, dlast, 0.0)
-        dg = tl.cumsum(dtotal, 0, reverse=True)
-        gates = (batch * n_tokens + span.tokens) * n_heads + head
-        tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=span.mask)
 
 
 class Gradients(NamedTuple):
@@ -387,7 +352,7 @@ class Gradients(NamedTuple):
 def local_gradients(rule: DeltaRule, errors: Tensor, dout: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Returns P^T dO, (B, T, V, D_v), and scale e o dO D^T, (B, V, T, 64), as `inverse`."""
     launch = launch_of(LOCAL, rule)
-    keys, values = tile_sizes(launch, rule)
+    keys, values = launch.tile(rule.key_dim, rule.value_dim)
     ddelta, dattention = torch.empty_like(errors), torch.empty_like(inverse)
     _local_kernel[chunk_programs(rule)](
         rule, strided(dout), errors, ddelta, dattention, CHUNK, min(FEATURES, keys), values, **launch.options
@@ -405,8 +370,8 @@ def reverse_scan(
         transposed.
     """
     launch = launch_of(REVERSE_SCAN, rule)
-    sizes = CHUNK, *tile_sizes(launch, rule)
-    shares, blocks = segment_shares(rule), cdiv(rule.value_dim, sizes[-1])
+    sizes = CHUNK, *launch.tile(rule.key_dim, rule.value_dim)
+    shares, blocks = segment_shares(rule.table), cdiv(rule.value_dim, sizes[-1])
     dstates = ddelta.new_empty((len(ddelta), rule.n_heads, rule.n_slots + 1, rule.value_dim, rule.key_dim))
     _reverse_scan_kernel[len(ddelta) * rule.n_heads * shares * blocks](
         rule, strided(dout), readers, ddelta, dstates, dfinal, dinitial, shares, blocks, *sizes, **launch.options
@@ -422,7 +387,7 @@ def value_gradients(
     With gates per channel `dbeta` is the part dD_i . E_i, and the result dV E^T.
     """
     launch = launch_of(VALUE_GRADIENTS, rule)
-    keys, values = tile_sizes(launch, rule)
+    keys, values = launch.tile(rule.key_dim, rule.value_dim)
     dsystem, sizes = torch.empty_like(inverse), (CHUNK, min(FEATURES, keys), values)
     _value_gradients_kernel[chunk_programs(rule)](
         rule, inverse, errors, ddelta, dv, dbeta, dsystem, *sizes, **launch.options
@@ -443,7 +408,7 @@ def query_gradients(
 ) -> None:
     """Writes the gradient of q, and its part of `dtotals`."""
     launch = launch_of(QUERY_GRADIENTS, rule)
-    sizes = CHUNK, ROWS, *tile_sizes(launch, rule)
+    sizes = CHUNK, ROWS, *launch.tile(rule.key_dim, rule.value_dim)
     _query_gradients_kernel[_key_programs(rule)](
         rule, strided(dout), states, dattention, strided(gradients.dq), dtotals, *sizes, **launch.options
     )
@@ -464,7 +429,7 @@ def key_gradients(
         dtotals: see `allocate_dtotals`.
     """
     launch = launch_of(KEY_GRADIENTS, rule)
-    sizes = CHUNK, ROWS, *tile_sizes(launch, rule)
+    sizes = CHUNK, ROWS, *launch.tile(rule.key_dim, rule.value_dim)
     dk, n_rows = strided(gradients.dk), len(errors) * rule.n_heads
     _key_gradients_kernel[_key_programs(rule)](
         rule, errors, gradients.dv, *states, *squares, dk, dtotals, n_rows, *sizes, **launch.options
@@ -474,12 +439,3 @@ def key_gradients(
 def _key_programs(rule: DeltaRule) -> int:
     """Programs of a kernel with one for each half chunk and key head."""
     return len(rule.v.ptr) * rule.n_slots * (rule.n_heads // rule.group) * (CHUNK // ROWS)
-
-
-def gate_gradients(table: ChunkTable, dtotals: Tensor, gradients: Gradients) -> None:
-    """Writes the gradient of g."""
-    _, batch, heads, n_tokens = dtotals.shape
-    slots = cdiv(n_tokens, CHUNK)
-    _gate_gradients_kernel[batch * slots * heads](
-        dtotals, gradients.dg, table, n_tokens, slots, heads, batch * heads, CHUNK, CHUNK // ROWS, num_warps=1
-    )

@@ -21,7 +21,7 @@ Four kernels:
 
 Kernels read q and k without normalizing them. The factors multiply rows and columns of the products, in fp32.
 
-The chunks are those of `delta_tiles`.
+The chunks are those of `chunk_tiles`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.delta_tiles import (
-    CHUNK,
-    FEATURES,
-    NORMALIZATION_EPS,
-    DeltaRule,
-    by_head,
+from ligerzoo.kernels.chunk_tiles import (
+    Launch,
     by_token,
     chunk_count,
     chunk_span,
@@ -47,49 +43,38 @@ from ligerzoo.kernels.delta_tiles import (
     gate_offsets,
     head_rows,
     inner_products,
+    load_columns,
+    load_state,
+    load_tile,
+    load_totals,
+    segment_chunks,
+    segment_count,
+    segment_shares,
+    split_program,
+    square_ptrs,
+    state_block,
+    store_columns,
+    store_tile,
+    total_dtype,
+)
+from ligerzoo.kernels.delta_tiles import (
+    CHUNK,
+    FEATURES,
+    NORMALIZATION_EPS,
+    DeltaRule,
+    by_head,
     inverse_norm,
     kept_share,
     key_row,
     load_channel_total,
     load_channel_totals,
     load_coefficients,
-    load_columns,
-    load_state,
-    load_tile,
-    load_totals,
     reading_queries,
-    segment_chunks,
-    segment_count,
-    split_program,
-    square_ptrs,
-    state_block,
-    store_columns,
-    store_tile,
     written_keys,
 )
 from ligerzoo.kernels.dispatch import cdiv, empty_result, padded_size
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.strided import strided
-
-
-class Launch(NamedTuple):
-    """Sizes of a kernel's launch.
-
-    Attributes:
-        values: features of the values per program, or per iteration; 0 for a kernel without values.
-        warps: warps per program.
-        stages: iterations of a loop whose loads overlap.
-    """
-
-    values: int
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The options of Triton's launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
 
 PREPARE = {2: Launch(values=0, warps=2, stages=1), 4: Launch(values=0, warps=8, stages=1)}
 SOLVE = {2: Launch(values=32, warps=1, stages=3), 4: Launch(values=32, warps=8, stages=1)}
@@ -103,9 +88,6 @@ of 4 warps. ptxas 12.8 compiles some of them to code that accesses illegal memor
 products of 64 rows have 2 warps. The products of `scan` and `reverse_scan` have a row per feature of the values, and
 those of `query_gradients` and `key_gradients` a row per token of half a chunk.
 """
-
-SEGMENT_PROGRAMS = 16
-"""Programs per row, head and block of values that share the segments of a packed row in `scan`."""
 
 
 @jit
@@ -320,11 +302,6 @@ class Prepared(NamedTuple):
     k_factor: Tensor
 
 
-def total_dtype(v: Tensor) -> torch.dtype:
-    """The dtype of G: fp64 for fp32 tokens. The error of a small difference of large sums is as large as theirs."""
-    return torch.float64 if v.dtype == torch.float32 else torch.float32
-
-
 def allocate_prepared(k: Tensor, v: Tensor, normalize: bool, is_per_channel: bool) -> Prepared:
     """Uninitialized results of `prepare`."""
     batch, tokens, heads = v.shape[:3]
@@ -346,7 +323,7 @@ def rule_of(inputs: Inputs, prepared: Prepared) -> DeltaRule:
     q_factor, k_factor = (factor if factor.numel() > 0 else None for factor in prepared[3:])
     (_, n_tokens, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
     sizes = n_tokens, cdiv(n_tokens, CHUNK), heads, heads // key_heads, key_dim, value_dim
-    table = chunk_table(inputs.segment_start)
+    table = chunk_table(inputs.segment_start, CHUNK)
     rule = DeltaRule(q, k, v, inputs.beta, prepared.total, q_factor, k_factor, table, *sizes, inputs.scale)
     return rule if prepared.total.dim() == 3 else rule._replace(attention=prepared.attention)
 
@@ -355,11 +332,6 @@ def launch_of(launches: dict[int, Launch], rule: DeltaRule) -> Launch:
     """The launch for these tokens. Tiles of more than 128 keys must leave shared memory for the others."""
     launch = launches[rule.v.ptr.element_size()]
     return launch if rule.key_dim <= 128 else Launch(min(launch.values, 16), launch.warps, stages=1)
-
-
-def tile_sizes(launch: Launch, rule: DeltaRule) -> tuple[int, int]:
-    """Features of a tile of all keys, and of the values per program, or per iteration."""
-    return padded_size(rule.key_dim), min(launch.values, padded_size(rule.value_dim))
 
 
 def chunk_programs(rule: DeltaRule) -> int:
@@ -395,8 +367,8 @@ def scan(
     Completes `errors`, X V, to E in place, and writes the (B, V, D_k, D_v) `final_state`.
     """
     launch = launch_of(SCAN, rule)
-    keys, values = tile_sizes(launch, rule)
-    v, shares, blocks = rule.v.ptr, segment_shares(rule), cdiv(rule.value_dim, values)
+    keys, values = launch.tile(rule.key_dim, rule.value_dim)
+    v, shares, blocks = rule.v.ptr, segment_shares(rule.table), cdiv(rule.value_dim, values)
     states = v.new_empty((len(v), rule.n_heads, rule.n_slots, rule.value_dim, rule.key_dim))
     _scan_kernel[len(v) * rule.n_heads * shares * blocks](
         rule, readers, errors, states, initial_state, final_state, shares, blocks, CHUNK, keys, values, **launch.options
@@ -404,15 +376,10 @@ def scan(
     return states
 
 
-def segment_shares(rule: DeltaRule) -> int:
-    """Programs per row, head and block of values of a scan."""
-    return 1 if rule.table.starts is None else SEGMENT_PROGRAMS
-
-
 def outputs(rule: DeltaRule, errors: Tensor, states: Tensor) -> Tensor:
     """Returns the (B, T, V, D_v) outputs."""
     launch = launch_of(OUTPUTS, rule)
-    keys, values = tile_sizes(launch, rule)
+    keys, values = launch.tile(rule.key_dim, rule.value_dim)
     out = torch.empty_like(errors)
     _outputs_kernel[chunk_programs(rule)](rule, errors, states, out, CHUNK, keys, values, **launch.options)
     return out

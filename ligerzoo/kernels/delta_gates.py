@@ -25,7 +25,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.math import exp, sigmoids
+from ligerzoo.kernels.math import exp, sigmoids, softplus_exactly
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
     BACKWARD_TILE,
@@ -45,17 +45,6 @@ def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength
     dtype = accumulation_dtype(a.dtype)
     g = -a_log.to(dtype).exp() * softplus(a.to(dtype) + dt_bias.to(dtype))
     return g, (max_strength * sigmoid(b.to(dtype))).to(b.dtype)
-
-
-@jit
-def _softplus(x):
-    """log(1 + e^x) = max(x, 0) + log(1 + d) with d = e^-|x|. s = d / (2 + d) <= 1/3 has 2 artanh(s) = log(1 + d)."""
-    decay = exp(-tl.abs(x), True)
-    s = decay / (2.0 + decay)
-    u = s * s
-    series = 1.0 / 9.0 + u * (1.0 / 11.0 + u * (1.0 / 13.0 + u * (1.0 / 15.0)))
-    series = 1.0 + u * (1.0 / 3.0 + u * (1.0 / 5.0 + u * (1.0 / 7.0 + u * series)))
-    return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
 class _Gates(NamedTuple):
@@ -95,7 +84,7 @@ def _forward_kernel(gates, g_ptr, beta_ptr, max_strength, ROWS: tl.constexpr, CO
     a, b = _load_rows(gates, rows, cols, mask)
     offsets = rows[:, None] * gates.n_cols + cols[None, :]
     beta, _ = sigmoids(b, True)
-    tl.store(g_ptr + offsets, -rate[None, :] * _softplus(a + dt_bias[None, :]), mask=mask)
+    tl.store(g_ptr + offsets, -rate[None, :] * softplus_exactly(a + dt_bias[None, :]), mask=mask)
     tl.store(beta_ptr + offsets, (max_strength * beta).to(beta_ptr.dtype.element_ty), mask=mask)
 
 
@@ -121,7 +110,7 @@ def _backward_kernel(
         da = dg * slope
         tl.store(da_ptr + offsets, da.to(da_ptr.dtype.element_ty), mask=mask)
         tl.store(db_ptr + offsets, (dbeta * beta * complement).to(db_ptr.dtype.element_ty), mask=mask)
-        da_log += tl.sum(dg * _softplus(a), 0)
+        da_log += tl.sum(dg * softplus_exactly(a), 0)
         ddt_bias += tl.sum(da, 0)
     sums_ptr += program.to(tl.int64) * 2 * gates.n_cols + cols
     tl.store(sums_ptr, da_log, mask=cols < gates.n_cols)

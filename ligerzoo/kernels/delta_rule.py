@@ -29,15 +29,16 @@ from torch import Tensor
 from ligerzoo.kernels import delta_chunk_gradients as backward_pass
 from ligerzoo.kernels import delta_chunks as forward_pass
 from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
+from ligerzoo.kernels.chunk_tiles import gate_gradients, total_dtype
 from ligerzoo.kernels.delta_channel_gradients import Given, key_and_gate_gradients
 from ligerzoo.kernels.delta_channels import prepare_channels
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
-from ligerzoo.kernels.delta_chunks import Inputs, Prepared, allocate_prepared, rule_of, total_dtype
+from ligerzoo.kernels.delta_chunks import Inputs, Prepared, allocate_prepared, rule_of
 from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS
 from ligerzoo.kernels.delta_torch import chunked
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.strided import strided
+from ligerzoo.kernels.strided import strided, with_adjacent_features
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
 
 MAX_KEY_DIM = 256
@@ -203,7 +204,7 @@ def _backward(
     dtotals = backward_pass.allocate_dtotals(inputs.v)
     backward_pass.query_gradients(rule, states, do, dattention, gradients, dtotals)
     backward_pass.key_gradients(rule, errors, (states, dstates), (dattention, dsystem), gradients, dtotals)
-    backward_pass.gate_gradients(rule.table, dtotals, gradients)
+    gate_gradients(rule.table, dtotals, gradients.dg, CHUNK, CHUNK // backward_pass.ROWS)
     return gradients
 
 
@@ -302,11 +303,6 @@ def gated_delta_rule(
 def _is_readable(t: Tensor) -> bool:
     """Whether Python can read the elements."""
     return not (t.is_meta or torch.compiler.is_compiling())
-
-
-def with_adjacent_features(x: Tensor) -> Tensor:
-    """A copy if neighbours in the last dimension are not adjacent."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fits(k: Tensor, v: Tensor, backend: Backend) -> bool:

@@ -72,6 +72,20 @@ def expm1(x):
 
 
 @jit
+def softplus_exactly(x):
+    """log(1 + e^x), exact in fp32: max(x, 0) + log(1 + d) with d = e^-|x|.
+
+    s = d / (2 + d) <= 1/3 has 2 artanh(s) = log(1 + d).
+    """
+    decay = _exact_exp(-tl.abs(x))
+    s = decay / (2.0 + decay)
+    u = s * s
+    series = 1.0 / 9.0 + u * (1.0 / 11.0 + u * (1.0 / 13.0 + u * (1.0 / 15.0)))
+    series = 1.0 + u * (1.0 / 3.0 + u * (1.0 / 5.0 + u * (1.0 / 7.0 + u * series)))
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@jit
 def sigmoids(x, EXACT: tl.constexpr):
     """s(x) and s(-x) = 1 - s(x)."""
     if EXACT:  # 1 - s(x) would cancel

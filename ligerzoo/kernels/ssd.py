@@ -6,17 +6,33 @@ For each head, with a state S of shape (d_state, d_head), from token to token:
 
 g = A dt is the logarithm of the decay. The heads of a group share b and c.
 
-`ssd_gates` computes g and dt, and `ssd_torch` the recurrence by chunks in plain torch.
+`ssd_gates` computes g and dt. `ssd_chunks` has the forward pass, `ssd_chunk_gradients` the backward pass, and
+`ssd_torch` both in plain torch.
+
+Saved: the inputs. Recomputed in backward: the products of c and b within chunks, and the states between chunks.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
+from ligerzoo.kernels import ssd_chunk_gradients as backward_pass
+from ligerzoo.kernels import ssd_chunks as forward_pass
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
+from ligerzoo.kernels.chunk_tiles import total_dtype
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, empty_result, uses_triton
+from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.ssd_chunk_gradients import EndGradients, GateTerms, SSDGradients
+from ligerzoo.kernels.ssd_chunks import SSDInputs
 from ligerzoo.kernels.ssd_torch import chunked_ssd
+from ligerzoo.kernels.strided import with_adjacent_features
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
+
+MAX_STATE_SIZE = 256
+"""Larger states run in plain torch."""
 
 
 def reference(
@@ -45,6 +61,106 @@ def reference(
         state = decay[:, t, :, None, None] * state + b[:, t, :, :, None] * written[:, t, :, None, :]
         outputs.append((state * c[:, t, :, :, None]).sum(-2))
     return (torch.stack(outputs, 1) + skip if outputs else skip), state
+
+
+def _allocate_forward(inputs: SSDInputs, needs_final: bool) -> tuple[Tensor, Tensor]:
+    x = inputs.x
+    final_shape = state_shape(x, inputs.b) if needs_final else (0,)
+    return empty_result(x), x.new_empty(final_shape, dtype=torch.float32)
+
+
+def _flops(inputs: SSDInputs) -> int:
+    """Of the recurrence itself, token by token: writing and reading the state."""
+    return 4 * inputs.x.numel() * inputs.b.shape[3]
+
+
+def _states_bytes(inputs: SSDInputs) -> int:
+    """The bytes of the states between chunks, as of their gradients."""
+    batch, _, heads, features = inputs.x.shape
+    return inputs.x.element_size() * batch * inputs.slots * heads * features * inputs.b.shape[3]
+
+
+def _prepared_bytes(inputs: SSDInputs) -> int:
+    """The bytes of the sums of g and of the products."""
+    x, groups = inputs.x, inputs.b.shape[2]
+    rows = x.shape[0] * x.shape[1]
+    return rows * (x.shape[2] * total_dtype(x).itemsize + groups * inputs.chunk * x.element_size())
+
+
+def _state_bytes(inputs: SSDInputs) -> int:
+    """The bytes of a state in fp32."""
+    return 4 * inputs.x.shape[0] * inputs.x.shape[2] * inputs.b.shape[3] * inputs.x.shape[3]
+
+
+def _forward_peak(inputs: SSDInputs) -> int:
+    return inputs.x.nbytes + _state_bytes(inputs) + _prepared_bytes(inputs) + _states_bytes(inputs)
+
+
+@register("ssd_forward", fake=_allocate_forward, flops=_flops, peak=_forward_peak)
+def _forward(inputs: SSDInputs, needs_final: bool) -> tuple[Tensor, Tensor]:
+    _, final_state = _allocate_forward(inputs, needs_final)
+    rule, chunk = forward_pass.prepare_chunks(inputs), inputs.chunk
+    states = forward_pass.scan_states(rule, chunk, inputs.initial_state, final_state if needs_final else None)
+    return forward_pass.chunk_outputs(rule, chunk, states), final_state
+
+
+def _allocate_backward(inputs: SSDInputs, needs_d: bool, needs_initial: bool) -> SSDGradients:
+    x, b, c, g, dt, d, initial, _ = inputs
+    dd = empty_gradient(x if d is None else d, needs_d)
+    dinitial = empty_gradient(x if initial is None else initial, needs_initial)
+    dx, db, dc = map(empty_result, (x, b, c))
+    return SSDGradients(dx, db, dc, empty_result(g), empty_result(dt), dd, dinitial)
+
+
+def _backward_flops(inputs: SSDInputs) -> int:
+    return 2 * _flops(inputs)
+
+
+def _backward_peak(inputs: SSDInputs) -> int:
+    """At the gradients of tokens: results; states and their gradients; squares of products, and of weights by share."""
+    x, b, c, g, dt = inputs[:5]
+    rows, shares = x.shape[0] * x.shape[1], -(-x.shape[2] // b.shape[2] // backward_pass.HEADS)
+    squares = rows * b.shape[2] * inputs.chunk * x.element_size()
+    partial = 8 * rows * b.shape[2] * b.shape[3] * shares if shares > 1 else 0
+    terms = 4 * rows * x.shape[2] * (3 + 2 * inputs.chunk // forward_pass.ROWS)
+    results = sum(t.nbytes for t in (x, b, c, g, dt)) + 2 * _state_bytes(inputs)
+    return results + 2 * _states_bytes(inputs) + _prepared_bytes(inputs) + shares * squares + partial + terms
+
+
+@register("ssd_backward", fake=_allocate_backward, flops=_backward_flops, peak=_backward_peak)
+def _backward(dy: Tensor, dfinal: Tensor | None, inputs: SSDInputs, needs_d: bool, needs_initial: bool) -> SSDGradients:
+    gradients = _allocate_backward(inputs, needs_d, needs_initial)
+    dy = with_adjacent_features(dy)
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    rule, chunk = forward_pass.prepare_chunks(inputs), inputs.chunk
+    states = forward_pass.scan_states(rule, chunk, inputs.initial_state, None)
+    ends = EndGradients(dfinal, gradients.dinitial if needs_initial else None)
+    terms = GateTerms.of(rule, chunk)
+    dstates = backward_pass.scan_gradients(rule, chunk, dy, states, terms, ends)
+    backward_pass.token_gradients(rule, chunk, dy, states, dstates, terms, gradients)
+    return gradients
+
+
+class _SSD(FusedFunction):
+    """The arguments are that of the op, with the fields of `SSDInputs` last."""
+
+    @staticmethod
+    def forward(ctx: FusedContext, needs_final: bool, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, final_state = _forward(SSDInputs._make(fields), needs_final)
+        ctx.save_for_backward(*fields)
+        ctx.needs_final = needs_final
+        if not needs_final:
+            ctx.mark_non_differentiable(final_state)
+        return y, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FusedContext, dy: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, *needed = ctx.needs_input_grad
+        *_, needs_d, needs_initial, _ = needed
+        dfinal = dfinal if ctx.needs_final else None
+        gradients = _backward(dy, dfinal, SSDInputs._make(ctx.saved_tensors), needs_d, needs_initial)
+        return None, *if_needed((*gradients, None), needed)
 
 
 def ssd(
@@ -91,11 +207,37 @@ def ssd(
     if segment_start is not None:
         shapes = [tuple(x.shape[:2]), (1, x.shape[1])]
         check_tensor("ssd", "segment_start", segment_start, "integer", shapes, x.device)
-    is_readable = segment_start is None or not (segment_start.is_meta or torch.compiler.is_compiling())
-    plain = chunked_ssd if is_readable else reference
-    y, state = plain(x, b, c, g, dt, d, initial_state, segment_start)
+    floats = [t for t in (x, b, c, g, dt, d, initial_state) if t is not None]
+    if uses_triton(*floats, backend=backend) and _fits(x, b, backend):
+        dtype = functools.reduce(torch.promote_types, (x.dtype, b.dtype, c.dtype))
+        tokens = (with_adjacent_features(t.to(dtype)) for t in (x, b, c))
+        d, initial_state = (None if t is None else t.contiguous() for t in (d, initial_state))
+        segment_start = None if x.shape[1] == 0 else segment_start  # without segments, none would write the state
+        y, state = _SSD.apply(
+            output_final_state, *tokens, g.contiguous(), dt.contiguous(), d, initial_state, segment_start
+        )
+    else:
+        is_readable = segment_start is None or not (segment_start.is_meta or torch.compiler.is_compiling())
+        plain = chunked_ssd if is_readable else reference
+        y, state = plain(x, b, c, g, dt, d, initial_state, segment_start)
     y = y.to(x.dtype)
     return (y, state) if output_final_state else y
+
+
+def _fits(x: Tensor, b: Tensor, backend: Backend) -> bool:
+    """Whether the kernels support these sizes.
+
+    Raises:
+        ValueError: they do not, and `backend` is "triton".
+    """
+    if 0 < b.shape[3] <= MAX_STATE_SIZE and x.shape[3] > 0:
+        return True
+    if backend == "triton":
+        raise ValueError(
+            f'backend="triton" with S={b.shape[3]} and D={x.shape[3]}; expected S from 1 to {MAX_STATE_SIZE}, or '
+            'backend="auto"'
+        )
+    return False
 
 
 def state_shape(x: Tensor, b: Tensor) -> tuple[int, int, int, int]:

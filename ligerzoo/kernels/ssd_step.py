@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.dispatch import Backend, uses_triton
+from ligerzoo.kernels.recurrence_step import RecurrenceOptions, step
+from ligerzoo.kernels.registration import needs_dispatch
 from ligerzoo.kernels.ssd import check_ssd_tokens, reference, state_shape
 from ligerzoo.tensor_checks import check_tensor
 
@@ -22,6 +24,8 @@ def ssd_step(
     backend: Backend = "auto",
 ) -> Tensor:
     """Continues `ssd` by one token or a few, and updates the state in place. Not differentiable.
+
+    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
 
     Args:
         x: (B, T, N, D) inputs, T small.
@@ -43,6 +47,10 @@ def ssd_step(
     check_ssd_tokens("ssd_step", x, b, c, g, dt, d)
     check_tensor("ssd_step", "state", state, shapes=[state_shape(x, b)])
     with torch.no_grad():
-        y, new_state = reference(x, b, c, g, dt, d, state)
-        state.copy_(new_state)
-        return y.to(x.dtype)
+        floats = [t for t in (x, b, c, g, dt, state, d) if t is not None]
+        if not uses_triton(*floats, backend=backend) or needs_dispatch(*floats):
+            y, new_state = reference(x, b, c, g, dt, d, state)
+            state.copy_(new_state)
+            return y.to(x.dtype)
+        with torch.cuda.device(x.device if x.is_cuda else -1):
+            return step(c, b, x, g, dt, state, None if d is None else d.contiguous(), RecurrenceOptions())

@@ -42,3 +42,8 @@ def strided_cache(x: Tensor) -> Strided:
     """(B, heads, T, D)."""
     batch_stride, head_stride, token_stride, _ = x.stride()
     return Strided(x, batch_stride, token_stride, head_stride)
+
+
+def with_adjacent_features(x: Tensor) -> Tensor:
+    """A copy if neighbours in the last dimension are not adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -11,6 +11,7 @@ Attention
     SharingAttention                      norms of values, and sharing of keys and values
     TiedValueAttention                    keys as values
     SharedKeysAttention                   attention to the keys and values of an earlier layer
+    HalvesRotaryAttention                 halves of heads that rotate by column and row
     AllHeadsRMSNorm                       norms of queries and keys over all heads
     RotaryNormAttention                   norms of queries and keys after rotation
     LatentAttention                       latent attention (MLA)
@@ -126,6 +127,12 @@ Images
     WindowedVisionTower                   a vision tower with windows
     RasterVisionTower                     a vision tower of patches row by row
     PositionedPatchEmbedding              patches with learned positions
+    PaddedVisionTower                     a vision tower for padded rows of patches
+    AxialPatchEmbedding                   patches with learned columns and rows
+    PatchProjector                        patches without a tower
+    NormedProjection                      from a tower to a decoder
+    ClippedLinear                         a linear layer that clips
+    with_clipped_linears                  a layer of such linear layers
     DeepStackVisionTower                  a vision tower with features of inner blocks (DeepStack)
     DeepStack                             features that are added between blocks
     ResampledPositionEmbedding            learned positions for images of any size
@@ -195,6 +202,15 @@ from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP, ScaledGatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, LatentMoE, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, GatedRMSNorm, LayerNorm, RMSNorm
+from ligerzoo.layers.padded_vision import (
+    AxialPatchEmbedding,
+    ClippedLinear,
+    HalvesRotaryAttention,
+    NormedProjection,
+    PaddedVisionTower,
+    PatchProjector,
+    with_clipped_linears,
+)
 from ligerzoo.layers.per_layer_inputs import (
     LayerInput,
     ParallelMixture,
@@ -238,11 +254,13 @@ __all__ = [
     "AbsolutePositionDecoder",
     "AllHeadsRMSNorm",
     "Attention",
+    "AxialPatchEmbedding",
     "AxialRotaryEmbedding",
     "BiasedRouter",
     "BlockStack",
     "CachePair",
     "CausalConv1d",
+    "ClippedLinear",
     "Context",
     "ConvBlock",
     "ConvSandwichBlock",
@@ -265,6 +283,7 @@ __all__ = [
     "GatedRMSNorm",
     "Grids",
     "GroupedRouter",
+    "HalvesRotaryAttention",
     "ImageEmbedding",
     "ImageTower",
     "InterleavedSectionedRotaryEmbedding",
@@ -290,10 +309,13 @@ __all__ = [
     "MoE",
     "Normalize",
     "NormalizedEmbedding",
+    "NormedProjection",
+    "PaddedVisionTower",
     "ParallelMambaBlock",
     "ParallelMixture",
     "PatchEmbedding",
     "PatchMerger",
+    "PatchProjector",
     "PerLayerDecoder",
     "PerLayerInputs",
     "Pooling",
@@ -348,6 +370,7 @@ __all__ = [
     "set_backend",
     "shifted_labels",
     "tile_cross_attention_inputs",
+    "with_clipped_linears",
 ]
 
 if not TYPE_CHECKING:  # a type checker reports a missing name itself

@@ -141,6 +141,7 @@ class Context:
         padding_mask: (B, S) bool, False for padding; None without padding.
         last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
             token itself.
+        spans_need_window: `last_visible` holds for attention with a sliding window only.
         cross_attention_inputs: `CrossAttentionInputs`, what cross-attention attends to; initially None, for nothing.
         deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
         block_inputs: inputs of blocks in addition to hidden states; initially None.
@@ -167,6 +168,7 @@ class Context:
     cache_position: Tensor
     segment_start: Tensor | None
     last_visible: Tensor | None
+    spans_need_window: bool
     has_default_positions: bool
     position_ids: Tensor
     cross_attention_inputs: TokenInputs | None
@@ -222,6 +224,7 @@ class Context:
             )
         self.cache_position = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.segment_start = self.last_visible = self._packed_end = None
+        self.spans_need_window = False
         if cu_seqlens is not None:
             bounds = cu_seqlens.to(x.device, torch.int64)
             self._packed_end = bounds[-1]
@@ -398,12 +401,14 @@ class Context:
         """Returns the entries of the call's tokens, (B, T), of one entry for each cached and new token, (B, S)."""
         return x.gather(1, self.cache_position.expand(len(x), -1))
 
-    def allow_bidirectional_spans(self, in_span: Tensor) -> None:
+    def allow_bidirectional_spans(self, in_span: Tensor, *, need_window: bool = False) -> None:
         """Lets the tokens of each span, such as an image, also attend to later tokens of the same span.
 
         Args:
             in_span: (B, T) bool. Adjacent True tokens of one segment are a span.
+            need_window: only in attention with a sliding window (Gemma 4).
         """
+        self.spans_need_window = need_window
         continues = in_span[:, :-1] & in_span[:, 1:]
         if self.segment_start is not None:
             continues = continues & (self.segment_start[:, :-1] == self.segment_start[:, 1:])
@@ -462,13 +467,14 @@ class Context:
             return _slice_keys(self._full_mask, offset, keys)
         is_windowed = window is not None and keys > window
         is_chunk = is_causal and 1 < self.tokens < keys
-        is_plain = self.padding_mask is None and self.segment_start is None and self.last_visible is None
+        last_visible = None if window is None and self.spans_need_window else self.last_visible
+        is_plain = self.padding_mask is None and self.segment_start is None and last_visible is None
         if is_plain and not (is_windowed or is_chunk or force):
             return None
         query = self.cache_position - offset
         first = torch.zeros_like(query) if self.segment_start is None else self.segment_start
         if is_causal:
-            last = query if self.last_visible is None else self.last_visible - offset
+            last = query if last_visible is None else last_visible - offset
         elif self.segment_start is None:
             last = query[:, -1:].expand_as(query)
         else:
@@ -478,7 +484,7 @@ class Context:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)
         padding_mask = None if self.padding_mask is None else _slice_keys(self.padding_mask, offset, keys)
-        if is_causal and self.last_visible is None and self.tokens == keys and offset == 0:
+        if is_causal and last_visible is None and self.tokens == keys and offset == 0:
             return CausalMask(query, first, keys, padding_mask, window, self.segment_start, self.documents)
         if self.documents is not None and self.documents.exact:
             raise ValueError("exact: got attention to later tokens; expected causal attention. Use exact=False")

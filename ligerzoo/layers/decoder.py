@@ -97,6 +97,16 @@ class Decoder(nn.Module):
             states[-1] = x
         return x
 
+    def set_block_inputs(self, context: Context, x: Tensor, ids: Tensor, is_fixed: Tensor | None = None) -> None:
+        """Stores the inputs of blocks in the context that depend on token ids: none, except in a subclass.
+
+        Args:
+            context: that of the tokens.
+            x: (B, T, H), the embeddings.
+            ids: (B, T), the token ids.
+            is_fixed: (B, T) bool, tokens whose ids get no gradient, such as placeholders; None for none.
+        """
+
     @property
     def max_tokens(self) -> int | None:
         """Tokens of a text that have learned positions; None if positions are not learned."""

@@ -12,11 +12,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import glu
+from ligerzoo.kernels import glu, ssd, ssd_gates, ssd_step
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.ssd import ssd
-from ligerzoo.kernels.ssd_gates import ssd_gates
-from ligerzoo.kernels.ssd_step import ssd_step
 from ligerzoo.layers.linear import INIT_STD, Linear, initialize
 from ligerzoo.layers.norm import GatedRMSNorm
 from ligerzoo.layers.projection import project

@@ -80,8 +80,8 @@ class PerLayerDecoder(Decoder):
         """See `Decoder.forward`. With embeddings, the context must have `block_inputs`."""
         context = context if context is not None else Context(x)
         if not x.is_floating_point():
-            tokens, x = self.embed_tokens_per_layer(x), self.embed_tokens(x)
-            context.block_inputs = self.block_inputs(x, tokens)
+            ids, x = x, self.embed_tokens(x)
+            self.set_block_inputs(context, x, ids)
         elif context.block_inputs is None:
             what, expected = "per-layer embeddings need token ids", "input_ids, or a context with block_inputs"
             raise LigerzooError(what, where="inputs_embeds", got="embeddings", expected=expected)
@@ -91,6 +91,13 @@ class PerLayerDecoder(Decoder):
     def embedding_tables(self) -> tuple[nn.Embedding, ...]:
         """See `Decoder.embedding_tables`."""
         return (self.embed_tokens_per_layer,)
+
+    def set_block_inputs(self, context: Context, x: Tensor, ids: Tensor, is_fixed: Tensor | None = None) -> None:
+        """See `Decoder.set_block_inputs`."""
+        tokens = self.embed_tokens_per_layer(ids)
+        if is_fixed is not None:
+            tokens = tokens.detach().where(is_fixed[..., None], tokens)
+        context.block_inputs = self.block_inputs(x, tokens)
 
     def block_inputs(self, x: Tensor, tokens: Tensor) -> PerLayerInputs:
         """Returns the inputs of all blocks.

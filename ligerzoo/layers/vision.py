@@ -277,45 +277,55 @@ def masked_index(mask: Tensor, count: int) -> Tensor:
     return (~mask).flatten().to(torch.uint8).argsort(stable=True)[:count]  # static shape, unlike `nonzero`
 
 
-def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, runs: Tensor | None = None) -> Tensor:
+def scatter_embeddings(
+    x: Tensor, mask: Tensor, embeddings: Tensor, runs: Tensor | None = None, is_valid: Tensor | None = None
+) -> Tensor:
     """Replaces the embeddings of masked tokens, in order; x: (B, T, H) -> (B, T, H).
 
     Args:
         x: embeddings of all tokens.
         mask: (B, T) bool, True for N tokens.
-        embeddings: (N, H).
+        embeddings: (N, H); or more, of which N are valid.
         runs: (n, 2) int64, for each image or video its number of runs of adjacent tokens, and the tokens of a run; None
             to skip this check.
+        is_valid: which embeddings are valid, bool; None for all.
 
     Raises:
         ValueError: the number of masked tokens is not N, or the tokens of an image are not adjacent. See `validated`.
     """
     count = mask.sum()
+    given = len(embeddings) if is_valid is None else is_valid.sum()
     embeddings = validated(
         embeddings,
-        count == len(embeddings),
+        count == given,
         lambda: (
-            f"got {len(embeddings)} embeddings of images or videos; expected {int(count)}, "
+            f"got {int(given)} embeddings of images or videos; expected {int(count)}, "
             "the number of image or video tokens in input_ids"
         ),
     )
+    if is_valid is not None:
+        embeddings = embeddings[masked_index(is_valid, min(len(embeddings), mask.numel()))]
     index = masked_index(mask, len(embeddings))
+    token = torch.arange(len(embeddings), device=index.device)
     if runs is not None:
-        count, size = runs.to(index.device).clamp(min=1).unbind(1)
-        ends = (count * size).cumsum(0)
-        token = torch.arange(len(embeddings), device=index.device)
+        number, size = runs.to(index.device).clamp(min=1).unbind(1)
+        ends = (number * size).cumsum(0)
         item = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
         begins_run = (token - F.pad(ends, (1, 0))[item]) % size[item] == 0
         row = index // x.shape[1]
+        is_next = (index.diff() == 1) & (row.diff() == 0)
         embeddings = validated(
             embeddings,
-            (begins_run[1:] | ((index.diff() == 1) & (row.diff() == 0))).all(),
+            (begins_run | (token >= count))[1:].logical_or(is_next).all(),
             lambda: (
                 "input_ids: the tokens of an image or video are not adjacent; expected runs of "
                 f"{[tokens for number, tokens in runs.tolist() for _ in range(number)]} tokens, in this order"
             ),
         )
-    return x.flatten(0, 1).index_copy(0, index, embeddings.to(x.dtype)).view_as(x)
+    tokens, embeddings = x.flatten(0, 1), embeddings.to(x.dtype)
+    if is_valid is not None:
+        embeddings = embeddings.where((token < count)[:, None], tokens[index])
+    return tokens.index_copy(0, index, embeddings).view_as(x)
 
 
 class Grids(NamedTuple):

@@ -148,8 +148,8 @@ class _Ids(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Rows of all processes of a group, one process after the other.
+class GroupRows:
+    """Rows of tensors that the processes of a group have, one process after the other.
 
     Attributes:
         group: the group; None for a single process.
@@ -171,28 +171,28 @@ class _Parts:
         if self.group is None:
             return own
         most = max(self.counts)
-        gathered = own.new_empty((len(self.counts) * most, *own.shape[1:]))
-        dist.all_gather_into_tensor(gathered, _padded(own, most).contiguous(), group=self.group)
-        parts = zip(torch.split(gathered, most), self.counts, strict=True)
-        return gathered if min(self.counts) == most else torch.cat([part[:count] for part, count in parts])
+        gathered = own.new_empty((len(self.counts), most, *own.shape[1:]))
+        dist.all_gather([*gathered], _padded(own, most).contiguous(), group=self.group)
+        if min(self.counts) == most:
+            return gathered.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(gathered, self.counts, strict=True)])
 
     def own_sum(self, addends: Tensor) -> Tensor:
         """Returns the sums over the processes of the rows of this process."""
         if self.group is None:
             return addends
-        most = max(self.counts)
-        if min(self.counts) < most:
-            addends = torch.cat([_padded(part, most) for part in torch.split(addends, list(self.counts))])
+        most, own = max(self.counts), self.counts[self.rank]
+        parts = [_padded(part, most).contiguous() for part in torch.split(addends, list(self.counts))]
         total = addends.new_empty((most, *addends.shape[1:]))
-        dist.reduce_scatter_tensor(total, addends.contiguous(), group=self.group)
-        return total[: self.counts[self.rank]]
+        dist.reduce_scatter(total, parts, group=self.group)
+        return total[:own]
 
     def logsumexp(self, values: Tensor) -> Tensor:
         """Returns the log of the sum of exponentials over the processes."""
         if self.group is None:
             return values
         gathered = values.new_empty((len(self.counts), *values.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), values, group=self.group)
+        dist.all_gather([*gathered], values, group=self.group)
         return gathered.logsumexp(0)
 
 
@@ -222,8 +222,8 @@ class _Terms(NamedTuple):
     margin: float | None
     unit: float
     weight: Tensor
-    documents: _Parts
-    samples: _Parts
+    documents: GroupRows
+    samples: GroupRows
     budget: int | None
     triton: bool
 
@@ -413,6 +413,7 @@ def contrastive_loss(
     query_ids: Tensor | None = None,
     positive_ids: Tensor | None = None,
     negative_ids: Tensor | None = None,
+    negatives_of: Tensor | None = None,
     margin: float | None = None,
     dims: Sequence[int] | None = None,
     num_items: int | Tensor | None = None,
@@ -442,6 +443,8 @@ def contrastive_loss(
         positive_ids: (N,) integers. Pairs with the same document are not each other's negatives.
         negative_ids: the documents of `negatives`, (N, K) or (M,) integers. A query whose positive is this document
             does not have it as a negative.
+        negatives_of: (M,) integers, the query, 0 to N - 1, of each negative of (M, D), or -1 for none: "doc_to_doc"
+            does not compare it with the positive of this query. Default: of none.
         margin: candidates whose similarity exceeds that of the positive by more are taken for unlabelled positives, and
             left out. Default: None, all candidates count. Qwen3-Embedding uses 0.1.
         dims: sums the losses of the embeddings' first features, for each of these numbers of features (Matryoshka;
@@ -469,9 +472,9 @@ def contrastive_loss(
     check_num_items(name, num_items=num_items)
     check_budget(name, logits_budget)
     queries, positives, negatives = autocast(queries, positives, negatives)
-    ids = _ids(name, queries, negatives, query_ids, positive_ids, negative_ids)
+    ids = _ids(name, queries, negatives, query_ids, positive_ids, negative_ids, negatives_of)
     rest = queries[:0] if negatives is None else negatives.flatten(0, -2)
-    documents, samples = _parts(name, group, sizes, (len(queries), len(rest)))
+    documents, samples = _group_rows(name, group, sizes, (len(queries), len(rest)))
     new = partial(torch.full, (), dtype=accumulation_dtype(queries.dtype), device=queries.device)
     scale = _reciprocal(name, temperature, new)
     divisor = new(max(1, len(queries))) if num_items is None else new(1) * num_items
@@ -590,6 +593,7 @@ def _ids(
     query_ids: Tensor | None,
     positive_ids: Tensor | None,
     negative_ids: Tensor | None,
+    negatives_of: Tensor | None,
 ) -> _Ids:
     """Returns the ids of all embeddings. Raises for ids of another kind, shape or device."""
     n, device = len(queries), queries.device
@@ -597,6 +601,8 @@ def _ids(
     given = {"query_ids": (query_ids, (n,)), "positive_ids": (positive_ids, (n,))}
     if negatives is not None:
         given["negative_ids"] = negative_ids, tuple(negatives.shape[:-1])
+        if negatives_of is not None:
+            given["negatives_of"] = negatives_of, tuple(negatives.shape[:1])
     elif negative_ids is not None:
         raise LigerzooError("negative_ids without negatives", where=name)
     if negative_ids is not None and positive_ids is None:
@@ -607,6 +613,7 @@ def _ids(
     samples = torch.arange(n, device=device)
     if negatives is None or negatives.dim() == 2:
         samples = torch.full((0 if negatives is None else len(negatives),), -1, device=device)
+        samples = samples if negatives_of is None else negatives_of.long()
     else:
         samples = samples.repeat_interleave(negatives.shape[1])
     flat = (None if ids is None else ids.long().flatten() for ids in (query_ids, positive_ids, negative_ids))
@@ -614,13 +621,13 @@ def _ids(
     return _Ids(of_queries, of_positives, of_negatives, samples)
 
 
-def _parts(
+def _group_rows(
     name: str, group: dist.ProcessGroup | None, sizes: Sequence[tuple[int, int]] | None, own: tuple[int, int]
-) -> tuple[_Parts, _Parts]:
+) -> tuple[GroupRows, GroupRows]:
     """Returns the documents and the queries of all processes. Raises for sizes that do not fit the embeddings."""
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     sizes = [own] * world if sizes is None else [(n, m) for n, m in sizes]
     if len(sizes) != world or sizes[rank] != own:
         expected = f"one pair for each of {world} processes, {own} for this one, number {rank}"
         raise LigerzooError(f"sizes={sizes}", where=name, expected=expected)
-    return _Parts(group, [n + m for n, m in sizes], rank), _Parts(group, [n for n, _ in sizes], rank)
+    return GroupRows(group, [n + m for n, m in sizes], rank), GroupRows(group, [n for n, _ in sizes], rank)

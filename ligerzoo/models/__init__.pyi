@@ -39,8 +39,14 @@ from ligerzoo.models.gemma3 import Gemma3Config as Gemma3Config
 from ligerzoo.models.gemma3 import Gemma3VisionConfig as Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text as _Gemma3Text
 from ligerzoo.models.gemma3_text import Gemma3TextConfig as Gemma3TextConfig
+from ligerzoo.models.gemma4 import Gemma4 as _Gemma4
+from ligerzoo.models.gemma4 import Gemma4Config as Gemma4Config
+from ligerzoo.models.gemma4 import Gemma4VisionConfig as Gemma4VisionConfig
 from ligerzoo.models.gemma4_text import Gemma4Text as _Gemma4Text
 from ligerzoo.models.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
+from ligerzoo.models.gemma4_unified import Gemma4Unified as _Gemma4Unified
+from ligerzoo.models.gemma4_unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
+from ligerzoo.models.gemma4_unified import Gemma4UnifiedVisionConfig as Gemma4UnifiedVisionConfig
 from ligerzoo.models.glm import Glm as _Glm
 from ligerzoo.models.glm import GlmConfig as GlmConfig
 from ligerzoo.models.glm4 import Glm4 as _Glm4
@@ -210,8 +216,14 @@ class Gemma3(_Gemma3):
 class Gemma3Text(_Gemma3Text):
     def __init__(self, config: Gemma3TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
+class Gemma4(_Gemma4):
+    def __init__(self, config: Gemma4Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
 class Gemma4Text(_Gemma4Text):
     def __init__(self, config: Gemma4TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Gemma4Unified(_Gemma4Unified):
+    def __init__(self, config: Gemma4UnifiedConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Glm(_Glm):
     def __init__(self, config: GlmConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

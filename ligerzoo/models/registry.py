@@ -15,7 +15,9 @@ ARCHITECTURES = {
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
     "gemma3_text": "Gemma3Text",
+    "gemma4": "Gemma4",
     "gemma4_text": "Gemma4Text",
+    "gemma4_unified": "Gemma4Unified",
     "glm": "Glm",
     "glm4": "Glm4",
     "glm4_moe": "Glm4Moe",
@@ -88,6 +90,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 
 VISION_CONFIGS = {
     "Gemma3VisionConfig": "gemma3",
+    "Gemma4UnifiedVisionConfig": "gemma4_unified",
+    "Gemma4VisionConfig": "gemma4",
     "MllamaVisionConfig": "mllama_vision",
     "MuseGlimmerVisionConfig": "muse_glimmer_vision",
     "Qwen2VLVisionConfig": "qwen2_vl",

@@ -159,16 +159,23 @@ def divide(model: LanguageModel, mesh: DeviceMesh, *, but_experts: bool = False)
 
 def _divide_tokens(model: LanguageModel, group: dist.ProcessGroup) -> None:
     """Divides the tokens between divided layers, unless a block may mix tokens in a layer that is whole."""
-    blocks = list(model.decoder_layers)
-    if not all(hasattr(getattr(block, "mixer", None), "tensor_plan") for block in blocks):
-        return
     divided = {module for layer in planned_layers(model).values() for module in layer.modules()}
-    for block in blocks:
+    mixers = {mixer for block in model.decoder_layers for mixer in _mixers(block)}
+    if not mixers <= divided:
+        return
+    for block in model.decoder_layers:
         modules = [module for module in block.modules() if module not in divided]
         named = [(module, name) for module in modules for name, one in module._parameters.items() if one is not None]
         parameters = tuple([DividedParameter(module, name, None) for module, name in named])
         _become(TokenwiseBlock, block, TensorShard(parameters, group))
     model.residual_parts = ResidualParts.over(group)
+
+
+def _mixers(block: nn.Module) -> set[nn.Module]:
+    """Returns the layers of a block in which tokens may see others: itself, if it does not say which."""
+    mixer: nn.Module | None = getattr(block, "mixer", block)
+    cached = {layer for layer in block.modules() if layer is not block and hasattr(layer, "new_cache")}
+    return cached if mixer is None else {mixer, *cached}
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh, copies: dist.ProcessGroup) -> None:

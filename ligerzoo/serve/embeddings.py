@@ -26,7 +26,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from ligerzoo.checks import integer, one_of
-from ligerzoo.encoding import embed_rows, encoding_prompt, prompt_tokens_of
+from ligerzoo.encoding import embed_rows, encoding_prompt, unpooled_tokens
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.embedding import EmbeddingModel, NormalizeStage
 from ligerzoo.serve.app import MAX_BODY, BaseService, json_response, until_disconnected
@@ -84,7 +84,7 @@ class EmbeddingCall:
         return cls(
             model=str(fields["model"]),
             rows=[_tokens(text, model, prompt, longest) for text in inputs],
-            prompt_tokens=prompt_tokens_of(model, prompt),
+            prompt_tokens=unpooled_tokens(model, prompt),
             dimensions=read(fields, "dimensions", integer(1, model.embedding_size), model.settings.dimensions),
             is_base64=read(fields, "encoding_format", _FORMATS, "float") == "base64",
             normalizes=type(model.settings.stages[-1]) is NormalizeStage,

@@ -52,6 +52,8 @@ class EncodingOptions:
     template_variables: Mapping[str, object] = field(default_factory=dict)
     eos_token_id: int | None = None
     embedding_rows: int | None = None
+    query_prompt: str | None = None
+    document_prompt: str | None = None
 
     def __post_init__(self) -> None:
         from ligerzoo.text.special_text import SpecialTokens

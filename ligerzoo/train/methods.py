@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.mesh_sizes import MeshSizes
-from ligerzoo.train.data_options import EncodingOptions, Packing, TrainAnswers
+from ligerzoo.train.data_options import EncodingOptions, Packing, TooLong, TrainAnswers
 from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, changeable, option
 from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
 if TYPE_CHECKING:
-    from ligerzoo.losses import GRPO, Distillation, HeadLoss
+    from ligerzoo.losses import GRPO, ContrastiveLoss, Distillation, HeadLoss
+    from ligerzoo.models.embedding import EmbeddingSettings
     from ligerzoo.models.language_model import LanguageModel
 
 
@@ -287,6 +288,93 @@ class MLMRunOptions(BatchOptions):
         return MaskedLM
 
 
+_CONTRASTIVE_LOSSES: dict[str, dict[str, object]] = {
+    "infonce": {},
+    "symmetric": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+    "gte": {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
+    "qwen3": {"directions": ("query_to_doc", "query_to_query", "doc_to_doc"), "margin": 0.1},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveRunOptions(RunOptions):
+    """Contrastive learning of embeddings."""
+
+    data: tuple[str, ...] = option(
+        "file with pairs (query or anchor, positive) and optional hard negatives (negative, negative_1, ..., "
+        "negatives); several are one data set"
+    )
+    method: Literal["contrastive"] = option("name of the recipe", "contrastive")
+    pairs: Count = option("pairs in a step, of all processes; the documents of all are candidates of each query", 128)
+    loss_type: Literal["infonce", "symmetric", "gte", "qwen3"] = option(
+        "which texts are compared with which: queries with documents; also documents with queries, as CLIP does; all "
+        "with all; or as Qwen3-Embedding does",
+        "infonce",
+    )
+    loss_temperature: Positive = option("divides the similarities", 0.05)
+    margin: NotNegative | None = option(
+        "leave out negatives whose similarity exceeds that of the positive by more: they may be positives (default: "
+        "keep all; for qwen3: 0.1)",
+        None,
+    )
+    dims: tuple[Count, ...] | None = option(
+        "also train the first N features as embeddings (Matryoshka); give the full size too", None
+    )
+    pooling: Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"] | None = option(
+        "how the hidden states of a text become its embedding (default: as modules.json of MODEL says)", None
+    )
+    query_prompt: str | None = option("text before each query (default: MODEL's prompt named query)", None)
+    document_prompt: str | None = option(
+        "text before each document (default: MODEL's prompt named document or passage)", None
+    )
+    seq_length: Count = option("tokens of a text, at most as many as MODEL takes", 512)
+    batch_size: Count = option("texts of --seq-length tokens whose activations exist at a time, in each process", 32)
+    too_long: TooLong = option("what happens to texts of more than --seq-length tokens", "truncate")
+    special_tokens: Literal["control"] = option("special tokens in texts are control tokens, as in `encode`", "control")
+    lora_dropout: Fraction = option("dropout of the updates' inputs", 0.0)
+    lr: Positive = 2e-5
+    activation_budget: Budget = changeable("none: the memory of a step is not predicted", "none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = MeshSizes.parse(self.mesh or "")
+        is_divided = max(sizes.context, sizes.tensor, sizes.expert) > 1
+        refuse_options((is_divided, "option mesh", "of embedding models has the axes replicate and shard only", sizes))
+        self.loss()
+
+    @property
+    def model_class(self) -> type[LanguageModel]:
+        from ligerzoo.models.embedding import EmbeddingModel
+
+        return EmbeddingModel
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        return {"pooling": self.pooling}
+
+    @property
+    def adapter_dropout(self) -> float:
+        return self.lora_dropout
+
+    def encoding(self, embedding_rows: int) -> EncodingOptions:
+        return replace(super().encoding(embedding_rows), too_long=self.too_long)
+
+    def prompts_of(self, settings: EmbeddingSettings) -> tuple[str, str]:
+        """Returns the prompts of queries and documents, given those of the model."""
+        query, document = self.query_prompt, self.document_prompt
+        if document is None:
+            document = settings.prompts.get("document") or settings.prompts.get("passage")
+        return settings.prompts.get("query", "") if query is None else query, document or ""
+
+    def loss(self) -> ContrastiveLoss:
+        """Returns the loss. Raises ConfigError for an invalid option."""
+        from ligerzoo.losses import ContrastiveLoss
+
+        given = {**_CONTRASTIVE_LOSSES[self.loss_type], "temperature": self.loss_temperature}
+        given |= _given(self, ("margin", "dims"))
+        return ContrastiveLoss(**given)
+
+
 class Method(NamedTuple):
     """A method of `ligerzoo train`.
 
@@ -314,6 +402,7 @@ METHODS = {
     "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions, "prompt"),
     "opd": Method("ligerzoo.train.recipes.opd", OPDRunOptions, "prompt"),
     "mlm": Method("ligerzoo.train.recipes.mlm", MLMRunOptions),
+    "contrastive": Method("ligerzoo.train.recipes.contrastive", ContrastiveRunOptions, "pair"),
 }
 
 

@@ -109,7 +109,7 @@ def options_of(options_class: type) -> tuple[Option, ...]:
         found.append(
             Option(
                 name=field.name,
-                values=annotated_values(hints[field.name]) or TEXT,
+                values=next(filter(None, map(annotated_values, parts)), TEXT),
                 default=field.default,
                 description=metadata["description"],
                 group=str(lineage[-1].__doc__).partition("\n")[0].rstrip("."),

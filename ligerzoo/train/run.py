@@ -29,7 +29,7 @@ from ligerzoo.train.metrics import num_items
 from ligerzoo.train.optimizer_step import OptimizerStep, describe_update
 from ligerzoo.train.output_lock import locked_output
 from ligerzoo.train.plot import plot_metric
-from ligerzoo.train.run_data import RunData, RunPrompts
+from ligerzoo.train.run_data import RunData, RunPairs, RunPrompts
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState, refuse_output
 from ligerzoo.train.tracking import check_tracker, open_tracker
@@ -105,7 +105,7 @@ class Run:
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)  # raises the error of a process that has died
 
-    def prepare(self, data: RunData | RunPrompts, *, frozen: CausalLM | None = None) -> None:
+    def prepare(self, data: RunData | RunPrompts | RunPairs, *, frozen: CausalLM | None = None) -> None:
         """Plans the steps and their memory, and prints the plan and the first samples. A dry run reads all data.
 
         Args:

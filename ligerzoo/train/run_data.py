@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from ligerzoo import Tokenizer
 from ligerzoo.errors import DataError
 from ligerzoo.models import CausalLM
+from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.train import processes
 from ligerzoo.train.data import (
@@ -19,6 +20,7 @@ from ligerzoo.train.data import (
     Kind,
     PackedBatches,
     PaddedBatches,
+    PairSample,
     PromptSample,
     SampleStream,
     format_sample,
@@ -30,7 +32,7 @@ from ligerzoo.train.data.samples import AnySample
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
 from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
-from ligerzoo.train.methods import RolloutRunOptions, methods_for
+from ligerzoo.train.methods import ContrastiveRunOptions, RolloutRunOptions, methods_for
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor, tokenizer_of
 
@@ -247,9 +249,45 @@ class RunPrompts(RunSamples):
         return f"{steps:,} steps of {self.per_step} prompts x {self._num_samples} completions"
 
 
+class RunPairs(RunSamples):
+    """The pairs of a run that trains embeddings.
+
+    Args:
+        options: `query_prompt` and `document_prompt` take precedence over prompts of the model.
+        model: the model, which may be on the meta device.
+
+    Attributes:
+        per_step: pairs of a step, of all processes.
+        accumulates: True, since the number of rows depends on the texts.
+        held_out: the evaluation data.
+    """
+
+    def __init__(self, options: ContrastiveRunOptions, tokenizer: Tokenizer, model: EmbeddingModel) -> None:
+        tokenizer = tokenizer.lowercasing() if model.settings.lowercase else tokenizer
+        super().__init__(options, tokenizer, cast(CausalLM, model), "pair")
+        self.per_step, self.accumulates = options.pairs, True
+        query, document = options.prompts_of(model.settings)
+        length = min(options.seq_length, model.max_length)
+        self._encoding = replace(self._encoding, seq_length=length, query_prompt=query, document_prompt=document)
+        held_out = self.samples(options.eval_data, ONCE) if options.eval_data else ()
+        self.held_out = [cast(PairSample, sample) for sample in held_out]
+
+    def training(self) -> SampleStream:
+        """Returns the pairs that are trained."""
+        return self.samples(self._paths, self._order)
+
+    def count_steps(self) -> int:
+        """Returns the number of steps of the run; reads all data if it depends on that."""
+        return self._count_steps(self.training(), self.per_step)
+
+    def describe_steps(self, steps: int) -> str:
+        """Returns the numbers of steps and of their pairs."""
+        return f"{steps:,} steps of {self.per_step} pairs"
+
+
 def _prompt(sample: AnySample, stream: SampleStream) -> Prompt:
     """Returns the prompt of a sample; of a pair, that of its chosen sequence."""
-    assert not isinstance(sample, PromptSample)
+    assert not isinstance(sample, PromptSample | PairSample)
     segment = sample.segments[0]
     if segment.images and stream.images is not None:
         return stream.images.prompt(segment.cut(continued_length(segment)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 
@@ -51,6 +52,7 @@ def open_model(
     adapt: Callable[[CausalLM], object] | None = None,
     param_dtype: torch.dtype | None = None,
     model_class: type[LanguageModel] = CausalLM,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> CausalLM:
     """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes divide it.
 
@@ -64,6 +66,7 @@ def open_model(
             then read the whole model from memory-mapped files, which they share.
         param_dtype: dtype in which several processes compute, see `shard_model`.
         model_class: class of the model.
+        arguments: further arguments of its `from_pretrained`.
     """
     directory, is_config, mesh = checkpoint_directory(model), lacks_weights(model), processes.mesh()
     is_alone = processes.world_size() == 1 or device.type == "meta"
@@ -82,7 +85,7 @@ def open_model(
     else:
 
         def build(device: torch.device) -> CausalLM:
-            loaded = model_class.from_pretrained(model, dtype=dtype, device=device)
+            loaded = model_class.from_pretrained(model, dtype=dtype, device=device, **arguments)
             return cast(CausalLM, loaded)  # or another model: run and recipe use what all have
 
     if is_alone or adapt is not None:
@@ -94,7 +97,7 @@ def open_model(
         built = parallelize(build(torch.device("meta")), mesh, param_dtype=param_dtype)
         initialize_sharded(built)
         return built.train()
-    sharded = load_sharded(model, mesh, model_class=model_class, dtype=dtype, param_dtype=param_dtype)
+    sharded = load_sharded(model, mesh, model_class=model_class, dtype=dtype, param_dtype=param_dtype, **arguments)
     return cast(CausalLM, sharded.train())
 
 
@@ -131,8 +134,15 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
         remedy = "Train all weights of a new model."
         raise ConfigError(what, where="option lora_rank", got=options.model, expected=expected, remedy=remedy)
     source, adapt = _source(options, run), adaptation(options)
-    kind, meta = options.model_class, torch.device("meta")
-    meta_model = open_model(source, dtype=options.dtype, device=meta, new=new, adapt=adapt, model_class=kind)
+    meta_model = open_model(
+        source,
+        dtype=options.dtype,
+        device=torch.device("meta"),
+        new=new,
+        adapt=adapt,
+        model_class=options.model_class,
+        arguments=options.model_arguments,
+    )
     check_model(meta_model, options.optimizer)
     return meta_model
 
@@ -175,7 +185,8 @@ def check_tied_weights(model: CausalLM) -> None:
     Raises:
         ConfigError: The weights are separate.
     """
-    if model.config.tie_word_embeddings and not model.shares_head:
+    has_head = model.get_output_embeddings() is not None
+    if model.config.tie_word_embeddings and has_head and not model.shares_head:
         what = "the head is separate from the embedding, although config.json ties them"
         remedy = "Call model.tie_weights() before the optimizer is made."
         raise ConfigError(what, where=type(model).__name__, remedy=remedy)
@@ -190,9 +201,15 @@ def open_trained_model(
     """
     torch.manual_seed(options.seed)
     source, adapt, compute = _source(options, run), adaptation(options), compute_dtype(options)
-    kind = options.model_class
     model = open_model(
-        source, dtype=options.dtype, device=device, new=new, adapt=adapt, param_dtype=compute, model_class=kind
+        source,
+        dtype=options.dtype,
+        device=device,
+        new=new,
+        adapt=adapt,
+        param_dtype=compute,
+        model_class=options.model_class,
+        arguments=options.model_arguments,
     )
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()

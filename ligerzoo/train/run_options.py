@@ -158,6 +158,11 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
     def check_device(self, device_type: str) -> None:
         """Raises ConfigError if an option needs another type of device."""
 
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """Arguments of its `from_pretrained`."""
+        return {}
+
     def rows_of_step(self, data_ranks: int) -> int | None:
         """Returns the rows of a step in all processes; None if they depend on the completions."""
         return None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.models import CausalLM
 from ligerzoo.models.config import DecoderConfig
@@ -44,13 +44,15 @@ class StepFlops:
     def __init__(self, model: CausalLM) -> None:
         config = model.config
         embedding = model.get_input_embeddings().weight
-        head = model.get_output_embeddings().weight
+        head: nn.Module | None = model.get_output_embeddings()
         used = 1.0
         if experts := getattr(config, "num_experts", None):
             used = (model.experts_per_token or experts) / experts
         tables = {id(embedding), *(id(table.weight) for table in model.model.embedding_tables)}
         weights = {id(weight): weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables}
-        weights[id(head)] = head
+        if head is not None:
+            weight: nn.Parameter = head.weight  # type: ignore[assignment]
+            weights[id(weight)] = weight
         matrices = sum(weight.numel() * (used if weight.dim() == 3 else 1) for weight in weights.values())
         heads = getattr(config, "num_attention_heads", 0)
         if isinstance(config, DecoderConfig):

@@ -135,7 +135,7 @@ class Processor:
             images: images in the order of their placeholders: one image, a list, or one list for each text. Parts
                 `{"type": "image"}` without an image take theirs from here.
             videos: one video or a list of videos, in the same way. A list of images is one video.
-            fps: frames per second of all videos, or of each. Only Qwen2.5-VL, Qwen3-VL and Qwen3.5 use it.
+            fps: frames per second of all videos, or of each. Qwen2-VL does not use it.
             padding_side: "left" (for generation) or "right".
             add_special_tokens: whether to add the special tokens that tokenizer.json puts around a text. The output of
                 a chat template gets them only if it does not begin with a BOS token.

@@ -73,6 +73,10 @@ class Settings:
         empty: Entries = {}
         return Settings(self.read(name, OBJECT, empty), f"{self.where}: {name}")
 
+    def only(self, *names: str) -> Settings:
+        """Returns settings without other entries than these."""
+        return Settings({name: value for name, value in self._entries.items() if name in names}, self.where)
+
     def require(self, name: str, value: object) -> None:
         """Raises ConfigError if the entry has another value than `value`, the only one that is supported."""
         if self._entries.get(name, value) != value:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import integer
+from ligerzoo.entries import BOOLEAN
 from ligerzoo.vision.io import check_size, pillow
 from ligerzoo.vision.settings import POSITIVE, Settings
 
@@ -50,18 +51,22 @@ class Normalization:
     rescale_factor: float = 1 / 255
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, mean: RGB, std: RGB) -> Normalization:
+    def from_settings(cls, settings: Settings, *, mean: RGB, std: RGB, default: bool | None = None) -> Normalization:
         """Builds it from the entries of preprocessor_config.json.
 
         Args:
             settings: the entries.
             mean, std: the family's defaults.
+            default: whether it normalizes without the entry `do_normalize`, which may then be false, for a mean of 0
+                and a std of 1; None if it must.
 
         Raises:
-            ConfigError: an entry is malformed, or disables normalization.
+            ConfigError: an entry is malformed, or disables a step.
         """
-        for step in ("do_convert_rgb", "do_rescale", "do_normalize"):
+        for step in ("do_convert_rgb", "do_rescale", *(("do_normalize",) if default is None else ())):
             settings.require(step, True)
+        if default is not None and not settings.read("do_normalize", BOOLEAN, default):
+            settings, mean, std = settings.only("rescale_factor"), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
         return cls(
             mean=settings.channels("image_mean", mean),
             std=settings.channels("image_std", std, positive=True),

@@ -24,7 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
 
-TOWERS = {"gemma3": "vision_tower", "mllama": "vision_model", "muse_glimmer": "vision_tower"}
+TOWERS = {
+    **dict.fromkeys(["gemma3", "gemma4", "muse_glimmer"], "vision_tower"),
+    "gemma4_unified": "embed_vision",  # instead of a tower
+    "mllama": "vision_model",
+}
 """Names of the vision towers; others are named "visual"."""
 
 
@@ -98,7 +102,13 @@ def test_we_read_adapters_of_peft(base: Path, tmp_path: Path) -> None:
 def test_names_of_old_versions(kind: str, base: Path, whole_names: bool, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(base)
     towers = TOWERS.get(kind, "visual")
-    adapters.add_lora(model, 2, 4.0, ["layers.*q_proj", f"{towers}*mlp", "lm_head"], trained=["model.norm"])
+    adapters.add_lora(
+        model,
+        2,
+        4.0,
+        ["layers.*q_proj", towers if kind == "gemma4_unified" else f"{towers}*mlp", "lm_head"],
+        trained=["model.norm"],
+    )
     randomize(model)
     adapters.save_adapter(model, tmp_path / "new")
     for old in OLD_PREFIXES.get(kind, []):

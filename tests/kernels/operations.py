@@ -271,6 +271,25 @@ def _delta_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Ten
     return [*rows, *(numbers(5, dtype=dtype, device=device) for _ in range(2))]
 
 
+def _ssd_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = _multiplied(dtype)
+    return [
+        numbers(batch, 3, 2, 5, dtype=dtype, device=device),
+        *(numbers(batch, 3, 1, 8, dtype=dtype, device=device) for _ in range(2)),
+        (-torch.rand(batch, 3, 2, device=device)).to(dtype).requires_grad_(),
+        torch.rand(batch, 3, 2, device=device).to(dtype).requires_grad_(),
+        numbers(2, dtype=dtype, device=device),
+    ]
+
+
+def _ssd_oracle(*inputs: Tensor) -> Tensor:
+    return kernel_file("ssd").reference(*inputs)[0].to(inputs[0].dtype)  # type: ignore[no-any-return]
+
+
+def _ssd_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 5, dtype=dtype, device=device), *(numbers(5, dtype=dtype, device=device) for _ in "ab")]
+
+
 def _causal_conv_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     shapes = (batch, 7, 33), (33, 4), (33,)
     return [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
@@ -318,6 +337,8 @@ OPERATIONS = [
         )
     ),
     Operation("gated_delta_rule", kernels.gated_delta_rule, _delta_rule_oracle, _delta_rule_inputs),
+    Operation("ssd", kernels.ssd, _ssd_oracle, _ssd_inputs),
+    Operation("ssd_gates", kernels.ssd_gates, kernel_file("ssd_gates").reference, _ssd_gates_inputs),
     Operation(
         "delta_gates",
         partial(kernels.delta_gates, max_strength=1.5),
@@ -333,8 +354,17 @@ OPERATIONS = [
         )
         for name, activation in (("causal_conv1d", None), ("causal_conv1d-silu", "silu"))
     ),
-    Operation(
-        "gated_rms_norm", kernels.gated_rms_norm, kernel_file("gated_rms_norm").reference, _gated_rms_norm_inputs
+    *(
+        Operation(
+            name,
+            partial(kernels.gated_rms_norm, **options),
+            partial(kernel_file("gated_rms_norm").reference, **options),
+            _gated_rms_norm_inputs,
+        )
+        for name, options in (
+            ("gated_rms_norm", {}),
+            ("gated_rms_norm-groups", {"group_size": 11, "norm_before_gate": False}),
+        )
     ),
     Operation("xielu", kernels.xielu, kernel_file("xielu").reference, _xielu_inputs),
     Operation("residual_rms_norm", kernels.residual_rms_norm, _residual_rms_norm_oracle, _rms_norm_inputs),
@@ -478,7 +508,7 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
-    "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm", "xielu",
+    "gated_delta_rule", "delta_gates", "ssd", "ssd_gates", "causal_conv1d-silu", "gated_rms_norm-groups", "xielu",
     "token_statistics", "softmax", "contrastive-symmetric", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "glu_linear-terms",
     "apply_sinks",

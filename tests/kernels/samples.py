@@ -1,5 +1,6 @@
 """Sample arguments of the registered ops, by keyword: layouts, dtypes, empty inputs, and results not needed."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from ligerzoo.kernels.delta_chunks import Inputs, Prepared
 from ligerzoo.kernels.experts import ExpertSlots, Hidden, Projection, _Needs
 from ligerzoo.kernels.few_rows import _Three as Three
 from ligerzoo.kernels.fused_attention import TorchAttention, attention_kernel
+from ligerzoo.kernels.gated_rms_norm import _Needs as GatedNormNeeds
+from ligerzoo.kernels.gated_rms_norm import _Options as GatedNormOptions
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.glu import _Needs as GLUNeeds
 from ligerzoo.kernels.jit import INTERPRETING
@@ -27,6 +30,8 @@ from ligerzoo.kernels.route import SigmoidOptions
 from ligerzoo.kernels.row_sums import LowRankTerm
 from ligerzoo.kernels.sampling import _Bounds as Bounds
 from ligerzoo.kernels.sampling import _Drawing as Drawing
+from ligerzoo.kernels.ssd_chunks import SSDInputs
+from ligerzoo.kernels.ssd_gates import GateInputs
 from ligerzoo.kernels.weighted_glu import Biases
 from ligerzoo.kernels.xielu import _Numbers as XIELUNumbers
 from tests.kernels.layouts import transposed
@@ -498,6 +503,49 @@ def _delta_rule_backward(device: str) -> Samples:
     ]
 
 
+def _ssd_inputs(device: str, batch: int = 1, dtype: torch.dtype = torch.float32, **others: Any) -> SSDInputs:
+    t = partial(new, device=device, dtype=dtype)
+    fused = t(batch, 5, 24)  # the tokens are views of it
+    b, c = (fused[..., start : start + 4].unflatten(-1, (1, 4)) for start in (0, 4))
+    x, g, dt = fused[..., 8:18].unflatten(-1, (2, 5)), -t(batch, 5, 2).abs(), t(batch, 5, 2).sigmoid()
+    return SSDInputs(x, b, c, g, dt, None, None, None)._replace(**others)
+
+
+def _ssd_forward(device: str) -> Samples:
+    t, segment_start = partial(new, device=device), torch.tensor([[0, 0, 2, 2, 2]], device=device)
+    halves = _ssd_inputs(device, dtype=torch.float16, initial_state=t(1, 2, 4, 5), segment_start=segment_start)
+    return [
+        {"inputs": _ssd_inputs(device, d=t(2)), "needs_final": True},
+        {"inputs": halves, "needs_final": False},
+        {"inputs": _ssd_inputs(device, batch=0), "needs_final": True},
+    ]
+
+
+def _ssd_backward(device: str) -> Samples:
+    t, segment_start = partial(new, device=device), torch.tensor([[0, 0, 2, 2, 2]], device=device)
+    packed = _ssd_inputs(device, d=t(2), initial_state=t(1, 2, 4, 5), segment_start=segment_start)
+    halves = _ssd_inputs(device, dtype=torch.float16)
+    needs = {"needs_d": True, "needs_initial": True}
+    return [
+        {"dy": t(1, 5, 2, 5), "dfinal": t(1, 2, 4, 5), "inputs": packed, **needs},
+        {"dy": t(1, 5, 2, 5).half(), "dfinal": None, "inputs": halves, **dict.fromkeys(needs, False)},
+    ]
+
+
+def _ssd_gates_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    return [
+        {"inputs": GateInputs(t(2, 3, 5), t(5), t(5), 0.0, math.inf)},
+        {"inputs": GateInputs(half(2, 3, 10)[..., :5], t(5), half(5), 0.1, 0.5)},
+        {"inputs": GateInputs(t(0, 5), t(5), t(5), 0.0, math.inf)},
+    ]
+
+
+def _ssd_gates_backward(device: str) -> Samples:
+    forward, t = _ssd_gates_forward(device), partial(new, device=device)
+    return [{"dg": t(*f["inputs"].x.shape), "ddt": t(*f["inputs"].x.shape), **f} for f in forward]
+
+
 def _conv_inputs(device: str, **others: Any) -> ConvInputs:
     t = partial(new, device=device)
     arguments = {"x": t(2, 5, 8)[..., :7], "weight": t(7, 4), "bias": t(7), "initial_state": t(2, 3, 7)}
@@ -530,22 +578,26 @@ def _causal_conv_backward(device: str) -> Samples:
 
 def _gated_rms_norm_forward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    first, grouped = GatedNormOptions(1e-6, 33, True), GatedNormOptions(1e-6, 11, False)
     return [
-        {"x": t(5, 33), "z": t(5, 33), "weight": t(33), "eps": 1e-6},
-        {"x": half(2, 3, 33), "z": transposed(half(2, 3, 33)), "weight": t(33), "eps": 1e-6},
-        {"x": t(0, 33), "z": t(0, 33), "weight": t(33), "eps": 1e-6},
+        {"x": t(5, 33), "z": t(5, 33), "weight": t(33), "options": first},
+        {"x": half(2, 3, 33), "z": transposed(half(2, 3, 33)), "weight": t(33), "options": grouped},
+        {"x": t(0, 33), "z": t(0, 33), "weight": t(33), "options": first},
     ]
 
 
 def _gated_rms_norm_backward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     common = {"dy": t(5, 33), "x": t(5, 33), "z": t(5, 33), "weight": t(33), "rstd": t(5).abs()}
-    common |= {"needs_x": True, "needs_z": True, "needs_weight": True}
+    common |= {"options": GatedNormOptions(1e-6, 33, True)}
+    grouped = {"options": GatedNormOptions(1e-6, 11, False), "rstd": t(15).abs()}
+    everything = {"needs": GatedNormNeeds(True, True, True)}
     return [
-        common,
-        common | {"x": half(5, 33), "z": half(5, 33), "needs_x": False, "needs_weight": False},
-        common | {"needs_z": False},
-        common | {"dy": t(0, 33), "x": t(0, 33), "z": t(0, 33), "rstd": t(0)},
+        common | everything,
+        common | {"x": half(5, 33), "z": half(5, 33), "needs": GatedNormNeeds(False, True, False)},
+        common | {"needs": GatedNormNeeds(True, False, True), **grouped},
+        common
+        | {"dy": t(0, 33), "x": t(0, 33), "z": t(0, 33), "rstd": t(0), "needs": GatedNormNeeds(True, True, True)},
     ]
 
 
@@ -613,6 +665,10 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "packed_attention": _packed_attention,
     "packed_attention_backward": _packed_attention_backward,
     "decode_experts": _decode_experts,
+    "ssd_forward": _ssd_forward,
+    "ssd_backward": _ssd_backward,
+    "ssd_gates_forward": _ssd_gates_forward,
+    "ssd_gates_backward": _ssd_gates_backward,
     "delta_rule_forward": _delta_rule_forward,
     "delta_rule_backward": _delta_rule_backward,
     "causal_conv_forward": _causal_conv_forward,

@@ -17,7 +17,7 @@ from tests.kernels.compiling import compile_both_passes
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import DTYPES, needs_triton
 from tests.kernels.oracles import numbers
-from tests.kernels.test_delta_rule import starts_of
+from tests.kernels.segments import starts_of
 
 OPTIONS = {
     "tokens": [1, 2, 40, 70],

@@ -16,22 +16,15 @@ from ligerzoo.kernels import (
     gated_delta_rule,
     gated_delta_step,
 )
-from ligerzoo.kernels.delta_chunks import SEGMENT_PROGRAMS, Launch
+from ligerzoo.kernels.chunk_tiles import SEGMENT_PROGRAMS, Launch, chunk_table
 from ligerzoo.kernels.delta_rule import reference
-from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS, chunk_table
+from ligerzoo.kernels.delta_tiles import CHUNK, NORMALIZATION_EPS
 from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes, layouts_of_sums
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import HALF_DTYPE, needs_triton, on_gpu_too
-
-BOUNDS = [0, 1, 6, 70, 134, 140]
-"""Segments of 1, 5, 64, 64 and 6 tokens."""
-
-
-def starts_of(bounds: list[int], device: str) -> Tensor:
-    lengths = torch.tensor([end - start for start, end in pairwise(bounds)])
-    return torch.tensor(bounds[:-1]).repeat_interleave(lengths)[None].to(device)
+from tests.kernels.segments import BACKENDS, BOUNDS, starts_of
 
 
 def tensors(
@@ -66,7 +59,6 @@ def oracle(**options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 GATES = ["per head", "per channel"]
 
 
@@ -330,7 +322,7 @@ def test_strong_decay_underflows_to_zero(device: str) -> None:
 
 @needs_triton
 def test_chunks_of_packed_rows(device: str) -> None:
-    table = chunk_table(torch.cat([starts_of(BOUNDS, device), starts_of([0, 140], device)]))
+    table = chunk_table(torch.cat([starts_of(BOUNDS, device), starts_of([0, 140], device)]), CHUNK)
     assert table.starts is not None
     assert table.segments is not None
     assert table.counts is not None

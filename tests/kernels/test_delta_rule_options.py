@@ -16,7 +16,8 @@ from tests.kernels.accuracy import assert_equal, judge_draws
 from tests.kernels.accuracy import judge as judge_accuracy
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import HALF_DTYPE, ON_GPU
-from tests.kernels.test_delta_rule import oracle, rule, starts_of, tensors, worst_condition_number
+from tests.kernels.segments import starts_of
+from tests.kernels.test_delta_rule import oracle, rule, tensors, worst_condition_number
 
 BACKEND: Any = "triton" if ON_GPU or INTERPRETING else "torch"
 

@@ -16,6 +16,10 @@ X, W = torch.randn(4, 6), torch.randn(6)
 HIDDEN, HEAD, TARGET = torch.randn(4, 6), torch.randn(9, 6), torch.randint(9, (4,))
 Q, ANGLES = torch.randn(2, 3, 2, 4), torch.randn(1, 3, 2)
 LOGITS = torch.randn(4, 9)
+SSD = {
+    "x": torch.randn(2, 3, 2, 5), "b": torch.randn(2, 3, 1, 4), "c": torch.randn(2, 3, 1, 4), "g": torch.zeros(2, 3, 2),
+    "dt": torch.ones(2, 3, 2), "d": torch.ones(2),
+}  # fmt: skip
 DELTA = {
     "q": torch.randn(2, 3, 1, 4), "k": torch.randn(2, 3, 1, 4), "v": torch.randn(2, 3, 2, 5),
     "g": -torch.rand(2, 3, 2), "beta": torch.rand(2, 3, 2),
@@ -113,6 +117,9 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     },
     "sink_attention": {**{name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")}, "sinks": torch.randn(4)},
     "softmax": {"x": X},
+    "ssd": SSD | {"initial_state": torch.zeros(2, 2, 4, 5), "segment_start": torch.zeros(2, 3).long()},
+    "ssd_gates": {"x": X, "a_log": W, "dt_bias": W},
+    "ssd_step": {name: x[:, :1] if x.dim() > 1 else x for name, x in SSD.items()} | {"state": torch.zeros(2, 2, 4, 5)},
     "swiglu": {"gate": X, "up": X},
     "xielu": {"x": X, **{name: torch.ones(1) for name in ("positive", "negative", "beta", "eps")}},
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},

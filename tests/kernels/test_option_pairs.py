@@ -204,6 +204,16 @@ def rms_norm(
     return Case(partial(function, **options), partial(reference, **options), inputs)
 
 
+def gated_rms_norm(
+    dtype: torch.dtype, device: str, *, weight_is_fp32: bool, groups: int, norm_before_gate: bool, eps: float, rows: int
+) -> Case:
+    options = {"group_size": 11 if groups > 1 else None, "norm_before_gate": norm_before_gate, "eps": eps}
+    inputs = [numbers(rows, 11 * groups, dtype=dtype, device=device) for _ in "xz"]
+    inputs += [numbers(11 * groups, dtype=torch.float32 if weight_is_fp32 else dtype, device=device)]
+    functions = kernels.gated_rms_norm, kernel_file("gated_rms_norm").reference
+    return Case(*(partial(function, **options) for function in functions), inputs)
+
+
 def layer_norm(
     dtype: torch.dtype, device: str, *, weight_is_fp32: bool, bias: bool, eps: float, shape: tuple[int, ...]
 ) -> Case:
@@ -328,6 +338,19 @@ KERNELS = [
             "shape": SHAPES,
             "layout": LAYOUTS,
             "frozen": [None, 0, -1],
+        },
+    ),
+    Kernel(
+        "gated_rms_norm",
+        gated_rms_norm,
+        {
+            "weight_is_fp32": [False, True],
+            "groups": [1, 3],
+            "norm_before_gate": [True, False],
+            "eps": [1e-5, 0.1],
+            "rows": [0, 1, 9],
+            "layout": LAYOUTS,
+            "frozen": [None, 0, 1, 2],
         },
     ),
     Kernel(

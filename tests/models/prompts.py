@@ -27,9 +27,10 @@ def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
 def apart(row: Row, vision_config: Mapping[str, Any]) -> Row:
     """Returns the row with videos as the model reads them: Qwen3-VL has text, a timestamp, before each frame.
 
-    So have Qwen3.5 and Muse Glimmer. Their towers have learned positions.
+    So have Qwen3.5, Muse Glimmer and Gemma 4. Their towers have learned positions.
     """
-    if not vision_config.keys() & {"num_position_embeddings", "position_side", "pos_emb_height"}:
+    learned = {"num_position_embeddings", "position_side", "pos_emb_height", "pooling_kernel_size"}
+    if not vision_config.keys() & learned:
         return row
     pieces: Row = []
     for piece in row:
@@ -74,7 +75,7 @@ class Prompt:
 
 def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left") -> Prompt:
     v = {"in_channels": 3, "temporal_patch_size": vision_config.get("patch_temporal"), **vision_config}
-    m = v.get("spatial_merge_size") or v["merge_size"]
+    m = v.get("spatial_merge_size") or v.get("merge_size", 1)
     texts: list[list[int]] = []
     grids: dict[int, list[Grid]] = {IMAGE: [], VIDEO: []}
     for row in rows:
@@ -93,6 +94,8 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
     ids = torch.tensor([pad + text if side == "left" else text + pad for text, pad in both])
     both = zip(texts, pads, strict=True)
     mask = [[0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + pad for text, pad in both]
+    if "pooling_kernel_size" in v:
+        return Prompt(ids, torch.tensor(mask), padded_vision(grids, v))
     size = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2
     vision = {}
     names = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
@@ -104,3 +107,34 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
         # Integers, since transformers before 5.18 rounds them down.
         vision["second_per_grid_ts"] = torch.randint(1, 4, (len(grids[VIDEO]),)).float()
     return Prompt(ids, torch.tensor(mask), vision)
+
+
+def padded_vision(grids: Mapping[int, list[Grid]], vision_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns images and frames as Gemma 4 reads them: patches of each, padded, with their columns and rows.
+
+    Args:
+        grids: frames, rows and columns of tokens of each image and video.
+        vision_config: with a tower, which pools patches, or without.
+    """
+    k, side = vision_config["pooling_kernel_size"], vision_config["patch_size"]
+    k, side = (k, side) if "hidden_size" in vision_config else (1, k * side)
+    images: dict[int, list[tuple[Tensor, Tensor]]] = {IMAGE: [], VIDEO: []}
+    for kind, each in grids.items():
+        for frames, height, width in each:
+            axes = torch.meshgrid(torch.arange(k * width), torch.arange(k * height), indexing="xy")
+            positions = torch.stack(axes, -1).view(-1, 2)
+            images[kind] += [(torch.rand(len(positions), 3 * side**2), positions) for _ in range(frames)]
+    length = max((len(patches) for each in images.values() for patches, _ in each), default=0) + k**2
+
+    def padded(x: Tensor, value: float) -> Tensor:
+        return torch.cat([x, x.new_full((length - len(x), *x.shape[1:]), value)])
+
+    vision = {}
+    names = {IMAGE: ("pixel_values", "image_position_ids"), VIDEO: ("pixel_values_videos", "video_position_ids")}
+    for kind, (pixels, columns_and_rows) in names.items():
+        if images[kind]:
+            vision[pixels] = torch.stack([padded(one, 0.0) for one, _ in images[kind]])
+            vision[columns_and_rows] = torch.stack([padded(one, -1) for _, one in images[kind]])
+    if grids[VIDEO]:
+        vision["num_frames_per_video"] = torch.tensor([frames for frames, *_ in grids[VIDEO]])
+    return vision

@@ -9,6 +9,8 @@ from torch import nn
 from ligerzoo.convert import architecture_of
 from ligerzoo.models import (
     Gemma3VisionConfig,
+    Gemma4UnifiedVisionConfig,
+    Gemma4VisionConfig,
     MuseGlimmerVisionConfig,
     Qwen2_5VLVisionConfig,
     Qwen2VLVisionConfig,
@@ -27,6 +29,11 @@ def sized(*values: int, **others: Any) -> dict[str, Any]:
 SIGLIP = Gemma3VisionConfig(
     hidden_size=1152, intermediate_size=4304, num_attention_heads=16, num_hidden_layers=2, image_size=896, patch_size=14
 )
+
+
+def gemma4_tower(hidden_size: int, inner: int, heads: int, head_dim: int) -> Gemma4VisionConfig:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
+    return Gemma4VisionConfig(hidden_size=hidden_size, intermediate_size=inner, num_hidden_layers=2, **sizes)
 
 
 def qwen2_vision(hidden_size: int) -> Qwen2VLVisionConfig:
@@ -103,6 +110,20 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         sized(GEMMA_3 + 64, 5376, 21504, 32, 16, head_dim=128, vision_config=SIGLIP),
     ],
     "gemma3_text": [sized(GEMMA_3, 640, 2048, 4, 1), sized(GEMMA_3, 1152, 6912, 4, 1)],
+    "gemma4": [
+        sized(
+            GEMMA_3, 1536, 6144, 8, 1, num_kv_shared_layers=2, **GEMMA_4,
+            vision_config=gemma4_tower(768, 3072, 12, 64),
+        ),
+        sized(
+            GEMMA_3, 5376, 21504, 32, 16, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+            num_global_key_value_heads=4, **GEMMA_4, vision_config=gemma4_tower(1152, 4304, 16, 72),
+        ),
+    ],
+    "gemma4_unified": [
+        sized(GEMMA_3, 3840, 15360, 16, 8, attention_k_eq_v=True, num_global_key_value_heads=1, **GEMMA_4,
+              vision_config=Gemma4UnifiedVisionConfig()),
+    ],
     "gemma4_text": [
         sized(GEMMA_3, 2560, 10240, 8, 2, num_kv_shared_layers=2, **GEMMA_4),
         sized(GEMMA_3, 2816, 2112, 16, 8, hidden_size_per_layer_input=0, **GEMMA_4, **GEMMA_4_MIXTURE),

@@ -88,7 +88,7 @@ def test_inputs_are_those_of_the_processor(kind: str, chats: Path, load_processo
         expected = processor(messages)
         expected.pop("attention_mask")
         if not batch.images:
-            expected.pop("token_type_ids", None)
+            expected = {name: tensor for name, tensor in expected.items() if not name.endswith("token_type_ids")}
         [[sample]] = batch.rows
         assert isinstance(sample, Sample)
         got = {name: tensor for name, tensor in batch.inputs.items() if name not in ("labels", "position_ids")}

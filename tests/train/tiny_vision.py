@@ -18,6 +18,12 @@ from ligerzoo.models import (
     CausalLM,
     Gemma3,
     Gemma3Config,
+    Gemma4,
+    Gemma4Config,
+    Gemma4Unified,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedVisionConfig,
+    Gemma4VisionConfig,
     Mllama,
     MllamaConfig,
     MllamaVisionConfig,
@@ -44,13 +50,16 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
 QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-KINDS = [*QWENS, "muse_glimmer", "gemma3", "mllama"]
+GEMMA4S = ["gemma4", "gemma4_unified"]
+KINDS = [*QWENS, "muse_glimmer", "gemma3", *GEMMA4S, "mllama"]
 
 _QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_GEMMA4_TOKENS = ["<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"]
 TOKENS = {
     **dict.fromkeys(QWENS, _QWEN_TOKENS),
     "muse_glimmer": ["<|eot|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|video|>"],
     "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    **dict.fromkeys(GEMMA4S, _GEMMA4_TOKENS),
     "mllama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>"],
 }
 """Special tokens, from id 256 on."""
@@ -59,19 +68,21 @@ END = {
     **dict.fromkeys(QWENS, "<|im_end|>"),
     "muse_glimmer": "<|eot|>",
     "gemma3": "<end_of_turn>",
+    **dict.fromkeys(GEMMA4S, "<turn|>"),
     "mllama": "<|eot_id|>",
 }
-BOS = {"gemma3": "<bos>", "mllama": "<|begin_of_text|>"}
+BOS = {**dict.fromkeys(["gemma3", *GEMMA4S], "<bos>"), "mllama": "<|begin_of_text|>"}
 PLACEHOLDERS = {
     **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
     "muse_glimmer": "<|patch|>",
     "gemma3": "<start_of_image>",
-    "mllama": "<|image|>",
+    **dict.fromkeys([*GEMMA4S, "mllama"], "<|image|>"),
 }
 HEADERS = {
     **dict.fromkeys(QWENS, ("<|im_start|>", "\n")),
     "muse_glimmer": ("", ": "),
     "gemma3": ("<start_of_turn>", "\n"),
+    **dict.fromkeys(GEMMA4S, ("<|turn>", "\n")),
     "mllama": ("<|start_header_id|>", "<|end_header_id|>"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -83,6 +94,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "muse_glimmer": {"processor_class": "MuseGlimmerProcessor", "patch_size": 4, "max_image_tokens": 16},
     "gemma3": {"processor_class": "Gemma3Processor", "size": {"height": 24, "width": 24}},
+    "gemma4": {"processor_class": "Gemma4Processor", "patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    "gemma4_unified": {
+        "processor_class": "Gemma4UnifiedProcessor",
+        "patch_size": 2,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 70,
+    },
     "mllama": {"processor_class": "MllamaProcessor", "size": {"height": 12, "width": 12}},
 }
 for _kind in QWENS:
@@ -190,6 +208,26 @@ def new_model(kind: str) -> CausalLM:
                 eoi_token_id=ids["<end_of_image>"], eos_token_id=ids["<end_of_turn>"], vision_config=siglip,
             )  # fmt: skip
             model = Gemma3(config)
+        case "gemma4" | "gemma4_unified":
+            gemma4: dict[str, Any] = {
+                **_TEXT, "vocab_size": 264, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 3,
+                "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                "image_token_id": ids["<|image|>"], "video_token_id": ids["<|video|>"], "audio_token_id": 263,
+                "eos_token_id": ids["<turn|>"], "use_bidirectional_attention": "vision",
+            }  # fmt: skip
+            if kind == "gemma4":
+                padded = Gemma4VisionConfig(
+                    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
+                    num_key_value_heads=2, patch_size=2, pooling_kernel_size=2, position_embedding_size=140,
+                    use_clipped_linears=True,
+                )  # fmt: skip
+                gemma4 |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 264}
+                model = Gemma4(Gemma4Config(**gemma4, num_kv_shared_layers=1, vision_config=padded))
+            else:
+                square = Gemma4UnifiedVisionConfig(
+                    patch_size=2, pooling_kernel_size=2, mm_embed_dim=16, mm_posemb_size=70
+                )
+                model = Gemma4Unified(Gemma4UnifiedConfig(**gemma4, vision_config=square))
         case _:
             tiles = MllamaVisionConfig(
                 attention_heads=2, hidden_size=16, image_size=12, patch_size=4, intermediate_size=24,
@@ -206,6 +244,8 @@ def new_model(kind: str) -> CausalLM:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and name.endswith("norm.weight"):
+                if kind in GEMMA4S and "q_norm" in name:
+                    parameter.fill_(0.3)  # scores have no scale
                 continue
             parameter.normal_(0.0, 0.3 if parameter.ndim < 2 else 0.12)
     return model

@@ -13,7 +13,15 @@ from ligerzoo.train.data.batches import Batch, PackedBatches, PaddedBatches
 from ligerzoo.train.data.fields import Kind
 from ligerzoo.train.data.open import open_data
 from ligerzoo.train.data.read_all import DataReport, check_data, write_tokens
-from ligerzoo.train.data.samples import LabelledSample, PreferenceSample, PromptSample, Sample, Source, format_sample
+from ligerzoo.train.data.samples import (
+    LabelledSample,
+    PairSample,
+    PreferenceSample,
+    PromptSample,
+    Sample,
+    Source,
+    format_sample,
+)
 from ligerzoo.train.data.stream import SampleStream
 
 __all__ = [
@@ -23,6 +31,7 @@ __all__ = [
     "LabelledSample",
     "PackedBatches",
     "PaddedBatches",
+    "PairSample",
     "PreferenceSample",
     "PromptSample",
     "Sample",

@@ -20,7 +20,15 @@ from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.background import Background
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.packing import PaddedRows, Row, SharedRows, segments_of
-from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, as_state, from_state, row_length
+from ligerzoo.train.data.samples import (
+    UNTRAINED,
+    PairSample,
+    PromptSample,
+    Sample,
+    as_state,
+    from_state,
+    row_length,
+)
 from ligerzoo.train.data.stream import SampleStream
 from ligerzoo.train.data_options import Frame, Packing
 
@@ -96,8 +104,9 @@ class _Producer:
     read_images: bool = True
 
     def __post_init__(self) -> None:
-        if self.stream.kind == "prompt":
-            raise DataError("prompts have no labels", where="stream", got="kind 'prompt'", expected="another kind")
+        if self.stream.kind in ("prompt", "pair"):
+            got = f"kind {self.stream.kind!r}"
+            raise DataError(f"{self.stream.kind}s have no labels", where="stream", got=got, expected="another kind")
         if self.batch_size < 1 or not 0 <= self.rank < self.world_size:
             got = f"batch_size={self.batch_size}, rank={self.rank}, world_size={self.world_size}"
             raise DataError("invalid batches", where="batch_size, rank and world_size", got=got)
@@ -126,7 +135,7 @@ class _Producer:
                 if (sample := next(self.stream, None)) is None:
                     is_last = True
                     break
-                assert not isinstance(sample, PromptSample)
+                assert not isinstance(sample, PromptSample | PairSample)
                 samples.append(sample)
                 tokens += row_length(sample)
             packed = self.rule.pack(samples, is_last)

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.checks import is_text
-from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, Reader, is_object, list_of
+from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, Reader, is_array, is_object, list_of
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
 from ligerzoo.train.data.samples import naming
 
-Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
+Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt", "pair"]
 """What a record is; see `FIELDS`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -40,8 +40,16 @@ FIELDS: dict[Kind, _Names] = {
     "completion": _Names(("prompt", "completion"), (*_TEMPLATE_FIELDS, "images")),
     "text": _Names(("text",)),
     "prompt": _Names(("prompt",), _TEMPLATE_FIELDS),
+    "pair": _Names(("query", "positive"), ("negative", "negatives")),
 }
-"""The required and optional fields of each kind. A record is of the first kind whose required fields it has."""
+"""The required and optional fields of each kind. A record is of the first kind whose required fields it has.
+
+Pairs may have negatives with numbers too, such as "negative_1"."""
+
+_OTHER_NAMES = {"anchor": "query"}
+"""Names of sentence-transformers, and ours."""
+
+_NEGATIVE = re.compile(r"negative_(\d+)")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_FIELDS)
@@ -141,7 +149,7 @@ def record_kind(record: Fields) -> Kind:
         DataError: the record has the required fields of no kind, or would have those of another kind than "prompt"
             if a field were not null.
     """
-    present = {name: value for name, value in record.items() if value is not None}
+    present = _present(record)
     found = next((kind for kind, names in FIELDS.items() if present.keys() >= set(names.required)), None)
     required = [name for names in FIELDS.values() for name in names.required]
     null = [name for name, value in record.items() if value is None and name in required]
@@ -174,9 +182,9 @@ def check_record(record: Fields, kind: Kind) -> Fields:
     Raises:
         DataError: a required field is missing, or an optional one seems to be misspelled.
     """
-    names = FIELDS[kind]
-    present = {name: value for name, value in record.items() if value is not None}
-    accepted = (*names.required, *names.optional)
+    names, present = FIELDS[kind], _present(record)
+    numbered = filter(_NEGATIVE.fullmatch, present) if kind == "pair" else ()
+    accepted = (*names.required, *names.optional, *numbered)
     _refuse_misspelled(present, accepted)
     for name in names.required:
         if name not in present and name in record:
@@ -188,6 +196,13 @@ def check_record(record: Fields, kind: Kind) -> Fields:
     if present.get("images") and "images" not in accepted:
         raise refused_images(kind)
     return present
+
+
+def _present(record: Fields) -> Fields:
+    """Returns the fields that are not None, by our names."""
+    given = {name: value for name, value in record.items() if value is not None}
+    ours = {theirs: name for theirs, name in _OTHER_NAMES.items() if name not in given}
+    return {ours.get(name, name): value for name, value in given.items()}
 
 
 def _null(name: str, present: Fields) -> DataError:
@@ -233,6 +248,29 @@ def flag_field(record: Fields, name: str) -> bool:
         DataError: it is something else.
     """
     return _read(BOOLEAN, record[name], name)
+
+
+class PairTexts(NamedTuple):
+    """The texts of a pair."""
+
+    query: str
+    positive: str
+    negatives: list[str]
+
+
+def pair_texts(record: Fields) -> PairTexts:
+    """Returns the texts of a record of kind "pair", with its negatives in the order of their numbers.
+
+    Raises:
+        DataError: a text is something else, or empty.
+    """
+    numbered = {name: int(found[1]) for name in record if (found := _NEGATIVE.fullmatch(name))}
+    names = [*filter(record.__contains__, ("negative", "negatives")), *sorted(numbered, key=numbered.__getitem__)]
+    negatives: list[str] = []
+    for name in names:
+        texts = record[name] if is_array(record[name]) else [record[name]]
+        negatives += [text_field({name: text}, name) for text in texts]
+    return PairTexts(text_field(record, "query"), text_field(record, "positive"), negatives)
 
 
 def messages_field(record: Fields, name: str) -> Messages:

@@ -55,6 +55,8 @@ def open_data(
     template_variables: Mapping[str, object] | None = None,
     eos_token_id: int | None = None,
     embedding_rows: int | None = None,
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
 ) -> SampleStream:
     """Opens training data as a stream of samples.
 
@@ -66,10 +68,11 @@ def open_data(
             (.bin, .npy); or the directory of a saved Hugging Face dataset; or a dataset or another sequence of
             dictionaries.
         kind: what a record is: "text", "completion" (a prompt and its completion), "chat", "preference", "labelled"
-            (for KTO) or "prompt" (for GRPO). "auto" decides by the fields of the first record.
+            (for KTO), "prompt" (for GRPO) or "pair" (for embedding models). "auto" decides by the fields of the first
+            record.
         tokenizer: encodes the texts. A processor also encodes images in messages, which a tokenizer refuses.
-        seq_length: the most tokens of a sample, both sequences of a pair together; documents of kind "text" may be
-            longer. Token files are read in samples of this many tokens.
+        seq_length: the most tokens of a sample, both sequences of a preference together, and of each text of kind
+            "pair"; documents of kind "text" may be longer. Token files are read in samples of this many tokens.
         seed: selects the order.
         shuffle: whether the order is random; otherwise it is that of the files.
         epochs: how often the data is read, each time in another order. None for no end.
@@ -87,6 +90,8 @@ def open_data(
         eos_token_id: ends documents and completions. None for the tokenizer's end-of-sequence token.
         embedding_rows: rows of the model's embedding. A tokenizer may have more tokens; samples with such tokens are
             errors. None for no limit.
+        query_prompt: begins the queries of kind "pair", as a prompt of `EmbeddingModel.encode` does.
+        document_prompt: begins their documents.
 
     Raises:
         DataError: the data is missing, empty, of an unknown format or of another kind, or an option has an unsupported
@@ -104,6 +109,8 @@ def open_data(
         template_variables=template_variables or {},
         eos_token_id=eos_token_id,
         embedding_rows=embedding_rows,
+        query_prompt=query_prompt,
+        document_prompt=document_prompt,
     )
     order = ReadOrder(seed=seed, shuffle=shuffle, epochs=epochs)
     return open_samples(data, kind, tokenizer, encoding, order, workers=workers, text_unit=text_unit)

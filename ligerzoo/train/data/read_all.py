@@ -19,6 +19,7 @@ from ligerzoo.train.data.fields import (
     Kind,
     check_record,
     messages_field,
+    pair_texts,
     record_kind,
     text_field,
 )
@@ -163,6 +164,10 @@ def read_texts(data: Any) -> Iterator[str]:
 
 
 def _texts(fields: Fields, kind: Kind) -> Iterator[str]:
+    if kind == "pair":
+        query, positive, negatives = pair_texts(fields)
+        yield from (query, positive, *negatives)
+        return
     for name in dict.fromkeys((*FIELDS[kind].required, "prompt")):
         if name not in fields or name == _NOT_TEXT:
             continue

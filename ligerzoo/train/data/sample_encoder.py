@@ -20,6 +20,7 @@ from ligerzoo.train.data.fields import (
     text_field,
 )
 from ligerzoo.train.data.images import ImageEncoder, image_parts, images_of
+from ligerzoo.train.data.pairs import PairEncoder
 from ligerzoo.train.data.records import Record
 from ligerzoo.train.data.samples import (
     UNTRAINED,
@@ -61,7 +62,8 @@ class SampleEncoder:
         self._kind, self._tokenizer, self._options, self._images = kind, tokenizer, options, images
         self._encoder = RecordTextEncoder(tokenizer, options)
         self._chat = ChatEncoder(self._encoder, options, images)
-        if kind != "prompt":
+        self._pairs = PairEncoder(tokenizer, options)
+        if kind not in ("prompt", "pair"):
             _ = self._encoder.eos  # raises before the training begins
 
     def encode(self, records: Sequence[Record], parse: Callable[[object], Fields | None]) -> list[Result]:
@@ -75,16 +77,22 @@ class SampleEncoder:
             try:
                 with naming(record.source):
                     fields = parse(record.data)
-                    samples = [] if fields is None else self._fit(self._sample(fields, record))
+                    samples = [] if fields is None else self._samples(fields, record)
                     self._check_tokens(samples)
                     results.append(samples)
             except DataError as error:
                 results.append(error)
         return results
 
-    def _sample(self, fields: Fields, record: Record) -> AnySample:
-        source, fields = record.source, check_record(fields, self._kind)
-        match self._kind:
+    def _samples(self, fields: Fields, record: Record) -> list[AnySample]:
+        fields = check_record(fields, self._kind)
+        if self._kind == "pair":
+            return [*self._pairs.encode(fields, record.source)]
+        return self._fit(self._sample(self._kind, fields, record))
+
+    def _sample(self, kind: Kind, fields: Fields, record: Record) -> TrainedSample | PromptSample:
+        source = record.source
+        match kind:
             case "text":
                 ids = self._text(text_field(fields, "text"), source)
                 ids += [self._encoder.eos] if record.ends_document else []
@@ -100,6 +108,7 @@ class SampleEncoder:
                 return LabelledSample(self._completion(fields, "completion", source), label)
             case "prompt":
                 return PromptSample(self._prompt(fields, source), fields, source)
+        raise AssertionError(kind)
 
     def _text(self, text: str, source: Source) -> list[int]:
         return self._encoder.bos + self._encoder.plain(self._encoder.encode_ids([text])[0], text, source)
@@ -175,7 +184,7 @@ class SampleEncoder:
         self._images_of(messages, fields)
         return self._chat.encode_prompt(messages, template_fields(fields), source)
 
-    def _fit(self, sample: AnySample) -> list[AnySample]:
+    def _fit(self, sample: TrainedSample | PromptSample) -> list[AnySample]:
         """Returns the sample if it is short enough, possibly truncated, or nothing."""
         length, most, is_prompt = row_length(sample), self._options.seq_length, isinstance(sample, PromptSample)
         if self._kind == "text":

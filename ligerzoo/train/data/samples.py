@@ -194,10 +194,35 @@ class PromptSample:
         return (Sample(self.input_ids, [UNTRAINED] * len(self.input_ids), self.source),)
 
 
+@dataclass(frozen=True)
+class PairSample:
+    """A query and its document, for contrastive learning; without labels.
+
+    Attributes:
+        query: the query.
+        positive: its document.
+        negatives: documents that are similar, but not an answer.
+    """
+
+    query: Sample
+    positive: Sample
+    negatives: tuple[Sample, ...] = ()
+
+    @property
+    def source(self) -> Source:
+        """The record of the pair."""
+        return self.query.source
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The query, its document, and the negatives."""
+        return self.query, self.positive, *self.negatives
+
+
 TrainedSample = Sample | PreferenceSample | LabelledSample
 """A sample with labels, which can be packed."""
 
-AnySample = TrainedSample | PromptSample
+AnySample = TrainedSample | PromptSample | PairSample
 
 
 def row_length(sample: AnySample) -> int:
@@ -262,6 +287,12 @@ def format_sample(
         case PromptSample():
             text = _text(sample.segments[0], tokenizer, color, max_tokens)
             return f"{sample.source}: {len(sample.input_ids)} tokens\n{text}"
+        case PairSample():
+            names = ("query", "positive", *("negative" for _ in sample.negatives))
+            return f"{sample.source}:\n" + "\n".join(
+                f"{name}, {len(one.input_ids)} tokens: {_text(one, tokenizer, color, max_tokens)}"
+                for name, one in zip(names, sample.segments, strict=True)
+            )
 
 
 def _text(sample: Sample, tokenizer: Tokenizer, color: bool, max_tokens: int | None) -> str:
