@@ -49,14 +49,21 @@ PARTS = {
     "vision_adapter.": "projector",
     "vision_projection.": "projector",
     "embed_tokens": "embedding",
+    "_embeddings": "embedding",
     "lm_head": "head",
     "score.weight": "head",
     "head.": "head",
+    "cls.": "head",
+    "pooler.": "head",
+    "classifier.": "head",
     "norm": "norms",
+    "LayerNorm": "norms",
     "linear_attn": "linear attention",
     ".mamba.": "state spaces",
     ".conv.": "convolutions",
     "self_attn": "attention",
+    ".attention.": "attention",
+    ".attn.": "attention",
     "cross_attn": "cross-attention",
     ".experts.": "experts",
     "shared_expert": "shared expert",
@@ -69,6 +76,8 @@ PARTS = {
     **{f"mixer.{name}_proj": "attention" for name in "qkvo"},
     **{f"mixer.{name}_proj": "feed-forward" for name in ("up", "down", "fc1_latent", "fc2_latent")},
     ".mixer.": "state spaces",
+    "intermediate.": "feed-forward",
+    ".output.": "feed-forward",
 }
 """Parts of a model by a substring of the tensor's name. The first match counts."""
 
@@ -163,7 +172,11 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         *quantized,
         *_describe_parameters(tensors, decoder),
         *embeddings,
-        *_describe_memory(tensors, _cache_size(architecture, decoder, tensors)),
+        *_describe_memory(
+            tensors,
+            _cache_size(architecture, decoder, tensors),
+            is_encoder=architecture is not None and architecture.is_encoder,
+        ),
         *_describe_files(stored),
         ("tokenizer", tokenizer),
     ]
@@ -308,6 +321,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         del sizes["feed-forward"]
     scaling: Mapping[str, Any] = config.rope_scaling or {}
     rope = f"rotary theta {config.rope_theta:,.0f}" + (f", scaled by {scaling['rope_type']}" if scaling else "")
+    rope = rope if config.has_rotary else "learned positions"
     return [
         ("shape", f"{config.num_hidden_layers} layers, {', '.join(f'{x} {n:,}' for x, n in sizes.items())}; {heads}"),
         *_describe_experts(config),
@@ -402,7 +416,9 @@ def _cache_size(
     architecture: Architecture | None, config: DecoderConfig | None, tensors: Sequence[TensorInfo]
 ) -> CacheSize | None:
     """Returns the memory of the KV cache of a model on the meta device; None if the files lack most of its tensors."""
-    if architecture is None or config is None or config.all_layers > len(tensors):  # bounds the size of the model
+    if architecture is None or config is None or architecture.is_encoder:
+        return None
+    if config.all_layers > len(tensors):  # bounds the size of the model
         return None
     try:
         model = architecture.build(config, device="meta")
@@ -412,7 +428,7 @@ def _cache_size(
     return cache_size((model.to(dtype) if dtype.is_floating_point else model).model, dtype)
 
 
-def _describe_memory(tensors: Sequence[TensorInfo], cache: CacheSize | None) -> Lines:
+def _describe_memory(tensors: Sequence[TensorInfo], cache: CacheSize | None, *, is_encoder: bool) -> Lines:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     generation = f"{_bytes(sum(tensor.nbytes for tensor in tensors))} for the weights"
@@ -424,7 +440,7 @@ def _describe_memory(tensors: Sequence[TensorInfo], cache: CacheSize | None) -> 
             generation += f", {_bytes(cache.states)} per sequence for states"
     return [
         ("dtype", " and ".join(sorted(dtypes))),
-        ("generation", generation),
+        ("inference" if is_encoder else "generation", generation),
         ("training", f"{_bytes(ADAMW_BYTES * parameters)} in fp32 with AdamW, plus the activations"),
     ]
 

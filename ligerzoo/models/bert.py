@@ -39,6 +39,7 @@ class BertConfig(DecoderConfig):
     pad_token_id: int | None = 0
 
     is_causal: ClassVar[bool] = False
+    has_rotary: ClassVar[bool] = False
     classifier_pooling: ClassVar[str] = "cls"
 
     def validate(self) -> None:

@@ -152,6 +152,9 @@ class DecoderConfig:
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
+    has_rotary: ClassVar[bool] = True
+    """Whether queries and keys have rotary positions."""
+
     splits_hidden_size: ClassVar[bool] = True
     """Whether the heads divide the hidden features among them if `head_dim` is None."""
 

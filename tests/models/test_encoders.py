@@ -329,7 +329,16 @@ def test_what_only_decoders_do_is_refused(tmp_path: Path, capsys: pytest.Capture
     ):
         assert cli.main([command[0], str(tmp_path), *command[1:]]) != 0
         assert "AutoModelForMaskedLM" in capsys.readouterr().err
-    assert "KV cache" not in describe(tmp_path)
+    assert "per token of context" not in describe(tmp_path)
+
+
+def test_encoders_are_described(tmp_path: Path) -> None:
+    Bert(BertConfig(**SIZES, num_attention_heads=4)).save_pretrained(tmp_path)
+    text = describe(tmp_path)
+    assert "Bert (BertForMaskedLM)" in text
+    assert "512 tokens, learned positions" in text
+    assert "inference     " in text
+    assert "other  " not in text
 
 
 @pytest.mark.parametrize(
