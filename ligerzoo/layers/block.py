@@ -62,6 +62,11 @@ class ResidualBlock(nn.Module):
         mixer: nn.Module = getattr(self, self.mixer_name)
         return mixer
 
+    @property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        """All layers in which tokens see others."""
+        return (self.mixer,)
+
     def new_cache(self, capacity: int | None = None) -> BlockCache:
         """Returns an empty cache of the mixer."""
         return new_layer_cache(self.mixer, capacity)
@@ -157,6 +162,11 @@ class ParallelMambaBlock(PreNormBlock):
         self.mamba = mamba
         check_parts(self)
 
+    @property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        """Attention and the state-space model."""
+        return self.self_attn, self.mamba
+
     def mix(self, normalized: Tensor, context: Context, cache: BlockCache | None) -> Tensor:
         """See `PreNormBlock.mix`."""
         tokens, states = (None, None) if cache is None else cache.parts
@@ -202,10 +212,10 @@ class MLPBlock(nn.Module):
         mlp: the MLP or MoE.
 
     Attributes:
-        mixer: None; see `ResidualBlock`.
+        mixers: none; see `ResidualBlock.mixers`.
     """
 
-    mixer: ClassVar[None] = None
+    mixers: ClassVar[tuple[nn.Module, ...]] = ()
 
     def __init__(self, input_layernorm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()

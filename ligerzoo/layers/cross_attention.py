@@ -178,9 +178,9 @@ class CrossAttentionBlock(nn.Module):
         nn.init.zeros_(self.mlp_gate)
 
     @property
-    def mixer(self) -> nn.Module:
+    def mixers(self) -> tuple[nn.Module, ...]:
         """The attention."""
-        return self.cross_attn
+        return (self.cross_attn,)
 
     def new_cache(self, capacity: int | None = None) -> BlockCache:
         """Returns an empty cache of the attention."""

@@ -73,10 +73,8 @@ def check_exchanged_heads(model: LanguageModel, count: int, tensor: int = 1) -> 
     """
     if count == 1:
         return
-    for name, block in model.model.layers.named_children():
-        mixer = getattr(block, "mixer", block)
-        if mixer is None:
-            continue
+    blocks = model.model.layers.named_children()
+    for name, mixer in ((name, mixer) for name, block in blocks for mixer in getattr(block, "mixers", (block,))):
         heads, where = getattr(mixer, "exchanged_heads", None), f"context_parallel, block {name}"
         if heads is None:
             expected = "Attention, LatentAttention, GatedDeltaNet, or a layer with exchanged_heads"

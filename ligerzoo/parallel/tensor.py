@@ -173,9 +173,8 @@ def _divide_tokens(model: LanguageModel, group: dist.ProcessGroup) -> None:
 
 def _mixers(block: nn.Module) -> set[nn.Module]:
     """Returns the layers of a block in which tokens may see others: itself, if it does not say which."""
-    mixer: nn.Module | None = getattr(block, "mixer", block)
-    cached = {layer for layer in block.modules() if layer is not block and hasattr(layer, "new_cache")}
-    return cached if mixer is None else {mixer, *cached}
+    cached = (layer for layer in block.modules() if layer is not block and hasattr(layer, "new_cache"))
+    return {*getattr(block, "mixers", (block,)), *cached}
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh, shards: DeviceMesh, copies: dist.ProcessGroup) -> None:

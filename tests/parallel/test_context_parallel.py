@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ligerzoo import AutoModel
+from ligerzoo.convert import architecture_of
+from ligerzoo.errors import LigerzooError
+from ligerzoo.parallel.context_parallel import check_exchanged_heads
 from tests.models.prompts import image, prompt
 from tests.models.tiny_deepseek_v3 import DEEPSEEK_V3
 from tests.models.tiny_gemma2 import GEMMA2
@@ -101,3 +105,12 @@ def test_eight_processes(tmp_path: Path) -> None:
     for name in ("qwen3", "gemma2", "gpt_oss"):
         write(tmp_path / name, FAMILIES[name] | heads)
     on_all_processes(partial(process.eight, directory=tmp_path), processes=8)
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1"])
+def test_all_layers_of_a_block_are_checked(model_type: str) -> None:
+    """Falcon-H1 has attention, which can exchange heads, and Mamba-2 in each block."""
+    row = next(row for row in CHECKPOINTS if row.config["model_type"] == model_type)
+    model = AutoModel.from_config(architecture_of(model_type).config_from_hf(row.config), device="meta")
+    with pytest.raises(LigerzooError, match="block 0: a layer that cannot exchange heads; got Mamba2Mixer"):
+        check_exchanged_heads(model, 2)
