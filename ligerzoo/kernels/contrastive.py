@@ -28,11 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, multiprocessors, next_power_of_2
+from ligerzoo.kernels.dispatch import cdiv, multiprocessors, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.loss.chunked_head import (
     HeadInputs,
     Needs,
+    gradient_dtype,
     head_flops,
     head_type,
     head_workspace,
@@ -110,7 +111,7 @@ class SimilarityResults(NamedTuple):
 _WHOLE_ROWS = 1, 4096, 16
 """Rows, columns and warps of a program that reads its rows twice: the second time from the L2 cache."""
 
-_PARTS = 16, 256, 4
+_PARTS = 16, 256, 8
 """Likewise, of a program that reads a part of the columns once."""
 
 
@@ -364,7 +365,7 @@ def _sweep_fake(
         scale.new_empty(candidates.shape[:1] if options.columns else (0,)),
         scale.new_empty(()),
         rows.new_empty(rows.shape if needs.hidden else (0,)),
-        candidates.new_empty(candidates.shape if needs.weight else (0,), dtype=accumulation_dtype(candidates.dtype)),
+        candidates.new_empty(candidates.shape if needs.weight else (0,), dtype=gradient_dtype(candidates)),
     )
 
 

@@ -181,6 +181,7 @@ class GroupRows:
         """Returns the sums over the processes of the rows of this process."""
         if self.group is None:
             return addends
+        addends = addends.to(accumulation_dtype(addends.dtype))
         most, own = max(self.counts), self.counts[self.rank]
         parts = [_padded(part, most).contiguous() for part in torch.split(addends, list(self.counts))]
         total = addends.new_empty((most, *addends.shape[1:]))
