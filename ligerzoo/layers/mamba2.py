@@ -173,6 +173,11 @@ class Mamba2Mixer(RecurrentMixer):
         )
 
     @property
+    def exchanged_heads(self) -> int:
+        """See `Attention.exchanged_heads`. Processes may have the same group if it is the only one."""
+        return len(self.A_log) if self.num_groups == 1 else self.num_groups
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states of one row of a cache."""
         channels, _, kernel_size = self.conv1d.weight.shape
@@ -189,24 +194,35 @@ class Mamba2Mixer(RecurrentMixer):
     ) -> Tensor:
         """See `RecurrentMixer.mix`."""
         z, xbc, dt = self._project(x)
-        g, dt = ssd_gates(dt, self.A_log, self.dt_bias, *self.time_step_limit, backend=self.backend)
+        weight: Tensor | None = None
+        bias: Tensor | None = None
+        A_log: Tensor = self.A_log
+        dt_bias: Tensor = self.dt_bias
+        D: Tensor = self.D
+        if parts.count > 1:
+            *heads, dt = parts.to_heads(*self._heads(xbc, len(A_log)), dt[..., None])
+            xbc, dt = torch.cat([part.flatten(2) for part in heads], 2), dt.squeeze(3)
+            weight = self._own_channels(self.conv1d.weight, parts)
+            bias = None if self.conv1d.bias is None else self._own_channels(self.conv1d.bias, parts)
+            A_log, dt_bias, D = (parts.own_heads(vector) for vector in (A_log, dt_bias, D))
+        g, dt = ssd_gates(dt, A_log, dt_bias, *self.time_step_limit, backend=self.backend)
         if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not xbc.requires_grad:
             conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x), 1))
-            heads = self._heads(self.conv1d.step(xbc, conv_state))
-            y = ssd_step(*heads, g, dt, state, self.D, backend=self.backend)
+            mixed = self.conv1d.step(xbc, conv_state)
+            y = ssd_step(*self._heads(mixed, len(D)), g, dt, state, D, backend=self.backend)
             cache.count(1)
         else:
             before, state_before = (None, None) if cache is None else cache.read_states(*x.shape[:2])
-            mixed, conv_state = self.conv1d(xbc, before, segment_start)
+            mixed, conv_state = self.conv1d(xbc, before, segment_start, weight, bias)
             if lengths is not None:  # padding does not change the states
                 conv_state = last_inputs(xbc, before, lengths, conv_state.shape[1])
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, dt = g.masked_fill(is_padding, 0.0), dt.masked_fill(is_padding, 0.0)
             result = ssd(
-                *self._heads(mixed),
+                *self._heads(mixed, len(D)),
                 g,
                 dt,
-                self.D,
+                D,
                 initial_state=state_before,
                 segment_start=segment_start,
                 output_final_state=cache is not None,
@@ -217,7 +233,7 @@ class Mamba2Mixer(RecurrentMixer):
             else:
                 y, state = cast(tuple[Tensor, Tensor], result)
                 cache.write_states(conv_state.detach(), state.detach(), x.shape[1])
-        y = y.flatten(-2)
+        y = parts.to_tokens(y, len(self.A_log)).flatten(-2)
         gated = glu(z, y, backend=self.backend) if self.norm is None else self.norm(y, z)
         return self.out_proj(gated)  # type: ignore[no-any-return]
 
@@ -232,10 +248,17 @@ class Mamba2Mixer(RecurrentMixer):
             y = y * torch.cat([y.new_full((size,), scale) for size, scale in zip(sizes, scales, strict=True)])
         return y.split_with_sizes([inner, channels, heads], -1)
 
-    def _heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) -> x (B, T, N, D), B and C (B, T, G, S)."""
-        inner = len(self.A_log) * self.head_dim
-        groups = (xbc.shape[2] - inner) // 2
+    def _own_channels(self, x: Tensor, parts: RowParts) -> Tensor:
+        """The channels of the heads of this process, and of their groups, of a weight, (C, ...)."""
+        x, *groups = self._heads(x.movedim(0, -1), len(self.A_log))
+        repeats = max(1, parts.count // groups[0].shape[-2])  # several processes may have the same group
+        heads = x, *(group.repeat_interleave(repeats, -2) for group in groups)
+        return torch.cat([parts.own_heads(t.movedim((-2, -1), (0, 1))).flatten(0, 1) for t in heads])
+
+    def _heads(self, xbc: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., C) -> x (..., N, D), B and C (..., G, S), of some number of heads."""
+        inner = number * self.head_dim
+        groups = (xbc.shape[-1] - inner) // 2
         x, b, c = xbc.split_with_sizes([inner, groups, groups], -1)
         features, states = (-1, self.head_dim), (-1, self.state_size)
         return x.unflatten(-1, features), b.unflatten(-1, states), c.unflatten(-1, states)  # type: ignore[no-untyped-call]

@@ -46,14 +46,15 @@ def context_parallel(model: Model, group: dist.ProcessGroup) -> Model:
     process computes their loss; those of `ligerzoo.losses` compute log-probabilities by parts.
 
     Args:
-        model: any model whose decoder has `Attention`, `LatentAttention` or `GatedDeltaNet` in each block.
+        model: any model whose blocks mix tokens by `Attention`, `LatentAttention`, `GatedDeltaNet` or `Mamba2Mixer`.
         group: such as `mesh["context"].get_group()`.
 
     Returns:
         The model.
 
     Raises:
-        LigerzooError: A block mixes tokens by another layer, or n does not divide the key heads of its delta rule.
+        LigerzooError: A block mixes tokens by another layer, or n does not divide the key heads of its delta rule,
+            or the groups of Mamba-2.
     """
     count = dist.get_world_size(group)
     if count == 1:
@@ -77,7 +78,7 @@ def check_exchanged_heads(model: LanguageModel, count: int, tensor: int = 1) -> 
     for name, mixer in ((name, mixer) for name, block in blocks for mixer in getattr(block, "mixers", (block,))):
         heads, where = getattr(mixer, "exchanged_heads", None), f"context_parallel, block {name}"
         if heads is None:
-            expected = "Attention, LatentAttention, GatedDeltaNet, or a layer with exchanged_heads"
+            expected = "Attention, LatentAttention, GatedDeltaNet, Mamba2Mixer, or a layer with exchanged_heads"
             raise LigerzooError(
                 "a layer that cannot exchange heads", where=where, got=type(mixer).__name__, expected=expected
             )
