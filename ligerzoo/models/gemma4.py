@@ -4,7 +4,7 @@
            -> mean of k x k patches -> norm -> image embeddings
     tokens -> embedding, image embeddings at image and video tokens -> Gemma 4
 
-Distinctive: Gemma 4 with a vision tower for images of any shape, whose linear layers may clip.
+Distinctive: a vision tower for images of any shape, whose linear layers may clip.
 
 Heads of the tower rotate one half by the column and the other by the row of a patch. In the decoder, tokens of images
 have the per-layer embeddings of padding; in layers with a sliding window they may attend to each other in both
