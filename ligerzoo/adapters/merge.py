@@ -10,7 +10,8 @@ from ligerzoo.adapters.loading import load_adapter, resize_for_adapter
 from ligerzoo.adapters.module_names import lora_layers
 from ligerzoo.convert.stored_tensors import ComputedTensors
 from ligerzoo.errors import LigerzooError
-from ligerzoo.hub import AutoModel, save
+from ligerzoo.hub import save
+from ligerzoo.hub.auto import load_as_saved
 from ligerzoo.hub.tying import untie
 from ligerzoo.layers.lora import LoRALayer
 from ligerzoo.layers.plain import is_plain_tensor
@@ -69,7 +70,7 @@ def fuse(
     Raises:
         LigerzooError: as `from_pretrained`, `load_adapter` and `save_pretrained`.
     """
-    model = AutoModel.from_pretrained(base, **hub_options)
+    model = load_as_saved(base, **hub_options)
     resize_for_adapter(model, adapter, **hub_options)
     load_adapter(model, adapter, **hub_options)
     layers = _updated_layers(model, "fuse")

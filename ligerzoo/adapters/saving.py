@@ -15,7 +15,7 @@ from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
 from ligerzoo.adapters.peft_tensors import StoredUpdate, pack_experts, stored_updates
 from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.dtensors import full, is_sharded
-from ligerzoo.errors import CheckpointError, LigerzooError
+from ligerzoo.errors import CheckpointError, LigerzooError, first_names
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions, UpdateTensors
@@ -48,6 +48,9 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
     if not targets:
         raise LigerzooError("the model has no adapter", where="save_adapter", remedy="Call add_lora(model) first.")
     updates = stored_updates(targets)
+    if others := [update.name for update in updates if "/" in update.name]:
+        what, remedy = "PEFT's files cannot name modules after the decoder", "Leave them out of the targets."
+        raise CheckpointError(what, where=directory, got=first_names(others), remedy=remedy)
     uses_dora = _uses_dora(layers, targets, directory)
     tensors: dict[str, Tensor] = {}
     options: dict[str, LoRAOptions] = {}

@@ -131,14 +131,6 @@ def load_embedding_model(choice: ModelChoice, **options: object) -> EmbeddingMod
     return model
 
 
-def has_modules(choice: ModelChoice) -> bool:
-    """Returns whether the checkpoint is an embedding model of sentence-transformers."""
-    from ligerzoo.files.locate import locate_files
-    from ligerzoo.files.modules import MODULES_FILE
-
-    return (locate_files(choice.model, [MODULES_FILE], revision=choice.revision) / MODULES_FILE).exists()
-
-
 def _complete(model: LanguageModel, choice: ModelChoice) -> None:
     """Loads the adapter; says if the stored dtype is slow on the device."""
     from ligerzoo.device import hint_of_dtype

@@ -34,10 +34,11 @@ Also copies the tokenizer and the processor. The model's files appear at once, w
 def convert(options: argparse.Namespace) -> int:
     """Writes a checkpoint to a new directory."""
     from ligerzoo import hub
+    from ligerzoo.hub.auto import load_as_saved
 
     with new_directory(options.target, "convert") as target:
         preprocessor = find_preprocessor(options.model, options.revision)
-        model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
+        model = load_as_saved(options.model, revision=options.revision, dtype=options.dtype)
         hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
         if preprocessor is not None:
             preprocessor.save_pretrained(target)

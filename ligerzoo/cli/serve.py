@@ -15,7 +15,6 @@ from ligerzoo.cli.checkpoints import (
     embedding_rows,
     find_base_model,
     find_cache_dtype,
-    has_modules,
     load_embedding_model,
     load_model,
     load_tokenizer,
@@ -87,9 +86,10 @@ def serve(options: argparse.Namespace) -> int:
     with package_of("serve", "starlette", "uvicorn", what="serving needs"):
         from ligerzoo.serve.access import Access, names_of
         from ligerzoo.serve.server import Server, is_local, listen, url
+    from ligerzoo.hub.auto import has_modules
 
     choice = find_base_model(ModelChoice.of(options))
-    embeds = options.pooling is not None or has_modules(choice)
+    embeds = options.pooling is not None or has_modules(choice.model, revision=choice.revision)
     with listen(options.host, options.port) as listener:
         name = options.name or model_name(options.model)
         make_service = embedding_service if embeds else generation_service

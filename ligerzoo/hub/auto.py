@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 
@@ -15,6 +16,9 @@ from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels, suffix_of
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.files.locate import locate_files
+from ligerzoo.files.modules import MODULES_FILE
+from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.embedding import EmbeddingModel, EmbeddingSettings
@@ -206,6 +210,19 @@ def _classifier(
     base = architecture_for_config(type(config))
     architecture = classifier_architecture(base, read_labels({}, options), suffix_of(kind))
     return _build(partial(architecture.build, config), device, dtype)
+
+
+def has_modules(name_or_path: str | Path, **hub_options: Unpack[HubOptions]) -> bool:
+    """Returns whether a checkpoint has modules.json, as the embedding models of sentence-transformers have."""
+    return (locate_files(name_or_path, [MODULES_FILE], **hub_options) / MODULES_FILE).exists()
+
+
+def load_as_saved(
+    name_or_path: str | Path, *, dtype: str | torch.dtype = "auto", **hub_options: Unpack[HubOptions]
+) -> CausalLM | EmbeddingModel:
+    """Loads an embedding model from a checkpoint with modules.json, or else a causal language model."""
+    auto = AutoModelForEmbedding if has_modules(name_or_path, **hub_options) else AutoModel
+    return auto.from_pretrained(name_or_path, dtype=dtype, **hub_options)
 
 
 def _from_config(

@@ -117,6 +117,23 @@ def test_adapters_and_plain_checkpoints(directory: Path, texts: Path, capsys: py
     assert "got 'out.txt'; expected a name that ends with .safetensors or .jsonl" in capsys.readouterr().err
 
 
+def test_converting_and_merging_keep_the_modules(directory: Path, tmp_path: Path) -> None:
+    assert cli.main(["convert", str(directory), str(tmp_path / "copy")]) == 0
+    model = AutoModelForEmbedding.from_pretrained(directory)
+    torch.testing.assert_close(
+        AutoModelForEmbedding.from_pretrained(tmp_path / "copy").encode(TEXTS), model.encode(TEXTS)
+    )
+    adapters.add_lora(model, rank=2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapters.save_adapter(model, tmp_path / "adapter")
+    assert cli.main(["fuse", str(directory), str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForEmbedding.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged.encode(TEXTS), model.encode(TEXTS), rtol=1e-4, atol=1e-5)
+
+
 def test_serving_an_embedding_model(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,18 @@ def test_lora_of_the_decoder_is_saved_and_loaded(directory: Path, tmp_path: Path
     adapters.load_adapter(again, tmp_path)
     torch.testing.assert_close(again.encode(TEXTS), model.encode(TEXTS))
     assert (again.encode(TEXTS) - before).abs().max() > 0.01
+    other = AutoModelForEmbedding.from_pretrained(directory)
+    adapters.add_lora(other, targets="stages.1.linear")
+    with pytest.raises(CheckpointError, match="cannot name modules after the decoder; got '2_Dense/linear'"):
+        adapters.save_adapter(other, tmp_path)
+
+
+def test_transformers_has_no_such_wrapper(model: EmbeddingModel) -> None:
+    pytest.importorskip("accelerate")
+    from ligerzoo.integrations.transformers import wrap
+
+    with pytest.raises(ConfigError, match="cannot be wrapped, nor embedding models"):
+        wrap(model)  # type: ignore[call-overload]
 
 
 @pytest.mark.thorough

@@ -18,6 +18,7 @@ from ligerzoo.integrations.transformers.distribution import ConfigLike, Placemen
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.encoder import EncoderModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
@@ -120,8 +121,9 @@ def _wrapped(model: LanguageModel, placement: Placement) -> AnyWrapped:
     name = architecture_of_model(model).hf_class
     wrapper: type[AnyWrapped]
     match model:
-        case EncoderModel() | TokenClassifier():
-            what, expected = "encoders and token classifiers cannot be wrapped", "a causal LM, or its classifier"
+        case EncoderModel() | TokenClassifier() | EmbeddingModel():
+            what = "encoders and token classifiers cannot be wrapped, nor embedding models"
+            expected = "a causal LM, or its classifier"
             remedy = "Train it in a loop of your own, or transformers' model with ligerzoo.integrations.kernels.apply."
             raise ConfigError(what, where="wrap", got=name, expected=expected, remedy=remedy)
         case SequenceClassifier():
