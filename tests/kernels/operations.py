@@ -508,12 +508,13 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
-    "gated_delta_rule", "delta_gates", "ssd", "ssd_gates", "causal_conv1d-silu", "gated_rms_norm-groups", "xielu",
+    "gated_delta_rule", "delta_gates", "ssd_gates", "causal_conv1d-silu", "gated_rms_norm-groups", "xielu",
     "token_statistics", "softmax", "contrastive-symmetric", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "glu_linear-terms",
     "apply_sinks",
 }  # fmt: skip
-"""One operation of each kernel, and of each autograd function that returns an input."""
+"""One operation of each kernel, and of each autograd function that returns an input; of the linear recurrences the
+gated delta rule."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 KERNELS = on_gpu_too(
