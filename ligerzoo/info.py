@@ -28,7 +28,7 @@ from ligerzoo.layers.kv_cache import CacheSize, cache_size
 from ligerzoo.memory import GPURates, TrainingPlan, TrainingSetting, plan_training
 from ligerzoo.memory.simulation import COUNTS, with_unit
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
-from ligerzoo.models.hybrid import GatedDeltaConfig
+from ligerzoo.models.hybrid import LinearAttentionConfig
 from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.models.registry import ENCODERS, MODEL_CLASSES
 from ligerzoo.models.state_space import MambaConfig
@@ -322,6 +322,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
     scaling: Mapping[str, Any] = config.rope_scaling or {}
     rope = f"rotary theta {config.rope_theta:,.0f}" + (f", scaled by {scaling['rope_type']}" if scaling else "")
     rope = rope if config.has_rotary else "learned positions"
+    rope = rope if getattr(config, "use_rope", True) else "no positions"
     return [
         ("shape", f"{config.num_hidden_layers} layers, {', '.join(f'{x} {n:,}' for x, n in sizes.items())}; {heads}"),
         *_describe_experts(config),
@@ -355,7 +356,7 @@ def _windows(config: DecoderConfig) -> list[int | None]:
     match config:
         case WindowedConfig():
             return [config.window(layer) for layer in range(config.num_hidden_layers)]
-        case GatedDeltaConfig():
+        case LinearAttentionConfig():
             return [None for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     layers = config.num_hidden_layers - len(_cross_attention_layers(config))
     window = getattr(config, "sliding_window", None)
@@ -382,7 +383,7 @@ def _describe_states(config: DecoderConfig) -> Lines:
             sizes = f"{config.mamba_n_heads} heads of {config.mamba_inner_size // config.mamba_n_heads}"
             sizes += f" and {config.mamba_d_state} state features"
             return [("states", f"{config.mamba_layers} of {config.num_hidden_layers} layers use Mamba-2, {sizes}")]
-        case GatedDeltaConfig():
+        case LinearAttentionConfig():
             layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
             text = "layers use linear attention, whose state has a fixed size"
             return [("states", f"{layers} of {config.num_hidden_layers} {text}")]

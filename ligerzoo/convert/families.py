@@ -103,7 +103,7 @@ _MAMBA_BLOCKS = (
 _GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Types of layers in Granite's files, and in those of transformers 5."""
 
-_ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
 
 
@@ -342,7 +342,7 @@ _MOE = (
     # Kimi-K2 has another `model_type`.
     Architecture(
         "deepseek_v3",
-        accepted={**_ROUTER, "partial_rotary_factor": (1.0,)},
+        accepted={**ROUTER, "partial_rotary_factor": (1.0,)},
         read_entries=_read_routed_experts,
         write_entries=_write_deepseek,
         layouts=expert_layouts,
@@ -375,7 +375,7 @@ _MOE = (
     ),
     Architecture(
         "glm4_moe",
-        accepted=_ROUTER,
+        accepted=ROUTER,
         read_entries=_read_routed_experts,
         write_entries=_write_routed_experts,
         layouts=expert_layouts,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
+from ligerzoo.kernels.delta_channel_gates import DeltaChannelGates
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -43,7 +44,8 @@ from ligerzoo.tensor_checks import check_floats
 def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float = 1.0) -> tuple[Tensor, Tensor]:
     """`delta_gates` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(a.dtype)
-    g = -a_log.to(dtype).exp() * softplus(a.to(dtype) + dt_bias.to(dtype))
+    rate = a_log.to(dtype).exp()
+    g = -(rate if a.dim() == b.dim() else rate[:, None]) * softplus(a.to(dtype) + dt_bias.to(dtype))
     return g, (max_strength * sigmoid(b.to(dtype))).to(b.dtype)
 
 
@@ -190,23 +192,28 @@ def delta_gates(
     """The decay `g` and the writing strength `beta` of `gated_delta_rule`.
 
     Args:
-        a: (..., V), any strides.
+        a: (..., V), or (..., V, D_k) for gates per channel, any strides.
         b: (..., V), any strides.
         a_log: (V,), `A_log` of the models.
-        dt_bias: (V,).
+        dt_bias: (V,), or (V, D_k) for gates per channel.
         max_strength: strengths are between 0 and this.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
-        `g`, (..., V) in fp32 (fp64 for fp64 inputs), and `beta`, (..., V) in the dtype of `b`.
+        `g`, in the shape of `a`, in fp32 (fp64 for fp64 inputs), and `beta`, (..., V) in the dtype of `b`.
 
     Raises:
         ValueError: the shapes do not match, or `backend` does not support the tensors.
     """
     check_floats("delta_gates", a=a, b=b, a_log=a_log, dt_bias=dt_bias)
-    check_columns("delta_gates", a, a_log=a_log, dt_bias=dt_bias)
-    if b.shape != a.shape:
-        raise ValueError(f"delta_gates: b has shape {tuple(b.shape)}; expected {tuple(a.shape)}")
+    is_per_channel = a.dim() == b.dim() + 1
+    check_columns("delta_gates", a[..., 0] if is_per_channel else a, a_log=a_log)
+    if b.shape != (a.shape[:-1] if is_per_channel else a.shape):
+        raise ValueError(f"delta_gates: b has shape {tuple(b.shape)}; expected {tuple(a.shape)}, or without channels")
+    if dt_bias.shape != (a.shape[-2:] if is_per_channel else a_log.shape):
+        expected = tuple(a.shape[-2:] if is_per_channel else a_log.shape)
+        raise ValueError(f"delta_gates: dt_bias has shape {tuple(dt_bias.shape)}; expected {expected}")
     if uses_triton(a, b, a_log, dt_bias, backend=backend) and fits_registers(a, backend):
-        return _DeltaGates.apply(a, b, a_log, dt_bias, max_strength)
+        function = DeltaChannelGates if is_per_channel else _DeltaGates
+        return function.apply(a, b, a_log, dt_bias, max_strength)
     return reference(a, b, a_log, dt_bias, max_strength)

@@ -11,6 +11,8 @@ The gate before the norm:   n = u * r,  u = x * silu(z),  r = 1 / sqrt(mean(u^2)
            with g = dy * weight:   du = r * (g - n * mean(g * n)),   dx = du * silu(z),   dz = du * x * silu'(z),
            dw = sum over rows of dy * round(n).
 
+With a sigmoid in place of SiLU (Kimi Linear), only y is rounded.
+
 A row may have several groups of features, each with its own mean square. A program has tiles of one group.
 
 Saved: x, z, the weight and r (one fp32 number per group). Recomputed in backward: n and silu(z).
@@ -18,7 +20,7 @@ Saved: x, z, the weight and r (one fp32 number per group). Recomputed in backwar
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +40,10 @@ from ligerzoo.kernels.tiling import (
     persistent_row_launch,
     row_launch,
 )
-from ligerzoo.kernels.torch_math import silu
+from ligerzoo.kernels.torch_math import sigmoid, silu
 from ligerzoo.tensor_checks import check_floats
+
+GateActivation = Literal["silu", "sigmoid"]
 
 
 def reference(
@@ -49,20 +53,38 @@ def reference(
     eps: float = 1e-6,
     group_size: int | None = None,
     norm_before_gate: bool = True,
+    activation: GateActivation = "silu",
 ) -> Tensor:
     """`gated_rms_norm` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(x.dtype)
-    gate, wide = silu(z.to(dtype)), x.to(dtype)
+    gate, wide = (sigmoid if activation == "sigmoid" else silu)(z.to(dtype)), x.to(dtype)
     groups = (wide if norm_before_gate else wide * gate).unflatten(-1, (-1, group_size or x.shape[-1]))
-    normalized = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
-    return (weight * normalized * gate if norm_before_gate else weight * normalized).to(x.dtype)
+    normalized = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    scaled = weight.to(dtype) * normalized if activation == "sigmoid" else weight * normalized.to(x.dtype)
+    return (scaled * gate if norm_before_gate else scaled).to(x.dtype)
 
 
 @jit
-def _rounded_product(normalized, wide_weight, x, weight):
-    """The product in fp32, rounded to the promoted dtype of x and the weight."""
+def _activated(z, SIGMOID: tl.constexpr, EXACT: tl.constexpr):
+    """The activation of the gate, and its derivative."""
+    sigmoid, complement = sigmoids(z, EXACT)
+    if SIGMOID:
+        return sigmoid, sigmoid * complement
+    else:
+        return z * sigmoid, sigmoid * (1.0 + z * complement)
+
+
+@jit
+def _rounded(normalized, x, SIGMOID: tl.constexpr):
+    """Normalized x, rounded unless the gate is a sigmoid."""
+    return normalized if SIGMOID else normalized.to(x.dtype).to(tl.float32)
+
+
+@jit
+def _rounded_product(normalized, wide_weight, x, weight, SIGMOID: tl.constexpr):
+    """The product in fp32, rounded to the promoted dtype of x and the weight unless the gate is a sigmoid."""
     product = normalized * wide_weight[None, :]
-    if x.dtype == weight.dtype:
+    if x.dtype == weight.dtype and not SIGMOID:
         product = product.to(x.dtype).to(tl.float32)
     return product
 
@@ -77,7 +99,8 @@ def _rows_of_group(block, group, n_groups, cols, sizes, ROWS: tl.constexpr):
 @kernel
 def _forward_kernel(x, z, weight_ptr, y_ptr, rstd_ptr, sizes, n_groups, eps, TILE: tl.constexpr, GATING: tl.constexpr):
     NORM_FIRST: tl.constexpr = GATING[0]
-    EXACT: tl.constexpr = GATING[1]
+    SIGMOID: tl.constexpr = GATING[1]
+    EXACT: tl.constexpr = GATING[2]
     ROWS: tl.constexpr = TILE[0]
     COLS: tl.constexpr = TILE[1]
     cols = tl.arange(0, COLS)
@@ -87,14 +110,13 @@ def _forward_kernel(x, z, weight_ptr, y_ptr, rstd_ptr, sizes, n_groups, eps, TIL
     x = load_rows(x, rows, cols, mask, sizes.group)
     z = load_rows(z, rows, cols, mask, sizes.group).to(tl.float32)
     weight = tl.load(weight_ptr + group * n_cols + cols, mask=cols < n_cols, other=0.0)
-    sigmoid, _ = sigmoids(z, EXACT)
-    gate = z * sigmoid
+    gate, _ = _activated(z, SIGMOID, EXACT)
     u = x.to(tl.float32)
     if not NORM_FIRST:
         u *= gate
     rstd = 1.0 / tl.sqrt(tl.sum(u * u, axis=1) / n_cols + eps)
-    normalized = (u * rstd[:, None]).to(x.dtype).to(tl.float32)
-    y = _rounded_product(normalized, weight.to(tl.float32), x, weight)
+    normalized = _rounded(u * rstd[:, None], x, SIGMOID)
+    y = _rounded_product(normalized, weight.to(tl.float32), x, weight, SIGMOID)
     if NORM_FIRST:
         y *= gate
     tl.store(rstd_ptr + rows, rstd, mask=rows < sizes.n_rows)
@@ -106,7 +128,8 @@ def _backward_kernel(
     dy, x, z, weight_ptr, rstd_ptr, dx_ptr, dz_ptr, dw_ptr, sizes, n_groups, TILE: tl.constexpr, GATING: tl.constexpr
 ):
     NORM_FIRST: tl.constexpr = GATING[0]
-    EXACT: tl.constexpr = GATING[1]
+    SIGMOID: tl.constexpr = GATING[1]
+    EXACT: tl.constexpr = GATING[2]
     group, program = tl.program_id(0) % n_groups, tl.program_id(0) // n_groups
     programs = tl.num_programs(0) // n_groups
     n_cols = sizes.n_cols
@@ -122,8 +145,7 @@ def _backward_kernel(
         gate = load_rows(z, rows, cols, mask, sizes.group).to(tl.float32)
         upstream = load_rows(dy, rows, cols, mask, sizes.group).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=rows < sizes.n_rows, other=0.0)
-        sigmoid, complement = sigmoids(gate, EXACT)
-        activated, slope = gate * sigmoid, sigmoid * (1.0 + gate * complement)
+        activated, slope = _activated(gate, SIGMOID, EXACT)
         u = x_tile.to(tl.float32)
         dscaled = upstream
         if NORM_FIRST:
@@ -131,13 +153,13 @@ def _backward_kernel(
         else:
             u *= activated
         normalized = u * rstd[:, None]
-        rounded = normalized.to(x_tile.dtype).to(tl.float32)
+        rounded = _rounded(normalized, x_tile, SIGMOID)
         g = dscaled * wide_weight[None, :]
         du = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
         offsets = rows[:, None] * n_cols + cols[None, :]
         if dz_ptr is not None:
             if NORM_FIRST:
-                dz = upstream * _rounded_product(rounded, wide_weight, x_tile, weight) * slope
+                dz = upstream * _rounded_product(rounded, wide_weight, x_tile, weight, SIGMOID) * slope
             else:
                 dz = du * x_tile.to(tl.float32) * slope
             tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
@@ -159,11 +181,13 @@ class _Options(NamedTuple):
         eps: added to the mean square.
         group_size: features of a group.
         norm_first: gate the normalized values.
+        is_sigmoid: the activation of the gate is a sigmoid instead of SiLU.
     """
 
     eps: float
     group_size: int
     norm_first: bool
+    is_sigmoid: bool
 
 
 def _in_groups(x: Tensor, options: _Options) -> Tensor:
@@ -187,7 +211,7 @@ def _forward(x: Tensor, z: Tensor, weight: Tensor, options: _Options) -> tuple[T
     rows, (sizes, tile, _, warps) = row_launch(*(_in_groups(t, options) for t in (x, z)))
     n_groups = x.shape[-1] // options.group_size
     programs = cdiv(sizes.n_rows // n_groups, tile[0]) * n_groups
-    constants = tile, (options.norm_first, _is_exact(x, z))
+    constants = tile, (options.norm_first, options.is_sigmoid, _is_exact(x, z))
     _forward_kernel[programs](
         *rows, weight.contiguous(), y, rstd, sizes, n_groups, options.eps, *constants, num_warps=warps
     )
@@ -219,7 +243,7 @@ def _backward(
     programs = max(1, programs // n_groups)
     addends = column_addends(x, programs, needs.weight)
     results = dx if needs.x else None, dz if needs.z else None, addends
-    constants = tile, (options.norm_first, _is_exact(x, z))
+    constants = tile, (options.norm_first, options.is_sigmoid, _is_exact(x, z))
     _backward_kernel[programs * n_groups](
         *rows, weight.contiguous(), rstd, *results, sizes, n_groups, *constants, num_warps=warps
     )
@@ -230,8 +254,8 @@ def _backward(
 class _GatedRMSNorm(FusedFunction):
     @staticmethod
     def forward(ctx: FusedContext, x: Tensor, z: Tensor, weight: Tensor, *options: float) -> Tensor:
-        eps, group_size, norm_first = options
-        ctx.options = _Options(eps, int(group_size), bool(norm_first))
+        eps, group_size, norm_first, is_sigmoid = options
+        ctx.options = _Options(eps, int(group_size), bool(norm_first), bool(is_sigmoid))
         y, rstd = _forward(x, z, weight, ctx.options)
         ctx.save_for_backward(x, z, weight, rstd)
         return y
@@ -240,7 +264,7 @@ class _GatedRMSNorm(FusedFunction):
     @once_differentiable
     def backward(ctx: FusedContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (x, z, weight, rstd) = _Needs._make(ctx.needs_input_grad[:3]), ctx.saved_tensors
-        return *if_needed(_backward(dy, x, z, weight, rstd, ctx.options, needs), needs), None, None, None
+        return *if_needed(_backward(dy, x, z, weight, rstd, ctx.options, needs), needs), None, None, None, None
 
 
 def gated_rms_norm(
@@ -251,6 +275,7 @@ def gated_rms_norm(
     *,
     group_size: int | None = None,
     norm_before_gate: bool = True,
+    activation: GateActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps) * silu(z)` over the last dimension, normalized and gated in fp32.
@@ -262,6 +287,7 @@ def gated_rms_norm(
         eps: added to the mean square.
         group_size: features of a group, each of which is normalized by its own mean square (Mamba-2); None for H.
         norm_before_gate: gate the normalized values (Qwen3-Next). False normalizes `x * silu(z)` (Mamba-2).
+        activation: of the gate: "silu", or "sigmoid" (Kimi Linear), with which the result is rounded once, at the end.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
@@ -278,5 +304,5 @@ def gated_rms_norm(
         raise ValueError(f"gated_rms_norm: group_size={group_size}; expected a divisor of H, {x.shape[-1]}")
     size = x.shape[-1] if group_size is None else group_size
     if uses_triton(x, z, weight, backend=backend) and fits_registers(x[..., :size], backend):
-        return _GatedRMSNorm.apply(x, z, weight, eps, size, norm_before_gate)
-    return reference(x, z, weight, eps, group_size, norm_before_gate)
+        return _GatedRMSNorm.apply(x, z, weight, eps, size, norm_before_gate, activation == "sigmoid")
+    return reference(x, z, weight, eps, group_size, norm_before_gate, activation)

@@ -17,6 +17,7 @@ Attention
     LatentAttention                       latent attention (MLA)
     GatedDeltaNet                         linear attention (gated delta rule)
     SeparateDeltaNet                      linear attention with separate projections
+    KimiDeltaAttention                    linear attention with a decay per channel (KDA)
     Mamba2Mixer                           a state-space model (Mamba-2)
     Mamba2Scales                          constant factors of Mamba-2's parts
     CausalConv1d                          a short causal convolution
@@ -190,7 +191,7 @@ from ligerzoo.layers.cross_attention import (
 )
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
-from ligerzoo.layers.delta_net import GatedDeltaNet, SeparateDeltaNet
+from ligerzoo.layers.delta_net import GatedDeltaNet, KimiDeltaAttention, SeparateDeltaNet
 from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
@@ -288,6 +289,7 @@ __all__ = [
     "ImageTower",
     "InterleavedSectionedRotaryEmbedding",
     "KVCache",
+    "KimiDeltaAttention",
     "LMHead",
     "LatentAttention",
     "LatentMoE",

@@ -52,8 +52,9 @@ class LatentAttention(nn.Module):
         kv_rank: R.
         nope_dim: D.
         value_dim: V.
-        rotary: rotary embedding of P features.
+        rotary: rotary embedding of P features; None for no positions.
         q_rank: features between the two projections to queries, with a norm; None for one projection.
+        rope_dim: P without rotary embedding.
         scale: factor of the scores; None for (D + P)^-0.5.
         bias: add biases to the first projections, to latent vectors and `q_rank` features, and to the output.
         norm_eps: epsilon of the norms of latent vectors and of `q_rank` features.
@@ -74,9 +75,10 @@ class LatentAttention(nn.Module):
         kv_rank: int,
         nope_dim: int,
         value_dim: int,
-        rotary: RotaryEmbedding,
+        rotary: RotaryEmbedding | None,
         *,
         q_rank: int | None = None,
+        rope_dim: int = 0,
         scale: float | None = None,
         bias: bool = False,
         norm_eps: float = 1e-6,
@@ -92,22 +94,23 @@ class LatentAttention(nn.Module):
             raise ValueError(f"LatentAttention: {given}; expected positive numbers")
         self.hidden_size, self.num_heads, self.kv_rank = hidden_size, num_heads, kv_rank
         self.q_rank = q_rank
-        self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rotary.dim, value_dim
-        self.scale = (nope_dim + rotary.dim) ** -0.5 if scale is None else scale
+        rope_dim = rope_dim if rotary is None else rotary.dim
+        self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
+        self.scale = (nope_dim + rope_dim) ** -0.5 if scale is None else scale
         self.backend: Backend = check_backend(backend)
         self.rotary = rotary
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
             return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
-        q_size = num_heads * (nope_dim + rotary.dim)
+        q_size = num_heads * (nope_dim + rope_dim)
         if q_rank is None:
             self.q_proj = linear(hidden_size, q_size)
         else:
             self.q_a_proj = linear(hidden_size, q_rank, bias)
             self.q_a_layernorm = RMSNorm(q_rank, norm_eps, device=device, dtype=dtype)
             self.q_b_proj = linear(q_rank, q_size)
-        self.kv_a_proj_with_mqa = linear(hidden_size, kv_rank + rotary.dim, bias)
+        self.kv_a_proj_with_mqa = linear(hidden_size, kv_rank + rope_dim, bias)
         self.kv_a_layernorm = RMSNorm(kv_rank, norm_eps, device=device, dtype=dtype)
         self.kv_b_proj = linear(kv_rank, num_heads * (nope_dim + value_dim))
         self.o_proj = linear(num_heads * value_dim, hidden_size, bias)
@@ -149,10 +152,10 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = self._split_heads(q, self.nope_dim, self.rope_dim)
         latents, k_rope = compressed.split_with_sizes([self.kv_rank, self.rope_dim], -1)
         latents = recomputable_norm(latents, self.kv_a_layernorm)
-        cos, sin = context.rotation(self.rotary, q.dtype)
-        q_rope, k_rope = rope(
-            q_rope, k_rope[:, :, None], cos, sin, interleaved=self.rotary.interleaved, backend=self.backend
-        )
+        k_rope, rotary = k_rope[:, :, None], self.rotary
+        if rotary is not None:
+            cos, sin = context.rotation(rotary, q.dtype)
+            q_rope, k_rope = rope(q_rope, k_rope, cos, sin, interleaved=rotary.interleaved, backend=self.backend)
         return q_nope, q_rope, latents[:, :, None], k_rope
 
     def expand(self, latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import add_rms_norm, gated_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.kernels.gated_rms_norm import GateActivation
 from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.plain import is_plain
@@ -95,6 +96,7 @@ class GatedRMSNorm(nn.Module):
         group_size: size of the groups of features that are normalized independently; None for one group. It must
             divide the features of the input.
         norm_before_gate: gate the normalized values, instead of normalizing the gated ones.
+        activation: of the gate, "silu" or "sigmoid".
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
@@ -106,6 +108,7 @@ class GatedRMSNorm(nn.Module):
         *,
         group_size: int | None = None,
         norm_before_gate: bool = True,
+        activation: GateActivation = "silu",
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -114,6 +117,7 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate
+        self.activation: GateActivation = activation
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         initialize(self, GatedRMSNorm)
@@ -131,6 +135,7 @@ class GatedRMSNorm(nn.Module):
             self.eps,
             group_size=self.group_size,
             norm_before_gate=self.norm_before_gate,
+            activation=self.activation,
             backend=self.backend,
         )
 

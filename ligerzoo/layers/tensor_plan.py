@@ -79,6 +79,7 @@ class TensorPlan:
             every process, since a part of a DTensor is in one piece.
         kind: how the parts become the output. All but "sum" divide the layer's own parameters.
         own: own parameters that are divided by their first dimension.
+        nested: parameters of children that are divided, by dotted name, with the dimension.
         obstacle: why the layer cannot be divided; None if it can.
     """
 
@@ -91,6 +92,7 @@ class TensorPlan:
     fused: Mapping[str, tuple[Heads, ...]] = field(default_factory=dict)
     kind: Kind = "sum"
     own: tuple[str, ...] = ()
+    nested: Mapping[str, int] = field(default_factory=dict)
     obstacle: str | None = None
 
     def obstacles(self, processes: int) -> Iterator[str]:
@@ -104,7 +106,10 @@ class TensorPlan:
 
     def parameters(self, layer: nn.Module, processes: int) -> Iterator[DividedParameter]:
         """Yields all parameters of the layer and its children."""
-        tables = {layer: dict.fromkeys(self.own, 0)}
+        tables: dict[nn.Module, dict[str, int]] = {layer: dict.fromkeys(self.own, 0)}
+        for path, dimension in self.nested.items():
+            child, _, parameter = path.rpartition(".")
+            tables.setdefault(layer.get_submodule(child), {})[parameter] = dimension
         if self.kind != "sum":
             tables = {layer: self._of_own(layer)}
         parts = dict(self.fused) | {name: (one,) for name, one in self.heads.items() if one.number < processes}

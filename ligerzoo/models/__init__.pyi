@@ -73,6 +73,8 @@ from ligerzoo.models.internlm3 import InternLM3 as _InternLM3
 from ligerzoo.models.internlm3 import InternLM3Config as InternLM3Config
 from ligerzoo.models.iquestcoder import IQuestCoder as _IQuestCoder
 from ligerzoo.models.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
+from ligerzoo.models.kimi_linear import KimiLinear as _KimiLinear
+from ligerzoo.models.kimi_linear import KimiLinearConfig as KimiLinearConfig
 from ligerzoo.models.kolibri1 import Kolibri1 as _Kolibri1
 from ligerzoo.models.kolibri1 import Kolibri1Config as Kolibri1Config
 from ligerzoo.models.lfm2 import Lfm2 as _Lfm2
@@ -263,6 +265,9 @@ class InternLM3(_InternLM3):
 
 class IQuestCoder(_IQuestCoder):
     def __init__(self, config: IQuestCoderConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class KimiLinear(_KimiLinear):
+    def __init__(self, config: KimiLinearConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Kolibri1(_Kolibri1):
     def __init__(self, config: Kolibri1Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

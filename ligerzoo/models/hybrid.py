@@ -1,4 +1,4 @@
-"""Shared by hybrids of linear and full attention: configuration of the layers, and their blocks."""
+"""Shared by hybrids of linear and full attention: configuration of the layers, and the blocks of Qwen's."""
 
 from __future__ import annotations
 
@@ -17,18 +17,47 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.config import PartialRotaryConfig, check_layer_types, heads, refuse_unless, rotary_arguments
+from ligerzoo.models.config import (
+    DecoderConfig,
+    PartialRotaryConfig,
+    check_layer_types,
+    heads,
+    refuse_unless,
+    rotary_arguments,
+)
 
 _MIXER_TYPES = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaConfig(PartialRotaryConfig):
+class LinearAttentionConfig(DecoderConfig):
+    """Configuration of a decoder with linear attention in some layers.
+
+    Attributes:
+        layer_types: "linear_attention" or "full_attention" for each layer; None: `alternates` decides.
+    """
+
+    layer_types: Sequence[str] | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        check_layer_types(self, _MIXER_TYPES)
+
+    def alternates(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses linear attention if `layer_types` is None."""
+        raise NotImplementedError
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses linear attention."""
+        return self.alternates(layer) if self.layer_types is None else self.layer_types[layer] == "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig(LinearAttentionConfig, PartialRotaryConfig):
     """Configuration of a decoder with gated delta rule layers and output-gated attention layers (Qwen).
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections of full attention.
-        layer_types: "linear_attention" or "full_attention" for each layer; None: see `full_attention_interval`.
         full_attention_interval: n; every n-th layer uses full attention, unless `layer_types` is set.
         linear_num_key_heads: query and key heads of linear attention.
         linear_num_value_heads: value heads of linear attention, a multiple of `linear_num_key_heads`.
@@ -41,7 +70,6 @@ class GatedDeltaConfig(PartialRotaryConfig):
     partial_rotary_factor: float = 0.25
     max_position_embeddings: int = 32768
     attention_bias: bool = False
-    layer_types: Sequence[str] | None = None
     full_attention_interval: int = 4
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
@@ -51,16 +79,12 @@ class GatedDeltaConfig(PartialRotaryConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_layer_types(self, _MIXER_TYPES)
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         what = "invalid number of value heads of linear attention"
         expected = f"a multiple of linear_num_key_heads, {keys}"
         refuse_unless(values % keys == 0, "linear_num_value_heads", values, expected, what)
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, uses linear attention."""
-        if self.layer_types is not None:
-            return self.layer_types[layer] == "linear_attention"
+    def alternates(self, layer: int) -> bool:
         return (layer + 1) % self.full_attention_interval != 0
 
 

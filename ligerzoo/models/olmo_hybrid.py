@@ -10,7 +10,6 @@ Writing strengths up to 2 let the state change its sign along a key. Some checkp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ligerzoo.layers import (
@@ -23,18 +22,18 @@ from ligerzoo.layers import (
     SeparateDeltaNet,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import check_layer_types, refuse_unless, rotary_arguments
+from ligerzoo.models.config import refuse_unless, rotary_arguments
+from ligerzoo.models.hybrid import LinearAttentionConfig
 from ligerzoo.models.olmo2 import Olmo2Config, olmo2_block, olmo_norm
 
 
 @dataclass(frozen=True, kw_only=True)
-class OlmoHybridConfig(Olmo2Config):
+class OlmoHybridConfig(LinearAttentionConfig, Olmo2Config):
     """Configuration of OLMo Hybrid. Defaults: those of transformers' OlmoHybridConfig, close to Olmo-Hybrid-7B.
 
     Attributes:
         use_rope: rotate queries and keys of full attention; false for no positions (NoPE).
-        layer_types: "linear_attention" or "full_attention" for each layer; None: every fourth layer uses full
-            attention, or the last one of fewer than four.
+        layer_types: None: every fourth layer uses full attention, or the last one of fewer than four.
         linear_num_key_heads: query and key heads of linear attention; None for `num_attention_heads`.
         linear_num_value_heads: value heads, a multiple of the key heads; None likewise.
         linear_key_head_dim: features of a query or key head of linear attention; None for three quarters of
@@ -50,7 +49,6 @@ class OlmoHybridConfig(Olmo2Config):
     max_position_embeddings: int = 65536
     rms_norm_eps: float = 1e-6
     use_rope: bool = True
-    layer_types: Sequence[str] | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
@@ -60,7 +58,6 @@ class OlmoHybridConfig(Olmo2Config):
 
     def validate(self) -> None:
         super().validate()
-        check_layer_types(self, ("linear_attention", "full_attention"))
         keys, values = self.linear_heads
         refuse_unless(values % keys == 0, "linear_num_value_heads", values, f"a multiple of the {keys} key heads")
         size, expected = self.linear_key_head_dim, "a number, or fewer key heads"
@@ -70,10 +67,7 @@ class OlmoHybridConfig(Olmo2Config):
             expected = f"{default} with use_rope=False"
             refuse_unless(self.use_rope or value == default, name, value, expected, "no rotary embedding")
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, uses linear attention."""
-        if self.layer_types is not None:
-            return self.layer_types[layer] == "linear_attention"
+    def alternates(self, layer: int) -> bool:
         return layer % 4 != 3 and (self.num_hidden_layers > 3 or layer + 1 < self.num_hidden_layers)
 
     @property

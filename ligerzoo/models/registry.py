@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "hyperclovax": "HyperCLOVAX",
     "internlm3": "InternLM3",
     "iquestcoder": "IQuestCoder",
+    "kimi_linear": "KimiLinear",
     "kolibri1": "Kolibri1",
     "lfm2": "Lfm2",
     "lfm2_moe": "Lfm2Moe",

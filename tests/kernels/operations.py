@@ -290,6 +290,11 @@ def _ssd_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tenso
     return [numbers(batch, 3, 5, dtype=dtype, device=device), *(numbers(5, dtype=dtype, device=device) for _ in "ab")]
 
 
+def _delta_channel_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = (batch, 3, 5, 7), (batch, 3, 5), (5,), (5, 7)
+    return [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
+
+
 def _causal_conv_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     shapes = (batch, 7, 33), (33, 4), (33,)
     return [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
@@ -345,6 +350,9 @@ OPERATIONS = [
         partial(kernel_file("delta_gates").reference, max_strength=1.5),
         _delta_gates_inputs,
     ),
+    Operation(
+        "delta_gates-channels", kernels.delta_gates, kernel_file("delta_gates").reference, _delta_channel_gates_inputs
+    ),
     *(
         Operation(
             name,
@@ -364,6 +372,7 @@ OPERATIONS = [
         for name, options in (
             ("gated_rms_norm", {}),
             ("gated_rms_norm-groups", {"group_size": 11, "norm_before_gate": False}),
+            ("gated_rms_norm-sigmoid", {"activation": "sigmoid"}),
         )
     ),
     Operation("xielu", kernels.xielu, kernel_file("xielu").reference, _xielu_inputs),
@@ -508,7 +517,8 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
-    "gated_delta_rule", "delta_gates", "ssd_gates", "causal_conv1d-silu", "gated_rms_norm-groups", "xielu",
+    "gated_delta_rule", "delta_gates", "delta_gates-channels", "ssd_gates", "causal_conv1d-silu",
+    "gated_rms_norm-groups", "xielu",
     "token_statistics", "softmax", "contrastive-symmetric", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "glu_linear-terms",
     "apply_sinks",

@@ -578,7 +578,7 @@ def _causal_conv_backward(device: str) -> Samples:
 
 def _gated_rms_norm_forward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    first, grouped = GatedNormOptions(1e-6, 33, True), GatedNormOptions(1e-6, 11, False)
+    first, grouped = GatedNormOptions(1e-6, 33, True, False), GatedNormOptions(1e-6, 11, False, False)
     return [
         {"x": t(5, 33), "z": t(5, 33), "weight": t(33), "options": first},
         {"x": half(2, 3, 33), "z": transposed(half(2, 3, 33)), "weight": t(33), "options": grouped},
@@ -589,8 +589,8 @@ def _gated_rms_norm_forward(device: str) -> Samples:
 def _gated_rms_norm_backward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     common = {"dy": t(5, 33), "x": t(5, 33), "z": t(5, 33), "weight": t(33), "rstd": t(5).abs()}
-    common |= {"options": GatedNormOptions(1e-6, 33, True)}
-    grouped = {"options": GatedNormOptions(1e-6, 11, False), "rstd": t(15).abs()}
+    common |= {"options": GatedNormOptions(1e-6, 33, True, False)}
+    grouped = {"options": GatedNormOptions(1e-6, 11, False, False), "rstd": t(15).abs()}
     everything = {"needs": GatedNormNeeds(True, True, True)}
     return [
         common | everything,
@@ -627,6 +627,21 @@ def _delta_gates_backward(device: str) -> Samples:
     forward = _delta_gates_forward(device)
     t = partial(new, device=device)
     return [{"dg": t(*f["a"].shape), "dbeta": t(*f["a"].shape).to(f["b"].dtype), **f} for f in forward]
+
+
+def _delta_channel_gates_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    samples = [
+        {"a": t(2, 3, 5, 7), "b": t(2, 3, 5), "a_log": t(5), "dt_bias": t(5, 7)},
+        {"a": half(2, 3, 80)[..., :35].unflatten(-1, (5, 7)), "b": half(2, 3, 5), "a_log": t(5), "dt_bias": half(5, 7)},
+        {"a": t(0, 5, 7), "b": t(0, 5), "a_log": t(5), "dt_bias": t(5, 7)},
+    ]
+    return [{**sample, "max_strength": 2.0} for sample in samples]
+
+
+def _delta_channel_gates_backward(device: str) -> Samples:
+    forward = _delta_channel_gates_forward(device)
+    return [{"dg": new(*f["a"].shape, device=device), "dbeta": torch.ones_like(f["b"]), **f} for f in forward]
 
 
 SAMPLES: dict[str, Callable[[str], Samples]] = {
@@ -677,6 +692,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "gated_rms_norm_backward": _gated_rms_norm_backward,
     "xielu_forward": _xielu_forward,
     "xielu_backward": _xielu_backward,
+    "delta_channel_gates_forward": _delta_channel_gates_forward,
+    "delta_channel_gates_backward": _delta_channel_gates_backward,
     "delta_gates_forward": _delta_gates_forward,
     "delta_gates_backward": _delta_gates_backward,
 }

@@ -16,6 +16,7 @@ from ligerzoo.layers import (
     GatedAttention,
     GatedDeltaNet,
     GatedMLP,
+    KimiDeltaAttention,
     KVCache,
     Linear,
     LinearAttentionBlock,
@@ -37,6 +38,10 @@ def delta_net(kernel_size: int = 4) -> GatedDeltaNet:
 
 def mamba() -> Mamba2Mixer:
     return Mamba2Mixer(HIDDEN, 4, 5, 6, num_groups=2, in_bias=True)
+
+
+def kda() -> KimiDeltaAttention:
+    return KimiDeltaAttention(HIDDEN, 4, 6)
 
 
 def with_exact_projections(net: RecurrentMixer) -> RecurrentMixer:
@@ -77,7 +82,7 @@ def packed_context(x: Tensor, lengths: list[int], given: str) -> Context:
 
 
 @pytest.mark.parametrize("lengths", [[64, 128, 64], [1, 70, 2, 1, 130]], ids=str)
-@pytest.mark.parametrize("kernel_size, kind", [(1, "delta"), (2, "delta"), (4, "delta"), (4, "mamba")])
+@pytest.mark.parametrize("kernel_size, kind", [(1, "delta"), (2, "delta"), (4, "delta"), (4, "mamba"), (4, "kda")])
 @pytest.mark.parametrize("given", ["cu_seqlens", "position_ids"])
 def test_packed_segments_are_those_of_each_alone(
     lengths: list[int], kernel_size: int, kind: str, given: str, device: str
@@ -85,8 +90,10 @@ def test_packed_segments_are_those_of_each_alone(
     """Bit by bit: neither the state nor the convolution sees other segments. Those of one and two tokens are shorter
     than it."""
     options = {"conv_kernel_size": kernel_size}
-    delta, ssd = GatedDeltaNet(HIDDEN, 2, 16, 8, 4, **options), Mamba2Mixer(HIDDEN, 16, 4, 8, num_groups=2, **options)
-    net = with_exact_projections(delta if kind == "delta" else ssd).to(device)
+    delta, channels = GatedDeltaNet(HIDDEN, 2, 16, 8, 4, **options), KimiDeltaAttention(HIDDEN, 16, 4, **options)
+    ssd = Mamba2Mixer(HIDDEN, 16, 4, 8, num_groups=2, **options)
+    nets: dict[str, RecurrentMixer] = {"delta": delta, "mamba": ssd, "kda": channels}
+    net = with_exact_projections(nets[kind]).to(device)
     x = torch.randn(1, sum(lengths), HIDDEN, device=device, requires_grad=True)
     packed = net(x, packed_context(x, lengths, given))
     weights = torch.randn_like(packed)
@@ -154,7 +161,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("new", [delta_net, mamba])
+@pytest.mark.parametrize("new", [delta_net, mamba, kda])
 def test_padding_anywhere_has_no_effect(new: Callable[[], RecurrentMixer], device: str) -> None:
     net = new().to(device)
     mask = torch.tensor([[c == "#" for c in row] for row in MASKS], device=device)
@@ -340,7 +347,7 @@ def test_gated_attention_is_attention_times_a_gate(bias: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("new", [delta_net, mamba])
+@pytest.mark.parametrize("new", [delta_net, mamba, kda])
 def test_bytes_of_the_states(new: Callable[[], RecurrentMixer]) -> None:
     net = new().bfloat16()
     x = torch.randn(3, 5, HIDDEN, dtype=torch.bfloat16)

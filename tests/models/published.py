@@ -80,6 +80,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "flint": [{}],
     "kolibri1": [{}],
     "mellum": [{}],
+    "kimi_linear": [{}],
     "olmo_hybrid": [{}],
     "olmoe": [{}],
     "youtu": [{}],

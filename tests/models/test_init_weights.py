@@ -30,6 +30,7 @@ from ligerzoo.layers import (
     TileEmbedding,
     TilePositionEmbedding,
 )
+from ligerzoo.layers.delta_net import ForgetGate
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from tests.models.zoo import CHECKPOINTS
 
@@ -123,7 +124,7 @@ def test_statistics(model_type: str, std: float) -> None:
             elif isinstance(module, XIELU):
                 expected = 0.8 if own == "alpha_p" else 0.3
                 torch.testing.assert_close(nn.functional.softplus(parameter.data), torch.tensor([expected]))
-            elif isinstance(module, Mamba2Mixer) and own == "dt_bias":
+            elif isinstance(module, ForgetGate | Mamba2Mixer) and own == "dt_bias":
                 steps = nn.functional.softplus(parameter)
                 assert 0.00099 < steps.min().item() < steps.max().item() < 0.101, name
             elif isinstance(module, GatedRMSNorm) or own in ("dt_bias", "D"):

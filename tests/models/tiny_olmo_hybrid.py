@@ -70,9 +70,7 @@ def on_the_hub(*rows: int) -> Callable[[Tensors], Tensors]:
 
 
 def olmos() -> Iterator[Tiny]:
-    yield olmo(
-        "as on the hub", {"torch_dtype": "bfloat16"}, tensors=on_the_hub(16, 16, 48), stored_dtype=torch.bfloat16
-    )
+    yield olmo("as on the hub", tensors=on_the_hub(16, 16, 48))
     yield olmo(
         "minimal config",
         {"num_hidden_layers": 3},
@@ -82,6 +80,7 @@ def olmos() -> Iterator[Tiny]:
             "max_position_embeddings", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "torch_dtype",
         ),
         tensors=on_the_hub(24, 24, 48),
+        stored_dtype=torch.bfloat16,
     )  # fmt: skip
     yield olmo(
         "saved by transformers",

@@ -39,7 +39,10 @@ def module_pairs(ours: CausalLM, theirs: PreTrainedModel) -> dict[str, str]:
 
 
 def _called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, part) for name, part in model.named_modules() if name and not isinstance(part, nn.ModuleList))
+    """The modules with a `forward`: neither lists, nor modules that only hold parameters."""
+    return (
+        (name, part) for name, part in model.named_modules() if name and type(part).forward is not nn.Module.forward
+    )
 
 
 def not_run(names: Iterable[str], layers: Collection[str], run: Collection[str]) -> Iterator[str]:
