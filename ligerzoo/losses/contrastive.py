@@ -606,11 +606,19 @@ def _ids(
             given["negatives_of"] = negatives_of, tuple(negatives.shape[:1])
     elif negative_ids is not None:
         raise LigerzooError("negative_ids without negatives", where=name)
+    if negatives_of is not None and (negatives is None or negatives.dim() == 3):
+        got = "none" if negatives is None else f"{tuple(negatives.shape)}, whose first index is the query"
+        raise LigerzooError("negatives_of without negatives (M, D)", where=name, got=got)
     if negative_ids is not None and positive_ids is None:
         raise LigerzooError("negative_ids without positive_ids, which they are compared with", where=name)
     for argument, (ids, shape) in given.items():
         if ids is not None:
             check_tensor(name, argument, ids, "integer", [shape], device)
+    if negatives_of is not None and negatives_of.numel() and device.type == "cpu":  # on a GPU, it would wait
+        least, most = torch.stack(negatives_of.aminmax()).tolist()
+        if least < -1 or most >= n:
+            expected = f"-1 to {n - 1}"
+            raise LigerzooError(where=f"{name}: negatives_of", got=least if least < -1 else most, expected=expected)
     samples = torch.arange(n, device=device)
     if negatives is None or negatives.dim() == 2:
         samples = torch.full((0 if negatives is None else len(negatives),), -1, device=device)

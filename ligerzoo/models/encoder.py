@@ -103,7 +103,7 @@ class EncoderModel(LanguageModel):
         """Runs the encoder without a head.
 
         Texts with a padding mask are packed into one row, so that nothing is computed for padding. Compiled code, and
-        calls with `position_ids` or `output_attentions`, compute padding.
+        calls with `position_ids` or `output_attentions`, or masks of more than padding at the ends, compute padding.
 
         Args:
             x: (B, T) token ids, or (B, T, H) embeddings.
@@ -168,5 +168,8 @@ def _tokens(attention_mask: Tensor | None, shape: torch.Size, device: torch.devi
     """Returns the indices of tokens that are not padding, of all B * T; None if rows are not packed."""
     if attention_mask is None or getattr(attention_mask, "shape", None) != shape or not reads_values():
         return None
-    index = attention_mask.to(device, torch.bool).flatten().nonzero()[:, 0]
-    return index if 0 < len(index) < shape.numel() else None
+    is_token = attention_mask.to(device, torch.bool)
+    index = is_token.flatten().nonzero()[:, 0]
+    starts = is_token[:, :1].sum() + (is_token[:, 1:] & ~is_token[:, :-1]).sum()
+    has_holes = starts > is_token.any(1).sum()  # whose neighbours are not neighbours of each other
+    return index if 0 < len(index) < shape.numel() and not has_holes else None

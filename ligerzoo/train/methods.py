@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from ligerzoo.errors import ConfigError
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.train.data_options import EncodingOptions, Packing, TooLong, TrainAnswers
-from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, changeable, option
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, PositiveFraction, changeable, option
 from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
 if TYPE_CHECKING:
@@ -270,7 +270,9 @@ class MLMRunOptions(BatchOptions):
     )
     method: Literal["mlm"] = option("predicts masked tokens of texts, with an encoder", "mlm")
     data: tuple[str, ...] = option("file with texts; several are one data set")
-    mask_fraction: Fraction = option("probability that a token is predicted; ModernBERT was trained with 0.3", 0.15)
+    mask_fraction: PositiveFraction = option(
+        "probability that a token is predicted, at least one in a row; ModernBERT was trained with 0.3", 0.15
+    )
     mask_share: Fraction = option("share of the predicted tokens that the model sees as the mask token", 0.8)
     random_share: Fraction = option("share of them that it sees as a random token; others stay unchanged", 0.1)
     seq_length: Count = option("tokens in a row; texts share rows, and longer ones become several", 512)

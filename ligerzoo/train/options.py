@@ -24,6 +24,7 @@ from ligerzoo.checks import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
+    POSITIVE_FRACTION,
     TEXT,
     Values,
     annotated_values,
@@ -47,6 +48,7 @@ Seed = Annotated[int, integer(0, 2**63 - 1)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE._replace(expected="a number, 0 or more")]
 Fraction = Annotated[float, FRACTION]
+PositiveFraction = Annotated[float, POSITIVE_FRACTION]
 Budget = Annotated[str, TEXT._replace(expected='a positive number of GiB, "auto" or "none"', contains=_is_budget)]
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal, cast
 
 from ligerzoo import Tokenizer
-from ligerzoo.errors import DataError
+from ligerzoo.errors import ConfigError, DataError
 from ligerzoo.models import CausalLM
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
@@ -269,6 +269,10 @@ class RunPairs(RunSamples):
         query, document = options.prompts_of(model.settings)
         length = min(options.seq_length, model.max_length)
         self._encoding = replace(self._encoding, seq_length=length, query_prompt=query, document_prompt=document)
+        found = sum(1 for _ in islice(self.samples(self._paths, ONCE), self.per_step))
+        if found < self.per_step:
+            what, remedy = "the data has fewer pairs than a step", f"For example --pairs {found}."
+            raise ConfigError(what, where="option pairs", got=self.per_step, expected=f"at most {found}", remedy=remedy)
         held_out = self.samples(options.eval_data, ONCE) if options.eval_data else ()
         self.held_out = [cast(PairSample, sample) for sample in held_out]
 

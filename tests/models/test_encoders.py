@@ -398,3 +398,13 @@ def test_token_types_are_checked() -> None:
 def test_a_null_theta_of_local_attention_is_the_global_one() -> None:
     config = architecture_of("modernbert").config_from_hf({"global_rope_theta": 500.0, "local_rope_theta": None})
     assert (config.rope_theta, config.rope_local_base_freq) == (500.0, 500.0)
+
+
+def test_masks_with_holes_are_not_packed() -> None:
+    """The neighbours of a hole keep their distance, as in transformers."""
+    model, mask = ModernBert(CONFIG), torch.ones_like(TOKENS)
+    model.init_weights(0.5)
+    mask[0, 4:6] = 0
+    logits = model(TOKENS, mask).logits
+    torch.testing.assert_close(logits, model(TOKENS, mask, position_ids=torch.arange(20)[None]).logits)
+    assert not torch.allclose(logits[0, 0], model(TOKENS[:1, [0, 1, 2, 3, *range(6, 20)]]).logits[0, 0], atol=1e-4)
