@@ -11,9 +11,9 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.parallel import reshard
 from ligerzoo.train import processes
-from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches
+from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, Sample, format_sample
 from ligerzoo.train.data.masking import MaskedBatch, Masking, row_seeds
-from ligerzoo.train.data.samples import UNTRAINED
+from ligerzoo.train.data.samples import UNTRAINED, AnySample
 from ligerzoo.train.data_options import ONCE, Frame, ReadOrder
 from ligerzoo.train.evaluation import evaluating
 from ligerzoo.train.methods import MLMRunOptions
@@ -58,6 +58,18 @@ class MaskedData(RunData):
             stream, seq_length=length, documents="whole", eos_token_id=end, frame=self._frame, **self._shared
         )
 
+    def show(self) -> None:
+        """Prints the first three texts with masks, the tokens that are predicted in colour."""
+        for index, sample in enumerate(self.shown):
+            processes.say(format_sample(self._example(sample, index), self._tokenizer, max_tokens=500))
+
+    def _example(self, sample: AnySample, index: int) -> Sample:
+        """Returns a text alone with the masks of a row of the evaluation data."""
+        (text,) = sample.segments
+        ids = torch.tensor(text.input_ids[: self._seq_length])
+        seen, labels = self._masking.mask(ids, next(row_seeds(self._seed, 0, index, 1)))
+        return Sample(seen.tolist(), labels.tolist(), text.source)
+
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their rows."""
         rows = processes.data_ranks() * self.per_step * self._rows
@@ -85,12 +97,12 @@ class MaskedData(RunData):
         assert self._eval_paths is not None
         shown = []
         for index, sample in zip(range(_SHOWN), self.samples(self._eval_paths, ONCE), strict=False):
-            ids = torch.tensor(sample.segments[0].input_ids[: self._seq_length])
-            seen, labels = self._masking.mask(ids, next(row_seeds(self._seed, 0, index, 1)))
+            example = self._example(sample, index)
             with evaluating(model):
-                logits = model(seen[None].to(model.device)).logits
-            predicted = logits[0].argmax(-1).cpu()[labels != UNTRAINED]
-            shown.append({"prompt": self._tokenizer.decode(seen), "continuation": self._tokenizer.decode(predicted)})
+                logits = model(torch.tensor([example.input_ids], device=model.device)).logits
+            predicted = logits[0].argmax(-1).cpu()[torch.tensor(example.labels) != UNTRAINED]
+            seen = self._tokenizer.decode(example.input_ids)
+            shown.append({"prompt": seen, "continuation": self._tokenizer.decode(predicted)})
         if processes.world_size() > 1:
             reshard(model)
         return shown

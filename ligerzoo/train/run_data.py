@@ -273,6 +273,9 @@ class RunPairs(RunSamples):
         if found < self.per_step:
             what, remedy = "the data has fewer pairs than a step", f"For example --pairs {found}."
             raise ConfigError(what, where="option pairs", got=self.per_step, expected=f"at most {found}", remedy=remedy)
+        if options.dims is not None and max(options.dims) > (size := model.embedding_size):
+            what, expected = "more features than embeddings have", f"at most {size}"
+            raise ConfigError(what, where="option dims", got=options.dims, expected=expected)
         held_out = self.samples(options.eval_data, ONCE) if options.eval_data else ()
         self.held_out = [cast(PairSample, sample) for sample in held_out]
 

@@ -243,9 +243,11 @@ def test_a_model_without_pooling_is_refused(checkpoint: Path, pairs: Path, tmp_p
         train(given_options(checkpoint, pairs, tmp_path / "run", pooling=None))
 
 
-def test_less_data_than_a_step_is_refused(checkpoint: Path, pairs: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_are_refused(checkpoint: Path, pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"option pairs: the data has fewer pairs than a step; got 41; .* 40\."):
-        train(given_options(checkpoint, pairs, tmp_path / "run", pairs=41))
+        train(given_options(checkpoint, pairs, tmp_path / "run", pairs=41, dry_run=True))
+    with pytest.raises(ConfigError, match=r"option dims: more features than embeddings have; .*; expected at most "):
+        train(given_options(checkpoint, pairs, tmp_path / "run", dims=(8, 999), dry_run=True))
 
 
 # Data

@@ -89,12 +89,15 @@ def originals(batch: MaskedBatch) -> Tensor:
     return torch.cat([torch.tensor(one.input_ids) for row in batch.rows for sample in row for one in sample.segments])
 
 
-def test_masked_tokens_are_learned_and_evaluated(encoder: Path, texts: Path, tmp_path: Path) -> None:
+def test_masked_tokens_are_learned_and_evaluated(
+    encoder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = given(
         encoder, texts, tmp_path / "run", eval_data=(str(texts),), eval_every=10, max_steps=20, lr=1e-2, batch_size=4,
         mask_fraction=0.3,
     )  # fmt: skip
     assert cli.main(arguments(run)) == 0
+    assert "<mask>]]" in capsys.readouterr().out
     log = read_log(tmp_path / "run" / "log.jsonl")
     steps = [entry for entry in log if "loss" in entry]
     first, last = (entry for entry in log if "eval_loss" in entry)

@@ -66,9 +66,10 @@ class DataReport:
             raise DataError(self.problems[0] if self.num_problems == 1 else "\n".join(self._lines_of_problems()))
 
     def __str__(self) -> str:
+        trained = "" if self.kind in ("prompt", "pair") else f", {self.trained_tokens:,} of them trained"
         lines = [
-            f"{self.samples:,} samples of kind {self.kind!r}, {self.tokens:,} tokens, {self.trained_tokens:,} of them "
-            f"trained; {f'{self.images:,} images; ' if self.images else ''}longest sequence {self.longest:,} tokens; "
+            f"{self.samples:,} samples of kind {self.kind!r}, {self.tokens:,} tokens{trained}; "
+            f"{f'{self.images:,} images; ' if self.images else ''}longest sequence {self.longest:,} tokens; "
             f"{self.dropped:,} records without a sample"
         ]
         return "\n".join(lines + (self._lines_of_problems() if self.num_problems else []))
