@@ -18,6 +18,7 @@ from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
 from ligerzoo.layers.linear import INIT_STD, Linear, initialize
+from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.norm import LayerNorm
 from ligerzoo.layers.plain import is_unmodified
 from ligerzoo.layers.projection import LinearTerms
@@ -251,8 +252,8 @@ class PaddedVisionTower(nn.Module):
         pixels, rows = self.patch_embedder.input_proj.in_features, self.patch_embedder.position_embedding_table.shape[1]
         patches, positions = padded_positions(patches, positions, pixels, rows)
         patches, order = pooling_order(patches, positions, self.pool_size)
-        x, axes = self.patch_embedder(patches, positions), positions.clamp(min=0).movedim(-1, 0)
-        x, _ = self.encoder(x, Context(x, positions[..., 0] >= 0, axes))
+        x = self.patch_embedder(patches, positions)
+        x, _ = self.encoder(x, Context(x, _mask_of_patches(positions), positions.movedim(-1, 0)))
         if self.pool_size > 1:
             blocks = x.gather(1, order[..., None].expand_as(x)).view(len(x), -1, self.pool_size**2, x.shape[-1])
             x = blocks.mean(2, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
@@ -263,8 +264,16 @@ class PaddedVisionTower(nn.Module):
 
 
 def embedded_positions(table: Tensor, positions: Tensor) -> Tensor:
-    """Returns the sum of the embeddings of column and row; table: (2, P, E), positions: (n, L, 2) -> (n, L, E)."""
-    return F.embedding(positions[..., 0].clamp(min=0), table[0]) + F.embedding(positions[..., 1].clamp(min=0), table[1])
+    """Returns the sum of the embeddings of column and row, 0 for padding; table: (2, P, E) -> (n, L, E).
+
+    Args:
+        table: embeddings of columns, and of rows.
+        positions: (n, L, 2), see `padded_positions`.
+    """
+    columns, rows = (
+        F.embedding(index.clamp(min=0), part) for index, part in zip(positions.unbind(-1), table, strict=True)
+    )
+    return (columns + rows).where(positions[..., :1] >= 0, 0.0)
 
 
 def padded_positions(patches: Tensor, positions: Tensor, pixels: int, largest: int) -> tuple[Tensor, Tensor]:
@@ -310,6 +319,14 @@ def pooling_order(patches: Tensor, positions: Tensor, pool_size: int) -> tuple[T
     index = torch.arange(length, device=square.device)
     fits = (square == index // k**2) | (index >= is_patch.sum(1, keepdim=True))
     return validated(patches, fits.all(), lambda: _message("patches cannot be pooled", expected)), order
+
+
+def _mask_of_patches(positions: Tensor) -> Mask:
+    """Returns the mask with which each patch sees all patches of its image, and no padding, which is last."""
+    length = positions.shape[1]
+    query = torch.arange(length, device=positions.device)[None].expand(len(positions), -1)
+    last = (positions[..., 0] >= 0).sum(1, keepdim=True) - 1
+    return Mask(query, torch.zeros_like(query), last.expand_as(query), length)
 
 
 def _message(what: str, expected: str) -> str:

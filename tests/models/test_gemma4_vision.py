@@ -16,6 +16,7 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
+from ligerzoo.layers.context import InputProperties, assuming_inputs
 from ligerzoo.models import CausalLM, Gemma4
 from tests.covering import every_backend
 from tests.models import tiny_gemma4, tiny_gemma4_unified
@@ -260,6 +261,15 @@ def test_images_see_later_patches_within_windows_only(tmp_path: Path, device: st
         p.vision["pixel_values"][0, 3] += torch.rand_like(p.vision["pixel_values"][0, 3])
         differs = (logits != model(p.ids, **p.vision).logits).any(-1)[0].tolist()
         assert differs == [False] * 5 + [is_seen] * 3 + [True] * 9
+
+
+@torch.no_grad()
+def test_images_have_padding_where_texts_have_none(model: CausalLM) -> None:
+    """The trainer knows that packed rows have no padding. Images have some all the same."""
+    p = prompt_for(model, PROMPTS["images"])
+    expected = model(p.ids, **p.vision).logits
+    with assuming_inputs(InputProperties(has_padding=False, has_segments=False)):
+        assert_close(model(p.ids, **p.vision).logits, expected, "logits")
 
 
 # Training
