@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo import cli
+from ligerzoo import AutoModel, cli
+from ligerzoo.convert import architecture_of
 from ligerzoo.doctor import Certificate, Finding, default_models, exact, examine
 from ligerzoo.doctor.exact import CHECKS, count_packed, count_placements, exact_findings, head_shapes, weights_by_shape
+from ligerzoo.doctor.paths import path_findings
 from ligerzoo.generate import Completion
 from ligerzoo.layers import MoE, exactness, invariance
 from ligerzoo.layers.cache import TokenCache
@@ -32,6 +34,7 @@ from ligerzoo.layers.lora import LoRAOptions
 from ligerzoo.layers.masks import CausalMask
 from ligerzoo.layers.moe import RouterLogits
 from ligerzoo.models import CausalLM
+from tests.models.tiny_gemma4_text import GEMMA4_TEXT
 
 LLAMA = next(Path(cli.__file__).parents[1].rglob("tiny-python-llama"))
 CPU = torch.device("cpu")
@@ -307,3 +310,12 @@ def test_a_refused_machine_leaves_the_counts(monkeypatch: pytest.MonkeyPatch) ->
     certificate = Certificate("model", {}, list(findings.values()), 1.0)
     assert not certificate.holds
     assert "fails: products (1 s)" in str(certificate)
+
+
+def test_a_model_with_per_layer_embeddings() -> None:
+    """It reads token ids only."""
+    config = architecture_of("gemma4_text").config_from_hf(GEMMA4_TEXT)
+    found = list(path_findings(AutoModel.from_config(config), random.Random(0)))
+    assert {(one.name, one.status) for one in found} == {
+        (name, "holds") for name in ("packed row", "left padding", "KV cache")
+    }

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.doctor.findings import Finding
 from ligerzoo.doctor.texts import longest_text, random_tokens
@@ -23,9 +23,9 @@ def path_findings(model: CausalLM, chance: random.Random) -> Iterator[Finding]:
     texts = [random_tokens(model, chance, 1, length).to(model.device) for length in lengths]
     alone = torch.cat([model(text).logits for text in texts], 1)
     eps = torch.finfo(alone.dtype).eps
-    rounding = max(
-        eps / 2, _error(torch.cat([model(inputs_embeds=_changed(model, x)).logits for x in texts], 1), alone)
-    )
+    with model.get_input_embeddings().register_forward_hook(_changed):
+        changed = torch.cat([model(text).logits for text in texts], 1)
+    rounding = max(eps / 2, _error(changed, alone))
 
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])[None]
     packed = model(torch.cat(texts, 1), position_ids=positions).logits
@@ -40,9 +40,8 @@ def path_findings(model: CausalLM, chance: random.Random) -> Iterator[Finding]:
     yield _finding("KV cache", _error(torch.cat(steps, 1), alone[:, : lengths[0]]), rounding)
 
 
-def _changed(model: CausalLM, ids: Tensor) -> Tensor:
-    """The embeddings, changed by up to an ulp."""
-    x: Tensor = model.get_input_embeddings()(ids)
+def _changed(module: nn.Module, inputs: object, x: Tensor) -> Tensor:
+    """Returns the output of the embedding, changed by up to an ulp."""
     return x + x * torch.finfo(x.dtype).eps * (2 * torch.rand_like(x) - 1)
 
 
