@@ -41,12 +41,12 @@ from ligerzoo.models.gemma3_text import Gemma3Text as _Gemma3Text
 from ligerzoo.models.gemma3_text import Gemma3TextConfig as Gemma3TextConfig
 from ligerzoo.models.gemma4 import Gemma4 as _Gemma4
 from ligerzoo.models.gemma4 import Gemma4Config as Gemma4Config
-from ligerzoo.models.gemma4 import Gemma4VisionConfig as Gemma4VisionConfig
 from ligerzoo.models.gemma4_text import Gemma4Text as _Gemma4Text
 from ligerzoo.models.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
 from ligerzoo.models.gemma4_unified import Gemma4Unified as _Gemma4Unified
 from ligerzoo.models.gemma4_unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
 from ligerzoo.models.gemma4_unified import Gemma4UnifiedVisionConfig as Gemma4UnifiedVisionConfig
+from ligerzoo.models.gemma4_vision import Gemma4VisionConfig as Gemma4VisionConfig
 from ligerzoo.models.glm import Glm as _Glm
 from ligerzoo.models.glm import GlmConfig as GlmConfig
 from ligerzoo.models.glm4 import Glm4 as _Glm4

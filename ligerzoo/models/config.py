@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Never, Protocol, TypeGuard, get_args, get_type_hints
@@ -29,8 +29,8 @@ def check_fields(config: Any) -> None:
     be 0 or negative. Floats are 0 or from 1e-30 to 1e30, and may be given as integers. None is allowed if annotated.
     """
     hints = field_types(type(config))
-    for field in fields(config):
-        name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
+    for each in fields(config):
+        name, hint, least = each.name, hints[each.name], each.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if (value is None and NoneType in kinds) or (is_text(value) and str in kinds):
             continue
@@ -300,3 +300,34 @@ class WindowedConfig(DecoderConfig):
     def window(self, layer: int) -> int | None:
         """Tokens that a token attends to in this layer, including itself; None for full attention."""
         return self.sliding_window if self.is_sliding(layer) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKeysConfig(WindowedConfig):
+    """Config of a decoder whose last layers attend to keys and values of earlier layers of their kind.
+
+    Attributes:
+        num_kv_shared_layers: number of these last layers.
+    """
+
+    num_kv_shared_layers: int = field(default=0, metadata={"least": 0})
+
+    def validate(self) -> None:
+        super().validate()
+        slides = any(map(self.is_sliding, range(self.num_hidden_layers)))
+        has_sources = all(self.last_own_layer(kind) is not None for kind in {False, slides})
+        expected = "fewer layers, so that earlier ones of each kind have keys and values"
+        refuse_unless(has_sources, "num_kv_shared_layers", self.num_kv_shared_layers, expected)
+
+    def shares_keys(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, attends to keys and values of an earlier one."""
+        return layer >= self.num_hidden_layers - self.num_kv_shared_layers
+
+    def last_own_layer(self, slides: bool) -> int | None:
+        """The last layer with or without a sliding window that has keys and values itself; None without any."""
+        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
+        return next((i for i in reversed(own) if self.is_sliding(i) is slides), None)
+
+    def is_source(self, layer: int) -> bool:
+        """Whether later layers attend to the keys and values of this layer, counted from 0."""
+        return self.num_kv_shared_layers > 0 and layer == self.last_own_layer(self.is_sliding(layer))

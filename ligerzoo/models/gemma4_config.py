@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, Scaling, is_rotary_dim
-from ligerzoo.models.config import WindowedConfig, check_positive, check_theta, refuse_unless
+from ligerzoo.models.config import SharedKeysConfig, check_positive, check_theta, refuse_unless
 
 PROPORTIONAL: Scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 """Rope scaling of the full-attention layers of published checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4DecoderConfig(WindowedConfig):
+class Gemma4DecoderConfig(SharedKeysConfig):
     """Configuration of Gemma 4's decoder. Defaults: those of transformers' Gemma4TextConfig.
 
     Attributes:
@@ -23,10 +23,8 @@ class Gemma4DecoderConfig(WindowedConfig):
         global_head_dim: features per head of full-attention layers.
         num_global_key_value_heads: key-value heads of full-attention layers; None for `num_key_value_heads`.
         attention_k_eq_v: full-attention layers use keys as values.
-        num_kv_shared_layers: number of last layers that attend to keys and values of earlier ones.
-        use_double_wide_mlp: these layers have twice the intermediate features.
-        rope_theta: rotary base of full-attention layers.
-        rope_scaling: rope scaling of full-attention layers only.
+        use_double_wide_mlp: the last `num_kv_shared_layers` layers have twice the intermediate features.
+        rope_theta, rope_scaling: of full-attention layers only.
         rope_local_base_freq: rotary base of sliding-window layers.
         attention_bias: add biases to the query, key, value and output projections.
         final_logit_softcapping: soft cap of the logits, `cap * tanh(logit / cap)`; None for no cap.
@@ -34,9 +32,7 @@ class Gemma4DecoderConfig(WindowedConfig):
         hidden_size_per_layer_input: features of the per-layer embeddings; 0 for none.
         vocab_size_per_layer_input: number of per-layer embeddings.
         enable_moe_block: add a mixture of experts to each layer.
-        num_experts: experts of a layer.
-        num_experts_per_tok: experts selected for each token.
-        moe_intermediate_size: intermediate features of each expert.
+        num_experts, num_experts_per_tok, moe_intermediate_size: those of the mixtures, see `MixedMoEConfig`.
     """
 
     vocab_size: int = 262144
@@ -52,7 +48,6 @@ class Gemma4DecoderConfig(WindowedConfig):
     tie_word_embeddings: bool = True
     sliding_window: int | None = 512
     attention_k_eq_v: bool = False
-    num_kv_shared_layers: int = field(default=0, metadata={"least": 0})
     use_double_wide_mlp: bool = False
     rope_theta: float = 1e6
     rope_scaling: Scaling | None = field(default_factory=lambda: dict(PROPORTIONAL))
@@ -73,18 +68,14 @@ class Gemma4DecoderConfig(WindowedConfig):
         check_positive(self, "final_logit_softcapping")
         sizes, expected = self.head_size, f"an even number, 2 to {MAX_ROTARY_DIM}"
         refuse_unless(is_rotary_dim(sizes), "head_dim", sizes, expected, "invalid number of rotated features")
-        slides, kv_heads = any(map(self.is_sliding, range(self.num_hidden_layers))), self.num_global_key_value_heads
-        has_sources = all(self.last_own_layer(kind) is not None for kind in {False, slides})
-        expected = "fewer layers, so that earlier ones of each kind have keys and values"
-        refuse_unless(has_sources, "num_kv_shared_layers", self.num_kv_shared_layers, expected)
+        kv_heads = self.num_global_key_value_heads
         is_divisor = kv_heads is None or (self.attention_k_eq_v and self.num_attention_heads % kv_heads == 0)
         expected = f"None, or with attention_k_eq_v a divisor of num_attention_heads, {self.num_attention_heads}"
         refuse_unless(is_divisor, "num_global_key_value_heads", kv_heads, expected)
         directions, given = (None, "all", "vision"), self.use_bidirectional_attention
         refuse_unless(given in directions, "use_bidirectional_attention", given, 'None, "all" or "vision"')
-        size, features = self.vocab_size_per_layer_input, self.hidden_size_per_layer_input
-        fits = size >= self.vocab_size or features == 0
-        refuse_unless(fits, "vocab_size_per_layer_input", size, f"at least vocab_size, {self.vocab_size}")
+        size, least = self.vocab_size_per_layer_input, self.vocab_size if self.hidden_size_per_layer_input else 0
+        refuse_unless(size >= least, "vocab_size_per_layer_input", size, f"at least vocab_size, {least}")
         if self.enable_moe_block:
             for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
                 refuse_unless(getattr(self, name) is not None, name, None, "a number, with enable_moe_block")
@@ -103,15 +94,6 @@ class Gemma4DecoderConfig(WindowedConfig):
         """Window to each attended side, in tokens including the current one; None for full attention."""
         window = super().window(layer)
         return window if window is None or self.is_causal else window // 2 + 2  # as in transformers' eager attention
-
-    def shares_keys(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, attends to keys and values of an earlier one."""
-        return layer >= self.num_hidden_layers - self.num_kv_shared_layers
-
-    def last_own_layer(self, slides: bool) -> int | None:
-        """The last layer with or without a sliding window that has keys and values itself; None without any."""
-        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
-        return next((i for i in reversed(own) if self.is_sliding(i) is slides), None)
 
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, has a mixture of experts."""

@@ -59,7 +59,12 @@ class Gemma4Multimodal(DeepSeekMoECausalLM):
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        return {self.config.image_token_id: "pixel_values", self.config.video_token_id: "pixel_values_videos"}
+        return dict(zip(self._token_ids, ("pixel_values", "pixel_values_videos", "input_features"), strict=True))
+
+    @property
+    def _token_ids(self) -> tuple[int, int, int]:
+        """Placeholders of images, videos and audio."""
+        return self.config.image_token_id, self.config.video_token_id, self.config.audio_token_id
 
     def embed(
         self,
@@ -102,9 +107,9 @@ class Gemma4Multimodal(DeepSeekMoECausalLM):
                 what, expected = "images need token ids", "input_ids with placeholder tokens"
                 raise LigerzooError(what, where="pixel_values", got="inputs_embeds", expected=expected)
             return x
-        c, masks = self.config, [x == token_id for token_id in self.placeholders]
+        c, (*masks, is_audio) = self.config, [x == token_id for token_id in self._token_ids]
         is_visual, padding_mask = masks[0] | masks[1], context.call_padding_mask()
-        is_placeholder = is_visual | (x == c.audio_token_id)
+        is_placeholder = is_visual | is_audio
         ids = x.masked_fill(is_placeholder, c.pad_token_id or 0)
         embeddings: Tensor = self.model.embed_tokens(ids)
         for mask, names, (patches, positions) in zip(masks, _INPUTS, given, strict=True):
@@ -137,10 +142,10 @@ class Gemma4Multimodal(DeepSeekMoECausalLM):
         **modalities: object,
     ) -> None:
         """See `LanguageModel.check_inputs`. Refuses audio."""
-        super().check_inputs(input_ids, padding_mask, past_key_values, **modalities)
         if input_ids.shape[1] > 1 and any_true(input_ids == self.config.audio_token_id):
             what, got = "placeholder tokens of audio, which is not supported", self.config.audio_token_id
             raise LigerzooError(what, where="input_ids", got=got, remedy=_WITHOUT_AUDIO)
+        super().check_inputs(input_ids, padding_mask, past_key_values, **modalities)
 
     def repeat_rows(
         self,
@@ -152,7 +157,7 @@ class Gemma4Multimodal(DeepSeekMoECausalLM):
         """See `CausalLM.repeat_rows`. Images and frames are listed in order, without a row dimension."""
         rest = {name: modalities[name] for name in ("mm_token_type_ids",) if name in modalities}
         repeated = super().repeat_rows(rest, repeats, input_ids, attention_mask)
-        for token_id, names in zip(self.placeholders, _INPUTS, strict=True):
+        for token_id, names in zip(self._token_ids[:2], _INPUTS, strict=True):
             given = {name: value for name in names if (value := modalities.get(name)) is not None}
             if given:
                 mask = (

@@ -66,7 +66,6 @@ def gemma4_decoder(config: Gemma4DecoderConfig) -> Decoder:
     def attention(i: int) -> Attention:
         slides, shares = c.is_sliding(i), c.shares_keys(i)
         kind, dim = ("sliding", c.head_size) if slides else ("full", c.global_head_dim)
-        is_source = c.num_kv_shared_layers > 0 and i == c.last_own_layer(slides)
         with_values = TiedValueAttention if c.attention_k_eq_v and not slides else SharingAttention
         return (SharedKeysAttention if shares else with_values)(
             size,
@@ -77,7 +76,7 @@ def gemma4_decoder(config: Gemma4DecoderConfig) -> Decoder:
             q_norm=norm(dim),
             k_norm=None if shares else norm(dim),
             v_norm=None if shares else norm(dim, affine=False),
-            shared_as=kind if shares or is_source else None,
+            shared_as=kind if shares or c.is_source(i) else None,
             window=c.window(i),
             scale=1.0,
             is_causal=c.is_causal,

@@ -92,7 +92,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 VISION_CONFIGS = {
     "Gemma3VisionConfig": "gemma3",
     "Gemma4UnifiedVisionConfig": "gemma4_unified",
-    "Gemma4VisionConfig": "gemma4",
+    "Gemma4VisionConfig": "gemma4_vision",
     "MllamaVisionConfig": "mllama_vision",
     "MuseGlimmerVisionConfig": "muse_glimmer_vision",
     "Qwen2VLVisionConfig": "qwen2_vl",

@@ -1,6 +1,7 @@
 """Copies and conversations of prompts with images."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from ligerzoo.layers import RecurrentLayerCache
 from ligerzoo.models import Qwen3_5
 from tests.generate.models import Recorder
 from tests.models import prompts as qwen2_vl
-from tests.models import tiny_gemma3, tiny_mllama, tiny_qwen2_vl, tiny_qwen3_5, tiny_qwen3_vl
+from tests.models import tiny_gemma3, tiny_gemma4, tiny_mllama, tiny_qwen2_vl, tiny_qwen3_5, tiny_qwen3_vl
 from tests.models.prompts import image
 
 FAMILIES: dict[str, Any] = {
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3_vl": tiny_qwen3_vl,
     "qwen3_5": tiny_qwen3_5,
     "gemma3": tiny_gemma3,
+    "gemma4": SimpleNamespace(CHECKPOINTS=[row for row in tiny_gemma4.CHECKPOINTS if "untied" in row.name]),
     "mllama": tiny_mllama,
 }
 
@@ -49,7 +51,7 @@ def batch_of(model: Any, *, is_single: bool = False) -> Batch:
     """Returns ragged prompts, some with images, or a single one."""
     kind = "an image" if is_single else "a padded batch"
     config = model.config
-    if config.__class__.__name__.startswith("Qwen"):
+    if config.__class__.__name__.startswith(("Qwen", "Gemma4")):
         rows: Any = [[4, image(2, 4), 5, image(2, 2), 9], [7], [image(3, 2), 12]]
         p: Any = qwen2_vl.prompt(rows[:1] if is_single else rows, vars(config.vision_config))
         return Batch(p.ids, p.mask, p.vision)
