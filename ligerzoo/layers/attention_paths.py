@@ -284,6 +284,32 @@ def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
     return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
 
 
+def _is_divided_on_cpu(call: AttentionCall) -> bool:
+    """Packed rows on a CPU, whose documents the host knows."""
+    divided = getattr(call.mask, "divided", None)
+    return call.on_cpu and divided is not None and divided.rows is not None and call.q.shape[1] == call.k.shape[1]
+
+
+def _document_by_document(call: AttentionCall) -> Tensor:
+    """Computes each document alone, without the scores of tokens of different documents."""
+    assert isinstance(call.mask, Mask)
+    rows = []
+    for row, parts in enumerate(call.mask.parts):
+        outputs, end = [], 0
+        for start, length, mask, is_causal in parts:
+            outputs.append(_zeros(call, start - end))
+            end = start + length
+            q, k, v = (x[row : row + 1, start:end] for x in call[:3])
+            outputs.append(compute(call._replace(q=q, k=k, v=v, mask=mask, is_causal=is_causal)))
+        rows.append(torch.cat([*outputs, _zeros(call, call.q.shape[1] - end)], 1))
+    return torch.cat(rows)
+
+
+def _zeros(call: AttentionCall, tokens: int) -> Tensor:
+    """Returns outputs for padding between documents, (1, tokens, N, D)."""
+    return call.q.new_zeros(1, tokens, call.q.shape[2], call.v.shape[3])
+
+
 def _is_half_on_cpu(call: AttentionCall) -> bool:
     return call.on_cpu and call.q.dtype in (torch.bfloat16, torch.float16)
 
@@ -412,6 +438,7 @@ PATHS = (
     Path(_decodes, _decode_kernel),
     Path(_can_pack, _packed),
     Path(_is_long, _flex_attention),
+    Path(_is_divided_on_cpu, _document_by_document),
     Path(_is_half_on_cpu, _in_fp32),
     Path(_needs_scores, _reference),
     Path(lambda call: call.q.is_meta, _on_meta),

@@ -488,7 +488,8 @@ class Context:
             return CausalMask(query, first, keys, padding_mask, window, self.segment_start, self.documents)
         if self.documents is not None and self.documents.exact:
             raise ValueError("exact: got attention to later tokens; expected causal attention. Use exact=False")
-        return Mask(query, first, last, keys, padding_mask)
+        is_whole = self.tokens == keys and offset == 0 and self.segment_start is not None
+        return Mask(query, first, last, keys, padding_mask, self.documents if is_whole else None)
 
 
 _FIELDS = tuple(Context.__annotations__)

@@ -11,7 +11,8 @@ Shapes: B batch, T queries, S keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,22 @@ class AttentionMask:
         return begin, begin + _BLOCK - 1
 
 
+class MaskPart(NamedTuple):
+    """A document of a packed row, and the mask that it has alone.
+
+    Attributes:
+        start: its first token.
+        length: its number of tokens.
+        mask: None if a query sees all keys of the document, or all up to its own.
+        is_causal: without a mask, a query sees the keys up to its own.
+    """
+
+    start: int
+    length: int
+    mask: Mask | None
+    is_causal: bool
+
+
 class Mask(AttentionMask):
     """Query t sees the keys from `first[t]` to `last[t]` that are not padding.
 
@@ -100,17 +117,41 @@ class Mask(AttentionMask):
         last: (B or 1, T) int64.
         keys: S.
         padding_mask: (B, S) bool, False for padding; None for no padding.
+        divided: documents of packed rows, outside which no query sees a key; None if the host does not know them.
 
     Attributes:
         fallback: (B, T) int64, the own key of a query without visible keys, and -1 for others; None without padding.
     """
 
     def __init__(
-        self, query: Tensor, first: Tensor, last: Tensor, keys: int, padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        first: Tensor,
+        last: Tensor,
+        keys: int,
+        padding_mask: Tensor | None = None,
+        divided: Documents | None = None,
     ) -> None:
         super().__init__(query.shape[1], keys)
         self.query, self.first, self.last, self.padding_mask = query, first, last, padding_mask
+        self.divided = None if padding_mask is not None else divided
         self.fallback = None if padding_mask is None else query.where(~self._sees_any(padding_mask), -1)
+
+    @cached_property
+    def parts(self) -> list[list[MaskPart]]:
+        """The documents of each row, with their masks; reads the values of the mask. There must be `divided`."""
+        assert self.divided is not None
+        return [
+            [self._part(row, *span) for span in spans if span[1]] for row, spans in enumerate(self.divided.rows or ())
+        ]
+
+    def _part(self, row: int, start: int, length: int) -> MaskPart:
+        first, last = (x[row % len(x), start : start + length][None] - start for x in (self.first, self.last))
+        query, mask = torch.arange(length, device=first.device)[None], None
+        is_causal = torch.equal(last, query)
+        if bool((first > 0).any()) or not (is_causal or bool((last >= length - 1).all())):
+            mask = Mask(query, first, last, length)
+        return MaskPart(start, length, mask, is_causal)
 
     def _sees_any(self, padding_mask: Tensor) -> Tensor:
         """Returns whether a key from `first` to `last` is not padding, (B, T) bool, by counting such keys."""
@@ -177,7 +218,7 @@ class CausalMask(Mask):
         segment_start: Tensor | None,
         documents: Documents | None = None,
     ) -> None:
-        super().__init__(query, first, query, keys, padding_mask)
+        super().__init__(query, first, query, keys, padding_mask, None if segment_start is None else documents)
         self.window, self.segment_start, self.documents = window, segment_start, documents
 
     def _mask_mod(self) -> Callable[..., Tensor]:

@@ -1,13 +1,28 @@
 """Packed documents and padded texts in batches of cuDNN's attention, here of torch's kernel for a CPU."""
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels import packed_attention
 from ligerzoo.layers import attention_paths, documents
+from ligerzoo.layers.attention_paths import AttentionCall
 from ligerzoo.layers.context import Context
-from ligerzoo.models import Gemma2, Gemma2Config, GptOss, GptOssConfig, Llama, LlamaConfig, Mistral, MistralConfig
+from ligerzoo.models import (
+    Gemma2,
+    Gemma2Config,
+    Gemma3Text,
+    Gemma3TextConfig,
+    GptOss,
+    GptOssConfig,
+    Llama,
+    LlamaConfig,
+    Mistral,
+    MistralConfig,
+)
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -173,3 +188,31 @@ def test_the_faster_way_is_chosen() -> None:
     assert pays([100] * 82)
     assert not pays([99, 101, 17, 183] * 20)
     assert not pays([4000, 3000, 1192], 512)  # launches take longer than attention
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_cpu_computes_each_document_alone(bidirectional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows and padding after the last document: the scores of other documents are never computed."""
+    sizes: dict[str, Any] = {**SIZES, "head_dim": 8, "sliding_window": 9 if bidirectional else 5}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**sizes, layer_types=kinds, use_bidirectional_attention=bidirectional)
+    model, ids = Gemma3Text(config, dtype=torch.float32), torch.randint(60, (2, 20))
+    alone = {
+        (row, start): model(ids[row : row + 1, start:end]).logits[0]
+        for row, bounds in enumerate([(0, 8, 20), (0, 15, 20)])
+        for start, end in pairwise(bounds)
+    }
+    packed = model(ids[:1], cu_seqlens=torch.tensor([0, 8])).logits
+    torch.testing.assert_close(packed[0, :8], alone[0, 0])
+    sizes_seen: list[int] = []
+    reference = attention_paths.reference
+
+    def counting(call: AttentionCall) -> torch.Tensor:
+        sizes_seen.append(call.scores)
+        return reference(call)
+
+    monkeypatch.setattr(attention_paths, "reference", counting)
+    logits = model(ids, position_ids=packed_positions([8, 12], [15, 5])).logits
+    for (row, start), want in alone.items():
+        torch.testing.assert_close(logits[row, start : start + len(want)], want)
+    assert set(sizes_seen) <= {8 * 8, 12 * 12, 15 * 15, 5 * 5}
