@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def prompt_for(model: CausalLM, rows: list[Row], side: str = "left") -> Prompt:
     return Prompt(p.ids.to(model.device), p.mask.to(model.device), vision)
 
 
+def vision_of(theirs: PreTrainedModel, p: Prompt) -> dict[str, Tensor]:
+    """Returns the images and videos for transformers; that before 5.23 expects as many frames of each video."""
+    if not p.vision.keys() & {"num_frames_per_video"} or "num_frames_per_video" in signature(theirs.forward).parameters:
+        return p.vision
+    rest = {name: value for name, value in p.vision.items() if name != "num_frames_per_video"}
+    return {name: value[None] if "video" in name else value for name, value in rest.items()}
+
+
 def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
     """Images see themselves in sliding-window layers only, as in transformers' `generate` and in Gemma 4 31B.
 
@@ -91,7 +100,7 @@ def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
     if p.vision and theirs.config.model_type == "gemma4_unified":
         x = theirs.get_input_embeddings()(p.ids.clamp(max=IMAGE))
         mask = theirs.create_masks_for_generate(theirs.config, x, p.mask, None, None, mm_token_type_ids=p.types)
-    return theirs(input_ids=p.ids, attention_mask=mask, mm_token_type_ids=p.types, **p.vision, **options)
+    return theirs(input_ids=p.ids, attention_mask=mask, mm_token_type_ids=p.types, **vision_of(theirs, p), **options)
 
 
 def labels_for(p: Prompt) -> Tensor:
@@ -153,7 +162,8 @@ def test_greedy_generation(models: tuple[CausalLM, PreTrainedModel]) -> None:
     p = prompt_for(ours, PROMPTS["a padded batch"])
     got = ours.generate(p.ids, p.mask, max_new_tokens=8, eos_token_id=[], **p.vision)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
-    expected = theirs.generate(p.ids, attention_mask=p.mask, mm_token_type_ids=p.types, **p.vision, **options)
+    vision = vision_of(theirs, p)
+    expected = theirs.generate(p.ids, attention_mask=p.mask, mm_token_type_ids=p.types, **vision, **options)
     assert torch.equal(got, expected)
 
 
