@@ -285,8 +285,8 @@ def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
 
 
 def _is_divided_on_cpu(call: AttentionCall) -> bool:
-    """Packed rows on a CPU, whose documents the host knows."""
-    divided = getattr(call.mask, "divided", None)
+    """Packed rows on a CPU, whose documents the host knows; not in training, whose captured steps do not know them."""
+    divided = None if torch.is_grad_enabled() and call.q.requires_grad else getattr(call.mask, "divided", None)
     return call.on_cpu and divided is not None and divided.rows is not None and call.q.shape[1] == call.k.shape[1]
 
 
