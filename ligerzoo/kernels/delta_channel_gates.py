@@ -132,22 +132,25 @@ def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength:
     return g, beta
 
 
-class _Gradients(NamedTuple):
+class GateGradients(NamedTuple):
+    """Gradients of the inputs of gates."""
+
     da: Tensor
     db: Tensor
     da_log: Tensor
     ddt_bias: Tensor
 
 
-def _allocate_backward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gradients:
-    return _Gradients(*(empty_result(t) for t in (a, b, a_log, dt_bias)))
+def new_gate_gradients(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> GateGradients:
+    """Returns gradients that are not computed yet."""
+    return GateGradients(*(empty_result(t) for t in (a, b, a_log, dt_bias)))
 
 
-@register("delta_channel_gates_backward", fake=_allocate_backward)
+@register("delta_channel_gates_backward", fake=new_gate_gradients)
 def _backward(
     dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
-) -> _Gradients:
-    gradients = _allocate_backward(a, b, a_log, dt_bias)
+) -> GateGradients:
+    gradients = new_gate_gradients(a, b, a_log, dt_bias)
     gates = _gates(a, b, a_log, dt_bias)
     heads, channels = gates.n_heads, dt_bias.numel()
     rows, cols, warps = tile(gates.n_cols, BACKWARD_TILE)

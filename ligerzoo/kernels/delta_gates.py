@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.delta_channel_gates import DeltaChannelGates
+from ligerzoo.kernels.delta_channel_gates import DeltaChannelGates, GateGradients, new_gate_gradients
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -137,22 +137,11 @@ def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength:
     return g, beta
 
 
-class _Gradients(NamedTuple):
-    da: Tensor
-    db: Tensor
-    da_log: Tensor
-    ddt_bias: Tensor
-
-
-def _allocate_backward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gradients:
-    return _Gradients(*(empty_result(t) for t in (a, b, a_log, dt_bias)))
-
-
-@register("delta_gates_backward", fake=_allocate_backward)
+@register("delta_gates_backward", fake=new_gate_gradients)
 def _backward(
     dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
-) -> _Gradients:
-    gradients = _allocate_backward(a, b, a_log, dt_bias)
+) -> GateGradients:
+    gradients = new_gate_gradients(a, b, a_log, dt_bias)
     gates = _gates(a, b, a_log, dt_bias)
     n_cols = gates.n_cols
     rows, cols, warps = tile(n_cols, BACKWARD_TILE)
