@@ -285,8 +285,11 @@ def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
 
 
 def _is_divided_on_cpu(call: AttentionCall) -> bool:
-    """Packed rows on a CPU, whose documents the host knows; not in training, whose captured steps do not know them."""
-    divided = None if torch.is_grad_enabled() and call.q.requires_grad else getattr(call.mask, "divided", None)
+    """Packed rows on a CPU, whose documents the host knows, in inference mode.
+
+    All forwards of training have the bits of captured steps, which do not know the documents.
+    """
+    divided = getattr(call.mask, "divided", None) if torch.is_inference_mode_enabled() else None
     return call.on_cpu and divided is not None and divided.rows is not None and call.q.shape[1] == call.k.shape[1]
 
 

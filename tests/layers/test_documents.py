@@ -190,7 +190,7 @@ def test_the_faster_way_is_chosen() -> None:
     assert not pays([4000, 3000, 1192], 512)  # launches take longer than attention
 
 
-@torch.no_grad()
+@torch.inference_mode()
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_cpu_computes_each_document_alone(bidirectional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With windows and padding after the last document: the scores of other documents are never computed."""
