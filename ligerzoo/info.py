@@ -371,7 +371,12 @@ def _cross_attention_layers(config: DecoderConfig) -> set[int]:
 
 def _describe_windows(config: DecoderConfig) -> Lines:
     counts = Counter(window for window in _windows(config) if window is not None)
+    chunk_of: Callable[[int], int | None] = getattr(config, "chunk", lambda layer: None)
+    chunks = Counter(chunk for chunk in map(chunk_of, range(config.num_hidden_layers)) if chunk is not None)
     return [
+        ("chunks", f"{count} of {config.num_hidden_layers} layers attend within chunks of {chunk:,} tokens")
+        for chunk, count in chunks.items()
+    ] + [
         ("windows", f"{count} of {config.num_hidden_layers} layers attend to the last {window:,} tokens")
         for window, count in counts.items()
     ]

@@ -39,6 +39,7 @@ ONE_PER_ARCHITECTURE = list({row.config["model_type"]: row for row in reversed(C
 
 COPIED = {
     "gpt_oss": r"experts.gate_up_proj': cannot be shared: stored in another order",
+    "llama4_text": r"experts.gate_up_proj': cannot be shared: not contiguous",
     "qwen3_next": r"in_proj_qkvz.*: cannot be shared: stored in another order",
 }
 """Model types whose weights have another layout in transformers: they cannot be shared, and why."""

@@ -9,7 +9,7 @@ import math
 from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, SILU, Architecture
 from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
-from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename
+from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename, Transposed
 from ligerzoo.entries import Entries, is_array
 
 GATE_UP = Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
@@ -103,6 +103,15 @@ _MAMBA_BLOCKS = (
 _GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Types of layers in Granite's files, and in those of transformers 5."""
 
+LLAMA4 = (
+    Rename("feed_forward.router", "mlp.gate"),
+    Rename("feed_forward.shared_expert", "mlp.shared_experts"),
+    Rename("feed_forward", "mlp"),
+    Transposed("mlp.experts.gate_up_proj"),
+    Transposed("mlp.experts.down_proj"),
+)
+"""Llama 4's experts, for products x @ W, and its MLPs."""
+
 ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
 
@@ -129,6 +138,12 @@ def _read_qwen_moe(raw: Entries) -> Entries:
 def _read_olmoe(raw: Entries) -> Entries:
     """Returns the entries of config.json without a sliding window."""
     return {**raw, "num_experts": first_given(raw, "num_local_experts", "num_experts"), "sliding_window": None}
+
+
+def _read_llama4(raw: Entries) -> Entries:
+    """Returns the entries of config.json. An empty list of layers without rotary positions counts as absent."""
+    experts, flags = first_given(raw, "num_local_experts", "num_experts"), raw.get("no_rope_layers")
+    return {**raw, "num_experts": experts, "no_rope_layers": None if flags == [] else flags}
 
 
 def _without_dense_size(config: object, entries: dict[str, object]) -> dict[str, object]:
@@ -426,6 +441,14 @@ _MOE = (
             Layout((*LFM_MOE, *SHORT_CONV, *SHORT_CONV_MLP)),
             Layout((*LFM_MOE_MODULES, *SHORT_CONV, *SHORT_CONV_MLP)),
         ),
+    ),
+    Architecture(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        accepted={"router_jitter_noise": (0.0,), "partial_rotary_factor": (1.0,)},
+        read_entries=_read_llama4,
+        write_entries=written_as(num_experts="num_local_experts"),
+        layouts=lambda config: (Layout(LLAMA4),),
     ),
     Architecture(
         "mixtral",

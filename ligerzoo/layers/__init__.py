@@ -57,6 +57,7 @@ Mixtures of experts
     BiasedRouter                          a softmax router with a balancing bias
     GroupedRouter                         a softmax router within groups of experts
     DeepSeekMoE                           shared experts
+    ScaledInputMoE                        router weights on the experts' inputs
     LatentMoE                             experts in a latent space
     SharedExpertMoE                       a shared expert with a gate
     load_balancing_loss                   a load-balancing loss
@@ -201,7 +202,15 @@ from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.mamba2 import Mamba2Mixer, Mamba2Scales
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP, ScaledGatedMLP, UngatedMLP
-from ligerzoo.layers.moe import DeepSeekMoE, Experts, LatentMoE, MoE, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.moe import (
+    DeepSeekMoE,
+    Experts,
+    LatentMoE,
+    MoE,
+    ScaledInputMoE,
+    SharedExpertMoE,
+    load_balancing_loss,
+)
 from ligerzoo.layers.norm import AllHeadsRMSNorm, GatedRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.padded_vision import (
     AxialPatchEmbedding,
@@ -338,6 +347,7 @@ __all__ = [
     "SandwichBlock",
     "ScaledEmbedding",
     "ScaledGatedMLP",
+    "ScaledInputMoE",
     "ScaledMambaBlock",
     "ScaledPreNormBlock",
     "ScaledRouter",

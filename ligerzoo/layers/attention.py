@@ -48,6 +48,7 @@ class Attention(nn.Module):
         q_norm: applied to the queries (B, T, N, D) before rotation; None for no norm.
         k_norm: applied to the keys (B, T, K, D) before rotation; None for no norm.
         window: tokens that a token attends to, including itself; None for full attention.
+        chunk: tokens of a text attend to those of the same chunk of this many tokens (Llama 4); None for one chunk.
         scale: factor of the scores; None for D^-0.5.
         softcap: see `attend`.
         is_causal: mask later tokens.
@@ -83,6 +84,7 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         window: int | None = None,
+        chunk: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         is_causal: bool = True,
@@ -94,11 +96,13 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         check("Attention", AT_LEAST_1, hidden_size=hidden_size, num_heads=num_heads)
-        check("Attention", _AT_LEAST_1_OR_NONE, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)
+        check(
+            "Attention", _AT_LEAST_1_OR_NONE, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window, chunk=chunk
+        )
         check("Attention", POSITIVE_OR_NONE, softcap=softcap)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.hidden_size, self.head_dim = hidden_size, hidden_size // num_heads if head_dim is None else head_dim
-        self.window, self.scale, self.softcap, self.is_causal = window, scale, softcap, is_causal
+        self.window, self.chunk, self.scale, self.softcap, self.is_causal = window, chunk, scale, softcap, is_causal
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
             raise ValueError(f"Attention: num_heads={num_heads}; expected a multiple of num_kv_heads={num_kv_heads}")
@@ -141,6 +145,7 @@ class Attention(nn.Module):
         mask = context.whole.mask(
             k.shape[1],
             window=self.window,
+            chunk=self.chunk,
             is_causal=self.is_causal,
             cache=cache,
             # Only FlexAttention fuses soft caps and large heads, and it needs a mask. So do other bits than cuDNN's.
@@ -204,6 +209,8 @@ class Attention(nn.Module):
         """Yields what prevents exact results of this layer, see `layers.exactness`."""
         if self.head_dim not in HEAD_SIZES:
             yield "head_dim", " or ".join(map(str, HEAD_SIZES)), f"is {self.head_dim}"
+        if self.chunk is not None:
+            yield "chunk", "None", f"is {self.chunk}"
         if self.softcap is not None or not self.is_causal:
             what = "has a soft cap" if self.is_causal else "is not causal"
             yield "", "causal attention without a soft cap", what
@@ -246,7 +253,7 @@ class Attention(nn.Module):
         return rope(q, k, *context.rotation(rotary, q.dtype), interleaved=rotary.interleaved, backend=self.backend)
 
     def extra_repr(self) -> str:
-        shown = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        shown = {"window": self.window, "chunk": self.chunk, "scale": self.scale, "softcap": self.softcap}
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
 

@@ -433,6 +433,7 @@ class Context:
         keys: int,
         *,
         window: int | None = None,
+        chunk: int | None = None,
         is_causal: bool = True,
         cache: LayerCache | None = None,
         force: bool = False,
@@ -443,6 +444,8 @@ class Context:
             keys: S.
             window: tokens that a token attends to, including itself: token i attends from i - window + 1 on and, in
                 bidirectional attention, up to i + window - 1. None for no window.
+            chunk: C; tokens attend within chunks of C tokens of their text or segment, padding not counted. None for
+                one chunk.
             is_causal: mask later tokens.
             cache: the layer's cache, after the new keys were appended.
             force: return a mask even where `attend` needs none.
@@ -452,27 +455,32 @@ class Context:
             without window and padding, or bidirectional attention to all keys.
         """
         offset = cache.offset if cache is not None else 0
-        kind = window, is_causal, force
+        kind = window, chunk, is_causal, force
         size, mask = self._masks.get(kind, (None, None))
         if size != (keys, offset):  # not part of the key: torch.compile would treat them as constants
             has_unwritten = cache is not None and cache.has_unwritten
-            mask = self._mask(keys, offset, window, is_causal, force or has_unwritten)
+            mask = self._mask(keys, offset, window, chunk, is_causal, force or has_unwritten)
             self._masks[kind] = (keys, offset), mask
         return mask
 
-    def _mask(self, keys: int, offset: int, window: int | None, is_causal: bool, force: bool) -> Mask | Tensor | None:
+    def _mask(
+        self, keys: int, offset: int, window: int | None, chunk: int | None, is_causal: bool, force: bool
+    ) -> Mask | Tensor | None:
         if isinstance(self._full_mask, Mask):
             return self._full_mask
         if self._full_mask is not None:
             return _slice_keys(self._full_mask, offset, keys)
-        is_windowed = window is not None and keys > window
+        is_windowed = (window is not None and keys > window) or (chunk is not None and keys > chunk)
         is_chunk = is_causal and 1 < self.tokens < keys
         last_visible = None if window is None and self.spans_need_window else self.last_visible
         is_plain = self.padding_mask is None and self.segment_start is None and last_visible is None
         if is_plain and not (is_windowed or is_chunk or force):
             return None
         query = self.cache_position - offset
-        first = torch.zeros_like(query) if self.segment_start is None else self.segment_start
+        start, documents = self.segment_start, self.documents
+        if chunk is not None:
+            start, documents = self._chunk_start(chunk) - offset, self._chunks(chunk)
+        first = torch.zeros_like(query) if start is None else start
         if is_causal:
             last = query if last_visible is None else last_visible - offset
         elif self.segment_start is None:
@@ -485,11 +493,29 @@ class Context:
             last = last if is_causal else torch.minimum(last, query + window - 1)
         padding_mask = None if self.padding_mask is None else _slice_keys(self.padding_mask, offset, keys)
         if is_causal and last_visible is None and self.tokens == keys and offset == 0:
-            return CausalMask(query, first, keys, padding_mask, window, self.segment_start, self.documents)
+            return CausalMask(query, first, keys, padding_mask, window, start, documents)
         if self.documents is not None and self.documents.exact:
             raise ValueError("exact: got attention to later tokens; expected causal attention. Use exact=False")
         is_whole = self.tokens == keys and offset == 0 and self.segment_start is not None
         return Mask(query, first, last, keys, padding_mask, self.documents if is_whole else None)
+
+    def _chunk_start(self, chunk: int) -> Tensor:
+        """Returns the index of the first key of each token's chunk, (B or 1, T) int64."""
+        within = self.token_positions()
+        if self.padding_mask is None:
+            return self.cache_position - within % chunk
+        count = self.padding_mask.cumsum(1)
+        return torch.searchsorted(count, within // chunk * chunk + 1).clamp(max=count.shape[1] - 1)
+
+    def _chunks(self, chunk: int) -> Documents | None:
+        """Returns the chunks of the documents, or of whole rows; None if the host does not know them."""
+        is_whole = self.padding_mask is None and self.segment_start is None
+        if self.documents is not None:
+            return self.documents.divided(chunk)
+        if self.cache is not None or not is_whole or not reads_values():
+            return None
+        whole = Documents(lambda: [spans([0, self.tokens])] * self.rows, self.tokens, self.cache_position.device)
+        return whole.divided(chunk)
 
 
 _FIELDS = tuple(Context.__annotations__)

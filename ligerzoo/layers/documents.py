@@ -59,6 +59,14 @@ class Documents:
             self._pays[features] = is_fast or packing_pays(self._batches, self.rows or (), self.tokens, features)
         return self._pays[features]
 
+    def divided(self, chunk: int) -> Documents:
+        """The documents in parts of `chunk` tokens, of which the last may be shorter."""
+
+        def read() -> Rows | None:
+            return None if self.rows is None else [divided_spans(row, chunk) for row in self.rows]
+
+        return Documents(read, self.tokens, self.device, exact=self.exact)
+
     @cached_property
     def _batches(self) -> list[DocumentBatch]:
         return plan(self.rows or (), self.tokens)
@@ -69,6 +77,12 @@ def segments(is_start: Tensor, rows: int) -> Rows:
     tokens = is_start.shape[1]
     bounds = [[0, *row.nonzero()[:, 0].tolist(), tokens] for row in is_start.cpu()]
     return [spans(row) for row in bounds] * (rows // len(bounds))
+
+
+def divided_spans(row: Sequence[Span], chunk: int) -> list[Span]:
+    """Divides documents into parts of `chunk` tokens."""
+    ends = ((first, start + length) for start, length in row for first in range(start, start + length, chunk))
+    return [(first, min(chunk, end - first)) for first, end in ends]
 
 
 def spans(bounds: Sequence[int]) -> list[Span]:

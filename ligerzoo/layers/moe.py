@@ -170,16 +170,19 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         if self.training and self.jitter_noise:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
-        inputs = self.project_in(tokens)
-        decoded = _decode(self.gate, self.experts, tokens, inputs)
-        if decoded is not None:
-            logits, y = decoded
-        else:
-            logits, expert_ids, expert_weights = routed(self.gate, tokens)
-            y = self.experts(inputs, expert_ids, expert_weights)
+        logits, y = self.mix(tokens)
         if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
         return self.project_out(y).reshape(x.shape)
+
+    def mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, H) -> router logits (T, E), and the weighted sums of the experts' outputs (T, H)."""
+        inputs = self.project_in(tokens)
+        decoded = _decode(self.gate, self.experts, tokens, inputs)
+        if decoded is not None:
+            return decoded
+        logits, expert_ids, expert_weights = routed(self.gate, tokens)
+        return logits, self.experts(inputs, expert_ids, expert_weights)
 
     def project_in(self, tokens: Tensor) -> Tensor:
         """Returns the inputs of the experts, those of the router by default."""
@@ -248,6 +251,20 @@ class DeepSeekMoE(MoE):
     def forward(self, x: Tensor, context: RouterLogits | None = None) -> Tensor:
         """x: (..., H) -> (..., H); see `MoE`."""
         return super().forward(x, context) + self.shared_experts(x)  # type: ignore[no-any-return]
+
+
+class ScaledInputMoE(DeepSeekMoE):
+    """`DeepSeekMoE` whose router weights multiply the inputs of the experts instead of their outputs (Llama 4).
+
+    Takes the arguments of `DeepSeekMoE`.
+    """
+
+    def mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """See `MoE.mix`; each pair of a token and an expert is a row of the inputs."""
+        logits, expert_ids, weights = routed(self.gate, tokens)
+        scaled = (tokens[:, None] * weights[..., None].to(tokens.dtype)).flatten(0, 1)
+        y = self.experts(scaled, expert_ids.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1))
+        return logits, y.view(*weights.shape, -1).sum(1)
 
 
 class LatentMoE(DeepSeekMoE):

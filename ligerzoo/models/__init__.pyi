@@ -85,6 +85,8 @@ from ligerzoo.models.lfm3 import Lfm3 as _Lfm3
 from ligerzoo.models.lfm3 import Lfm3Config as Lfm3Config
 from ligerzoo.models.llama import Llama as _Llama
 from ligerzoo.models.llama import LlamaConfig as LlamaConfig
+from ligerzoo.models.llama4_text import Llama4Text as _Llama4Text
+from ligerzoo.models.llama4_text import Llama4TextConfig as Llama4TextConfig
 from ligerzoo.models.masked_lm import MaskedLM as MaskedLM
 from ligerzoo.models.mellum import Mellum as _Mellum
 from ligerzoo.models.mellum import MellumConfig as MellumConfig
@@ -283,6 +285,9 @@ class Lfm3(_Lfm3):
 
 class Llama(_Llama):
     def __init__(self, config: LlamaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Llama4Text(_Llama4Text):
+    def __init__(self, config: Llama4TextConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Mellum(_Mellum):
     def __init__(self, config: MellumConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -331,3 +331,30 @@ class SharedKeysConfig(WindowedConfig):
     def is_source(self, layer: int) -> bool:
         """Whether later layers attend to the keys and values of this layer, counted from 0."""
         return self.num_kv_shared_layers > 0 and layer == self.last_own_layer(self.is_sliding(layer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoRopeConfig(DecoderConfig):
+    """Config of a decoder in which some layers have no rotary positions (NoPE).
+
+    Attributes:
+        no_rope_layers: one flag per layer: despite the name, 1 for rotary positions and 0 for none. Flags beyond the
+            last layer are ignored. None: `no_rope_layer_interval` decides.
+        no_rope_layer_interval: n; every n-th layer has no rotary positions.
+    """
+
+    no_rope_layers: Sequence[int] | None = None
+    no_rope_layer_interval: int = 4
+
+    def validate(self) -> None:
+        super().validate()
+        flags, layers = self.no_rope_layers, self.num_hidden_layers
+        is_valid = flags is None or (are_indices(flags) and len(flags) >= layers and max(flags) <= 1)
+        expected = f"a list of at least {layers} flags, each 0 or 1"
+        refuse_unless(is_valid, "no_rope_layers", flags, expected, "invalid per-layer flags")
+
+    def rotates(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has rotary positions."""
+        if self.no_rope_layers is None:
+            return (layer + 1) % self.no_rope_layer_interval != 0
+        return bool(self.no_rope_layers[layer])

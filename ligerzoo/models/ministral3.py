@@ -67,22 +67,23 @@ class Ministral3Config(DecoderConfig):
 
 
 class GrowingQueryAttention(Attention):
-    """Attention that multiplies rotated queries by `1 + growth * ln(1 + floor(position / period))`.
+    """Attention that multiplies rotated queries by `1 + growth * ln(1 + floor((position + shift) / period))`.
 
     Args:
         growth: 0 leaves queries unscaled.
-        period: number of consecutive positions that share a factor; positions below `period` have a factor of 1.
+        period: number of consecutive positions that share a factor; sums below `period` have a factor of 1.
         arguments: positional arguments of `Attention`.
+        shift: added to positions.
         options: keyword arguments of `Attention`.
     """
 
-    def __init__(self, growth: float, period: int, *arguments: Any, **options: Any) -> None:
+    def __init__(self, growth: float, period: int, *arguments: Any, shift: int = 0, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.growth, self.period = growth, period
+        self.growth, self.period, self.shift = growth, period, shift
 
     def apply_rotary(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         q, k = super().apply_rotary(q, k, context)
-        factor = 1 + self.growth * torch.log(1 + torch.floor(context.position_ids / self.period))
+        factor = 1 + self.growth * torch.log(1 + torch.floor((context.position_ids + self.shift) / self.period))
         return q * factor[..., None, None].to(q.dtype), k
 
 

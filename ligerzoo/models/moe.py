@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ligerzoo.checks import is_list
-from ligerzoo.layers import Context, DeepSeekMoE, Experts, GatedMLP, Linear, Router, SharedExpertMoE, SigmoidRouter
+from ligerzoo.layers import (
+    Context,
+    DeepSeekMoE,
+    Experts,
+    GatedMLP,
+    Linear,
+    Router,
+    ScaledInputMoE,
+    SharedExpertMoE,
+    SigmoidRouter,
+)
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, refuse_unless
 
@@ -193,6 +203,13 @@ class MoECausalLM(CausalLM):
     """A causal language model with MoE layers; see `CausalLM`."""
 
     config: MoEConfig
+
+
+def scaled_input_moe(config: RoutedConfig, size: int) -> ScaledInputMoE:
+    """Returns an MoE layer whose experts and shared expert have `size` intermediate features (Llama 4)."""
+    c, chosen = config, (config.num_experts, config.num_experts_per_tok)
+    router = SigmoidRouter(c.hidden_size, *chosen, renormalize=False, balanced=False, in_fp32=False)
+    return ScaledInputMoE(router, Experts(c.hidden_size, size, c.num_experts), GatedMLP(c.hidden_size, size))
 
 
 class DeepSeekMoECausalLM(CausalLM):

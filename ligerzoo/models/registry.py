@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "lfm2_moe": "Lfm2Moe",
     "lfm3": "Lfm3",
     "llama": "Llama",
+    "llama4_text": "Llama4Text",
     "mellum": "Mellum",
     "minimax_m2": "MiniMaxM2",
     "ministral": "Ministral",

@@ -10,25 +10,21 @@ tokens (Yang et al. 2025, "RoPE to NoPE and back again").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ligerzoo.layers import Attention, Embedding, GatedMLP, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import WindowedConfig, are_indices, heads, refuse_unless, rotary_arguments
+from ligerzoo.models.config import NoRopeConfig, WindowedConfig, heads, rotary_arguments
 from ligerzoo.models.llama import llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmolLM3Config(WindowedConfig):
+class SmolLM3Config(NoRopeConfig, WindowedConfig):
     """Configuration of SmolLM3. Defaults: those of transformers' SmolLM3Config, close to SmolLM3-3B.
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
         mlp_bias: add biases to the gate, up and down projections.
-        no_rope_layers: one flag per layer: despite the name, 1 for rotary positions and 0 for none. Flags beyond the
-            last layer are ignored. None: `no_rope_layer_interval` decides.
-        no_rope_layer_interval: n; every n-th layer has no rotary positions.
         use_sliding_window: use the sliding window in the layers without rotary positions, unless `layer_types` is set.
     """
 
@@ -42,22 +38,7 @@ class SmolLM3Config(WindowedConfig):
     tie_word_embeddings: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
-    no_rope_layers: Sequence[int] | None = None
-    no_rope_layer_interval: int = 4
     use_sliding_window: bool = False
-
-    def validate(self) -> None:
-        super().validate()
-        flags, layers = self.no_rope_layers, self.num_hidden_layers
-        is_valid = flags is None or (are_indices(flags) and len(flags) >= layers and max(flags) <= 1)
-        expected = f"a list of at least {layers} flags, each 0 or 1"
-        refuse_unless(is_valid, "no_rope_layers", flags, expected, "invalid per-layer flags")
-
-    def rotates(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, has rotary positions."""
-        if self.no_rope_layers is None:
-            return (layer + 1) % self.no_rope_layer_interval != 0
-        return bool(self.no_rope_layers[layer])
 
     def slides(self, layer: int) -> bool:
         return self.use_sliding_window and not self.rotates(layer)

@@ -142,6 +142,7 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         "no_rope_layers",
         "layer_rope_theta",
         "mlp_layer_types",
+        "moe_layers",
     }
     for field in dataclasses.fields(ours):
         if field.name in elsewhere or not has(theirs, field.name):

@@ -46,7 +46,9 @@ def test_text_models_are_equal(tiny: Tiny, tmp_path: Path, device: str) -> None:
     found = parity.compare(tmp_path, text_of(tiny), device=device)
     assert found.first is None, found
     assert {one.name for one in found.layers} >= {"model.embed_tokens", "model.layers.0", "lm_head"}
-    assert all(one.endswith("tokens, not reached") for one in found.skipped)
+    # transformers' Llama 4 gives all experts all tokens.
+    others = ".mlp.experts (its " if tiny.config["model_type"] == "llama4_text" else "tokens, not reached"
+    assert all("tokens, not reached" in one or others in one for one in found.skipped)
 
 
 @pytest.mark.parametrize("family", [tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl])

@@ -302,3 +302,29 @@ def test_the_output_of_attention_times_a_projected_gate(gate_size: int | None) -
     gate = gated.gate_proj(x).sigmoid()
     expected = plain(x, Context(x)) * (gate if gate_size is None else gate.repeat_interleave(6, -1))
     torch.testing.assert_close(gated(x, Context(x)), gated.o_proj(expected))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_tokens_attend_within_chunks_of_their_text(capacity: int | None, device: str) -> None:
+    """Padding anywhere does not count, each packed segment begins with a chunk, and caches keep what chunks need."""
+    layer = Attention(24, 4, 2, chunk=5).to(device, torch.float64)
+    plain = Attention(24, 4, 2).to(device, torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 30, 24, device=device, dtype=torch.float64)
+
+    def alone(text: Tensor) -> Tensor:
+        return torch.cat([plain(part[None], Context(part[None]))[0] for part in text.split(5)])
+
+    expected = torch.stack([alone(text) for text in x])
+    torch.testing.assert_close(layer(x, Context(x)), expected)
+    cache = KVCache([layer.new_cache(capacity)])
+    pieces = [layer(part, Context(part, cache=cache), cache.layers[0]) for part in x.split([8, 1, 1, 13, 1, 6], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected)
+
+    mask = torch.tensor([[c == "#" for c in row * 3] for row in ("##########", "..########", "###..##.##")])
+    got = layer(x, Context(x, attention_mask=mask.to(device)))
+    for row, text, is_token in zip(got, x, mask.to(device), strict=True):
+        torch.testing.assert_close(row[is_token], alone(text[is_token]))
+    packed = layer(x[:1], Context(x[:1], cu_seqlens=torch.tensor([0, 12, 13, 30], device=device)))
+    torch.testing.assert_close(packed[0], torch.cat([alone(text) for text in x[0].split([12, 1, 17])]))

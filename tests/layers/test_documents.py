@@ -217,3 +217,10 @@ def test_a_cpu_computes_each_document_alone(bidirectional: bool, monkeypatch: py
     for (row, start), want in alone.items():
         torch.testing.assert_close(logits[row, start : start + len(want)], want)
     assert set(sizes_seen) <= {8 * 8, 12 * 12, 15 * 15, 5 * 5}
+
+
+def test_documents_in_parts() -> None:
+    parts = documents.Documents(lambda: [[(0, 7), (8, 3)], []], 12, torch.device("cpu")).divided(3)
+    assert parts.rows == [[(0, 3), (3, 3), (6, 1), (8, 3)], []]
+    assert parts.longest == 3
+    assert documents.Documents(lambda: None, 12, torch.device("cpu")).divided(3).rows is None

@@ -81,6 +81,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "kolibri1": [{}],
     "mellum": [{}],
     "kimi_linear": [{}],
+    "llama4_text": [{}, {"interleave_moe_layer_step": 2, "num_experts": 128}],
     "olmo_hybrid": [{}],
     "olmoe": [{}],
     "youtu": [{}],

@@ -17,8 +17,8 @@ FIRST = {str(tiny.config["model_type"]): tiny for tiny in reversed(CHECKPOINTS)}
 GEMMA4 = next(tiny for tiny in CHECKPOINTS if tiny.config["model_type"] == "gemma4_text" and "mixture" in tiny.name)
 MIXTURES = (
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe_swa",
-    "granitemoehybrid", "kimi_linear", "lfm2_moe", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "qwen2_moe",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
+    "granitemoehybrid", "kimi_linear", "lfm2_moe", "llama4_text", "minimax_m2", "mixtral", "nemotron_h", "olmoe",
+    "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
 )  # fmt: skip
 MESHES_OF_EXPERTS = {
     "expert=2": 4,

@@ -82,7 +82,7 @@ class TracedModel:
             return None if x is None else _swapped(arguments, x, record(name, "input", x))
 
         def after(name: str, output: object) -> object:
-            y = None if name == HEAD else _first_tensor(output)
+            y = None if name == HEAD else _output_tensor(output)
             new = None if y is None else _swapped(output, y, record(name, "output", y))
             calls[name] += 1
             return new
@@ -110,6 +110,15 @@ def _hooked(module: nn.Module, before: Callable[[object], object], after: Callab
 def _first_tensor(values: object) -> Tensor | None:
     """The first floating-point tensor among nested values."""
     return next((one for one in tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point()), None)
+
+
+def _output_tensor(values: object) -> Tensor | None:
+    """`_first_tensor`; of matrices of one shape the last, since Llama 4's router returns scores before its logits."""
+    first = _first_tensor(values)
+    if first is None or first.dim() != 2:
+        return first
+    same = (one for one in tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point())
+    return [one for one in same if one.shape == first.shape][-1]
 
 
 def _expert_ids(values: object, x: Tensor) -> Tensor | None:
