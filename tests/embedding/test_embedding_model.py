@@ -1,11 +1,13 @@
 """Embedding models: packed, padded and single texts, loading and saving, refusals."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -93,6 +95,31 @@ def test_a_saved_model_is_the_same(model: EmbeddingModel, directory: Path, tmp_p
     assert (tmp_path / "modules.json").read_bytes() == (directory / "modules.json").read_bytes()
 
 
+def test_only_files_of_the_model_are_downloaded(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(directory, source)
+    for name in ("pytorch_model.bin", "onnx/model.safetensors", "onnx/config.json", "README.md"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"")
+    names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
+    snapshot = tmp_path / "1234"
+
+    def snapshot_download(_: str, *, allow_patterns: list[str], **__: Any) -> str:
+        for name in huggingface_hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns):
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, snapshot / name)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    model = AutoModelForEmbedding.from_pretrained("org/name")
+    torch.testing.assert_close(model.encode(TEXTS), AutoModelForEmbedding.from_pretrained(directory).encode(TEXTS))
+    found = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
+    own = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert found == {name for name in own if not name.startswith("tokenizer/")}
+
+
 def test_a_checkpoint_without_modules_needs_pooling(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(
@@ -167,8 +194,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_computed_is_refused(name: str, directory: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "model"
     shutil.copytree(directory, copy)
     change, problem = REFUSED[name]
