@@ -289,8 +289,10 @@ def _is_divided_on_cpu(call: AttentionCall) -> bool:
 
     All forwards of training have the bits of captured steps, which do not know the documents.
     """
-    divided = getattr(call.mask, "divided", None) if torch.is_inference_mode_enabled() else None
-    return call.on_cpu and divided is not None and divided.rows is not None and call.q.shape[1] == call.k.shape[1]
+    if torch.compiler.is_compiling() or not (call.on_cpu and torch.is_inference_mode_enabled()):
+        return False
+    divided = getattr(call.mask, "divided", None)
+    return divided is not None and divided.rows is not None and call.q.shape[1] == call.k.shape[1]
 
 
 def _document_by_document(call: AttentionCall) -> Tensor:
