@@ -41,7 +41,7 @@ class _ChannelDecays(NamedTuple):
         before, after = total.to(g.dtype).exp(), (total[..., -1:, :] - total).to(g.dtype).exp()
         return _ChannelDecays(total, before, after, before[..., -1:, :].mT)
 
-    def products(self, x: Tensor, k: Tensor) -> Tensor:
+    def decayed_products(self, x: Tensor, k: Tensor) -> Tensor:
         """(..., 32, 32): the sums over c of x_ic k_jc exp(G_ic - G_jc) for j <= i, else 0; see `delta_channels`."""
         rows, dtype = [], k.dtype
         for first in range(0, CHUNK, _BLOCK):
@@ -81,7 +81,7 @@ def chunked(
     decay: ChunkDecays | _ChannelDecays
     if is_per_channel:
         decay = _ChannelDecays.of(g)
-        products, attention = beta * decay.products(k, k), decay.products(q, k)
+        products, attention = beta * decay.decayed_products(k, k), decay.decayed_products(q, k)
     else:
         decay = ChunkDecays.of(g)
         products, attention = beta * decay.within * (k @ k.mT), decay.within * (q @ k.mT)
