@@ -18,6 +18,7 @@ from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.packed_rows import PackedRows
 from ligerzoo.models.pretrained import TextEmbedding
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
@@ -202,7 +203,9 @@ class EmbeddingModel(TextEmbedding, LanguageModel):
         check(type(self).__name__, COUNT, prompt_tokens=prompt_tokens)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         if attention_mask is not None:
-            x, cu_seqlens = pack_texts(x, attention_mask, cu_seqlens)
+            _check_padding_mask(x, attention_mask, cu_seqlens)
+            rows = PackedRows.of(attention_mask.to(x.device, torch.bool))
+            x, cu_seqlens = rows.pack(x), rows.cu_seqlens
         hidden, context = self.run_decoder(x, cu_seqlens=cu_seqlens, output_router_logits=False)
         hidden = context.parts.gather(hidden)
         if cu_seqlens is None:  # rows without padding
@@ -247,22 +250,11 @@ SIMILARITIES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Functions of all similarities: (n, D), (m, D) -> (n, m)."""
 
 
-def pack_texts(x: Tensor, attention_mask: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the tokens of padded rows in one row, (1, T, ...), and the boundaries of the texts, (B + 1,).
-
-    Args:
-        x: (B, T) token ids or (B, T, H) embeddings.
-        attention_mask: (B, T), 1 for a token and 0 for padding.
-        cu_seqlens: refused, since packed rows have no padding mask.
-
-    Raises:
-        LigerzooError: the mask has another shape, or boundaries are given as well.
-    """
+def _check_padding_mask(x: Tensor, attention_mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raises LigerzooError if the mask has another shape than the rows, or boundaries of texts are given as well."""
     shape = tuple(x.shape[:2])
     if cu_seqlens is not None or tuple(attention_mask.shape) != shape:
         got = f"a mask {tuple(attention_mask.shape)} for rows {shape}"
         what = "not a padding mask of the rows" if cu_seqlens is None else "cu_seqlens says where texts end"
         expected = f"{shape}" if cu_seqlens is None else "one of both"
         raise LigerzooError(what, where="attention_mask", got=got, expected=expected)
-    is_token = attention_mask.to(x.device, torch.bool)
-    return x[is_token][None], F.pad(is_token.sum(1).cumsum(0), (1, 0))

@@ -13,30 +13,7 @@ from ligerzoo.layers import Context
 from ligerzoo.layers.context import reads_values
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.language_model import LanguageModel
-
-
-class PackedRows(NamedTuple):
-    """How the tokens of padded rows are packed into one row without padding.
-
-    Attributes:
-        shape: B, T.
-        tokens: (n,) indices among all B * T of the tokens that are not padding; None if the rows are not packed.
-    """
-
-    shape: torch.Size
-    tokens: Tensor | None = None
-
-    def pack(self, x: Tensor) -> Tensor:
-        """(B, T, ...) -> (1, n, ...)."""
-        return x if self.tokens is None else x.flatten(0, 1)[self.tokens.to(x.device)][None]
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """(1, n, F) -> (B, T, F), with zeros for padding."""
-        if self.tokens is None:
-            return x
-        padded = x.new_zeros(self.shape.numel(), x.shape[-1])
-        padded[self.tokens] = x[0]
-        return padded.view(*self.shape, -1)
+from ligerzoo.models.packed_rows import PackedRows
 
 
 class Encoded(NamedTuple):
@@ -123,11 +100,9 @@ class EncoderModel(LanguageModel):
             raise self._refusal("context parallelism")
         rows = PackedRows(x.shape[:2])
         if position_ids is None and cu_seqlens is None and not output_attentions:
-            rows = PackedRows(x.shape[:2], _tokens(attention_mask, x.shape[:2], x.device))
-        if rows.tokens is not None and attention_mask is not None:
-            lengths = attention_mask.to(x.device, torch.bool).sum(1)
-            cu_seqlens, attention_mask = F.pad(lengths.cumsum(0), (1, 0)), None
-            x = rows.pack(x)
+            rows = _packed(attention_mask, x.shape[:2], x.device)
+        if rows.tokens is not None:
+            x, cu_seqlens, attention_mask = rows.pack(x), rows.cu_seqlens, None
             if token_type_ids is not None and token_type_ids.shape == rows.shape:
                 token_type_ids = rows.pack(token_type_ids)
         if token_type_ids is not None and not self.model.has_token_types:
@@ -164,12 +139,12 @@ class EncoderModel(LanguageModel):
         return LigerzooError(problem, where=type(self).__name__, expected="a causal language model")
 
 
-def _tokens(attention_mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """Returns the indices of tokens that are not padding, of all B * T; None if rows are not packed."""
+def _packed(attention_mask: Tensor | None, shape: torch.Size, device: torch.device) -> PackedRows:
+    """Returns how rows are packed: not at all without a padding mask, or with one that has holes or no effect."""
     if attention_mask is None or getattr(attention_mask, "shape", None) != shape or not reads_values():
-        return None
+        return PackedRows(shape)
     is_token = attention_mask.to(device, torch.bool)
-    index = is_token.flatten().nonzero()[:, 0]
+    rows = PackedRows.of(is_token)
     starts = is_token[:, :1].sum() + (is_token[:, 1:] & ~is_token[:, :-1]).sum()
     has_holes = starts > is_token.any(1).sum()  # whose neighbours are not neighbours of each other
-    return index if 0 < len(index) < shape.numel() and not has_holes else None
+    return PackedRows(shape) if has_holes or rows.tokens is None or len(rows.tokens) in (0, shape.numel()) else rows
