@@ -28,9 +28,8 @@ document's logits over all queries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,11 +39,16 @@ from torch import Tensor
 from ligerzoo.checks import FINITE, POSITIVE, check, integer, one_of, or_none
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import rms_norm
-from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable, under_transform
-from ligerzoo.kernels.contrastive import SimilarityOptions, SimilarityResults, SimilaritySide, contrastive_sweep
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
-from ligerzoo.kernels.loss.chunked_head import Needs, check_budget
-from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.chunked_head import check_budget
+from ligerzoo.losses.contrastive_evaluation import (
+    NO_ID,
+    CandidateIds,
+    ContrastiveEmbeddings,
+    ContrastiveTerms,
+    differentiable_loss,
+)
+from ligerzoo.losses.group_rows import GroupRows
 from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.token_losses import TokenLoss
 from ligerzoo.tensor_checks import (
@@ -59,8 +63,6 @@ from ligerzoo.tensor_checks import (
 Direction = Literal["query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc"]
 PartitionMode = Literal["joint", "per_direction"]
 Similarity = Literal["cosine", "dot"]
-
-_NO_ID = torch.iinfo(torch.int64).min
 
 
 def reference(
@@ -84,7 +86,7 @@ def reference(
     if similarity == "cosine":
         q, d = (F.normalize(x.to(wide), dim=-1).to(x.dtype) for x in (q, d))
     samples = torch.arange(n, device=q.device)
-    of_hard, no_ids = (samples.new_full((len(hard),), number) for number in (-1, _NO_ID))
+    of_hard, no_ids = (samples.new_full((len(hard),), number) for number in (-1, NO_ID))
     if negatives is not None and negatives.dim() == 3:
         of_hard = samples.repeat_interleave(negatives.shape[1])
     is_own = samples[:, None] == torch.arange(len(d), device=q.device)
@@ -119,286 +121,6 @@ def reference(
     else:
         z = torch.stack([one.logsumexp(1) for one in each]).mean(0)
     return (z - positive / temperature).mean()
-
-
-class _Embeddings(NamedTuple):
-    """What the loss is differentiated by.
-
-    Attributes:
-        queries: (N, D).
-        positives: (N, D).
-        negatives: (M, D), possibly empty.
-        scale: 0-d, multiplies dot products.
-    """
-
-    queries: Tensor
-    positives: Tensor
-    negatives: Tensor
-    scale: Tensor
-
-
-class _Ids(NamedTuple):
-    """The ids of queries (N,), of positives (N,) and of negatives (M,), or None; and the samples of negatives (M,), -1
-    for those of no sample."""
-
-    queries: Tensor | None
-    positives: Tensor | None
-    negatives: Tensor | None
-    samples: Tensor
-
-
-@dataclass(frozen=True)
-class GroupRows:
-    """Rows of tensors that the processes of a group have, one process after the other.
-
-    Attributes:
-        group: the group; None for a single process.
-        counts: rows of each process.
-        rank: number of this process.
-    """
-
-    group: dist.ProcessGroup | None
-    counts: Sequence[int]
-    rank: int
-
-    @property
-    def first(self) -> int:
-        """The index of the first row of this process."""
-        return sum(self.counts[: self.rank])
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Returns the rows of all processes."""
-        if self.group is None:
-            return own
-        most = max(self.counts)
-        gathered = own.new_empty((len(self.counts), most, *own.shape[1:]))
-        dist.all_gather([*gathered], _padded(own, most).contiguous(), group=self.group)
-        if min(self.counts) == most:
-            return gathered.flatten(0, 1)
-        return torch.cat([part[:count] for part, count in zip(gathered, self.counts, strict=True)])
-
-    def own_sum(self, addends: Tensor) -> Tensor:
-        """Returns the sums over the processes of the rows of this process."""
-        if self.group is None:
-            return addends
-        addends = addends.to(accumulation_dtype(addends.dtype))
-        most, own = max(self.counts), self.counts[self.rank]
-        parts = [_padded(part, most).contiguous() for part in torch.split(addends, list(self.counts))]
-        total = addends.new_empty((most, *addends.shape[1:]))
-        dist.reduce_scatter(total, parts, group=self.group)
-        return total[:own]
-
-    def logsumexp(self, values: Tensor) -> Tensor:
-        """Returns the log of the sum of exponentials over the processes."""
-        if self.group is None:
-            return values
-        gathered = values.new_empty((len(self.counts), *values.shape))
-        dist.all_gather([*gathered], values, group=self.group)
-        return gathered.logsumexp(0)
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    return F.pad(x, (0,) * (2 * x.dim() - 1) + (rows - x.shape[0],))
-
-
-class _Terms(NamedTuple):
-    """What determines the loss of embeddings.
-
-    Attributes:
-        directions: the directions, without repetitions.
-        is_joint: whether there is one softmax over all candidates.
-        ids: which candidates are not negatives.
-        margin: candidates whose similarity exceeds that of the positive by more are not negatives; or None.
-        unit: what a similarity of 1 is among the dot products.
-        weight: 0-d, the weight of each query.
-        documents: positives and negatives of all processes.
-        samples: queries of all processes.
-        budget: see `contrastive_loss`.
-        triton: whether to use Triton.
-    """
-
-    directions: frozenset[str]
-    is_joint: bool
-    ids: _Ids
-    margin: float | None
-    unit: float
-    weight: Tensor
-    documents: GroupRows
-    samples: GroupRows
-    budget: int | None
-    triton: bool
-
-    @property
-    def share(self) -> float:
-        """The weight of each softmax."""
-        return 1.0 if self.is_joint else 1 / len(self.directions)
-
-
-class _Similarities:
-    """The similarities that a loss reads: of queries and candidates, and with "doc_to_doc" of positives and documents.
-
-    Attributes:
-        candidates: (C, D), the documents of all processes; with "query_to_query" then their queries.
-        target: (N,), the positives of the queries of this process among them.
-        has_queries: whether queries are candidates.
-        documents: the documents among the candidates.
-    """
-
-    def __init__(self, embeddings: _Embeddings, terms: _Terms) -> None:
-        self._embeddings, self._terms, ids = embeddings, terms, terms.ids
-        queries, positives, negatives, scale = embeddings
-        n, self._m = len(queries), len(negatives)
-        self.has_queries, has_columns = ("query_to_query" in terms.directions, "doc_to_query" in terms.directions)
-        documents = terms.documents.gather(torch.cat([positives, negatives]) if self._m else positives)
-        self.documents = slice(len(documents))
-        self.candidates = torch.cat([documents, terms.samples.gather(queries)]) if self.has_queries else documents
-        arange = torch.arange(n, device=queries.device)
-        self.target, self._samples = terms.documents.first + arange, terms.samples.first + arange
-        threshold = None
-        if terms.margin is not None:
-            positive = (queries.to(scale.dtype) * positives.to(scale.dtype)).sum(-1)
-            threshold = (positive + terms.margin * terms.unit) * scale
-        weight = terms.weight.expand(n).contiguous()
-        self._rows = SimilaritySide(None, ids.queries, ids.positives, threshold, None, weight)
-        self._columns = SimilaritySide(
-            query_id=self.of_candidates(ids.queries, None, ids.queries),
-            document_id=self.of_candidates(ids.positives, ids.negatives, ids.positives),
-            threshold=self.of_candidates(threshold, torch.inf, torch.inf) if has_columns else None,
-            weight=self.of_candidates(weight, 0.0, 0.0) if has_columns else None,
-        )
-
-    def of_candidates(
-        self, positives: Tensor | None, negatives: Tensor | float | None, queries: Tensor | float | None
-    ) -> Tensor | None:
-        """Returns a number of each candidate, (C,), from those of this process, or one number for all; None for no
-        id. Returns None without numbers of positives."""
-        if positives is None:
-            return None
-
-        def numbers(given: Tensor | float | None, count: int) -> Tensor:
-            return given if torch.is_tensor(given) else positives.new_full((count,), _NO_ID if given is None else given)
-
-        gathered = self._terms.documents.gather(torch.cat([positives, numbers(negatives, self._m)]))
-        if not self.has_queries:
-            return gathered
-        return torch.cat([gathered, self._terms.samples.gather(numbers(queries, len(positives)))])
-
-    def sweep_queries(self, needs: Needs, z: Tensor | None = None, u: Tensor | None = None) -> SimilarityResults:
-        """Sweeps the similarities of the queries and all candidates; for the gradients, with given normalizers."""
-        rows, columns = self._rows._replace(normalizer=z), self._columns._replace(normalizer=u)
-        if self.has_queries:
-            other = torch.full_like(self._samples, -1)
-            columns = columns._replace(sample=self.of_candidates(other, -1, self._samples))
-            rows = rows._replace(sample=self._samples)
-        has_columns = z is None and "doc_to_query" in self._terms.directions
-        return self._sweep(self._embeddings.queries, self.candidates, self.target, rows, columns, has_columns, needs)
-
-    def sweep_documents(self, needs: Needs, z: Tensor | None = None) -> SimilarityResults:
-        """Sweeps the similarities of the positives and all documents, likewise."""
-        of_negatives = self._terms.ids.samples
-        of_negatives = torch.where(of_negatives < 0, -1, of_negatives + self._terms.samples.first)
-        samples = self._terms.documents.gather(torch.cat([self._samples, of_negatives]))
-        rows = self._rows._replace(sample=self._samples, normalizer=z)
-        columns = self._columns.of(self.documents)._replace(sample=samples, threshold=None, weight=None)
-        target, documents = torch.full_like(self.target, -1), self.candidates[self.documents]
-        return self._sweep(self._embeddings.positives, documents, target, rows, columns, False, needs)
-
-    def _sweep(
-        self,
-        a: Tensor,
-        c: Tensor,
-        target: Tensor,
-        rows: SimilaritySide,
-        columns: SimilaritySide,
-        has_columns: bool,
-        needs: Needs,
-    ) -> SimilarityResults:
-        terms = self._terms
-        options = SimilarityOptions(terms.share, has_columns, terms.budget, terms.triton)
-        return contrastive_sweep(a, c, self._embeddings.scale, target, rows, columns, options, needs)
-
-
-class _Results(NamedTuple):
-    """The loss, whether each positive is the best candidate of its query, the logits of the positives, and the
-    gradients of `_Embeddings`: empty tensors where not needed."""
-
-    loss: Tensor
-    is_best: Tensor
-    positive: Tensor
-    gradients: Sequence[Tensor]
-
-
-_NOTHING = Needs(False, False)
-
-
-def _evaluate(embeddings: _Embeddings, terms: _Terms, needs: Sequence[bool]) -> _Results:
-    """Computes the loss and the needed gradients, outside autograd."""
-    similarities, directions, n = _Similarities(embeddings, terms), terms.directions, len(embeddings.queries)
-    of_queries, of_positives, of_negatives, of_scale = needs
-    of_candidates = of_positives or of_negatives or (of_queries and similarities.has_queries)
-    first_needs = Needs(of_queries or of_scale, of_candidates)
-    if directions & {"doc_to_query", "doc_to_doc"}:
-        found, u = similarities.sweep_queries(_NOTHING), None
-        normalizers = [found.z]
-        if "doc_to_query" in directions:
-            u = terms.documents.logsumexp(found.u)
-            normalizers.append(u[similarities.target])
-        if "doc_to_doc" in directions:
-            normalizers.append(similarities.sweep_documents(_NOTHING).z)
-        stacked = torch.stack(normalizers)
-        z = stacked.logsumexp(0) if terms.is_joint else stacked.mean(0)
-    else:
-        found = similarities.sweep_queries(first_needs)
-        z, u = found.z, None
-    loss, is_best = ((z - found.positive) * terms.weight).sum(), found.positive >= found.largest
-    if not any(needs):
-        return _Results(loss, is_best, found.positive, ())
-    first, second = found, None
-    if len(directions - {"query_to_query"}) > 1:
-        if u is not None:  # of positives; the loss has no softmax over the column of another candidate
-            of_columns = similarities.of_candidates(z if terms.is_joint else z.new_zeros(n), torch.inf, torch.inf)
-            assert of_columns is not None
-            u = of_columns if terms.is_joint else u + of_columns
-        first = similarities.sweep_queries(first_needs, z if terms.is_joint else found.z, u)
-    if "doc_to_doc" in directions:
-        second = similarities.sweep_documents(Needs(of_positives or of_scale, of_candidates), z)
-    dqueries, dcandidates, dscale = first.drows, first.dcandidates, first.dscale
-    dpositives, dnegatives, documents = dqueries[:0], dqueries[:0], similarities.documents
-    if second is not None:
-        dpositives, dscale = second.drows, dscale + second.dscale
-        if of_candidates:
-            dcandidates[documents] += second.dcandidates
-    if of_candidates:
-        own = terms.documents.own_sum(dcandidates[documents])
-        dnegatives = own[n:].clone()  # backward scales each gradient in place
-        dpositives = own[:n] + dpositives if second is not None and of_positives else own[:n]
-        if of_queries and similarities.has_queries:
-            dqueries = dqueries + terms.samples.own_sum(dcandidates[documents.stop :])
-    gradients = (dqueries, dpositives, dnegatives, dscale)
-    return _Results(loss, is_best, found.positive, [g.to(x.dtype) for g, x in zip(gradients, embeddings, strict=True)])
-
-
-class _Loss(FusedFunction):
-    """The results for transforms of torch.func: backward computes the similarities again."""
-
-    @staticmethod
-    def forward(
-        ctx: FusedContext, queries: Tensor, positives: Tensor, negatives: Tensor, scale: Tensor, terms: _Terms
-    ) -> tuple[Tensor, ...]:
-        embeddings = _Embeddings(queries, positives, negatives, scale)
-        ctx.save_for_backward(*embeddings)
-        ctx.terms = terms
-        loss, *others, _ = _evaluate(embeddings, terms, (False,) * 4)
-        ctx.mark_non_differentiable(*others)
-        return loss, *others
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FusedContext, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        embeddings, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
-        gradients = _evaluate(_Embeddings(*embeddings), ctx.terms, needs).gradients
-        scaled = ((upstream * gradient).to(gradient.dtype) for gradient in gradients)
-        return *if_needed(scaled, needs), None
 
 
 @explains_options
@@ -481,7 +203,7 @@ def contrastive_loss(
     divisor = new(max(1, len(queries))) if num_items is None else new(1) * num_items
     # In fp16, gradients divided by the number of queries would underflow.
     boost = max(1, sum(samples.counts)) if queries.dtype == torch.float16 else 1
-    terms = _Terms(
+    terms = ContrastiveTerms(
         directions=frozenset(directions),
         is_joint=partition_mode == "joint",
         ids=ids,
@@ -499,8 +221,8 @@ def contrastive_loss(
         if similarity == "cosine":  # x / rms(x) = sqrt(size) x / |x|
             parts = [rms_norm(x, eps=_EPS, backend=backend) if len(x) else x for x in parts]
             of_size, factor = terms._replace(unit=float(size)), scale / size
-        embeddings = _Embeddings(*parts, factor)  # type: ignore[call-arg]
-        loss, is_best, positive = _differentiable(embeddings, of_size)
+        embeddings = ContrastiveEmbeddings(*parts, factor)  # type: ignore[call-arg]
+        loss, is_best, positive = differentiable_loss(embeddings, of_size)
         metrics = {"accuracy": is_best.to(loss.dtype).sum(), "positive_similarity": (positive / scale).sum()}
         count = max(1, len(queries))
         return LossOutput(loss / boost, {metric: (value / count).detach() for metric, value in metrics.items()})
@@ -514,20 +236,6 @@ class ContrastiveLoss(TokenLoss, function=contrastive_loss):
 
 
 _EPS = 1e-24
-
-
-def _differentiable(embeddings: _Embeddings, terms: _Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss, whether each positive is the best candidate of its query, and the positives' logits."""
-    if under_transform():
-        results: tuple[Tensor, Tensor, Tensor] = _Loss.apply(*embeddings, terms)
-        return results
-    needs = [x.requires_grad and torch.is_grad_enabled() for x in embeddings]
-    with torch.no_grad():
-        loss, is_best, positive, gradients = _evaluate(embeddings, terms, needs)
-    if not any(needs):
-        return loss, is_best, positive
-    *others, (scale, dscale) = zip(embeddings, gradients, strict=True)
-    return attach_gradients(loss, *others, (scale.view(1), dscale.view(1))), is_best, positive
 
 
 def _reciprocal(name: str, temperature: float | Tensor, new: Callable[[float], Tensor]) -> Tensor:
@@ -595,7 +303,7 @@ def _ids(
     positive_ids: Tensor | None,
     negative_ids: Tensor | None,
     negatives_of: Tensor | None,
-) -> _Ids:
+) -> CandidateIds:
     """Returns the ids of all embeddings. Raises for ids of another kind, shape or device."""
     n, device = len(queries), queries.device
     given: dict[str, tuple[Tensor | None, tuple[int, ...]]]
@@ -627,7 +335,7 @@ def _ids(
         samples = samples.repeat_interleave(negatives.shape[1])
     flat = (None if ids is None else ids.long().flatten() for ids in (query_ids, positive_ids, negative_ids))
     of_queries, of_positives, of_negatives = flat
-    return _Ids(of_queries, of_positives, of_negatives, samples)
+    return CandidateIds(of_queries, of_positives, of_negatives, samples)
 
 
 def _group_rows(

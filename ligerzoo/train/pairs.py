@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligerzoo.encoding import unpooled_tokens
 from ligerzoo.errors import ConfigError
-from ligerzoo.losses.contrastive import GroupRows
+from ligerzoo.losses.group_rows import GroupRows
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.train import processes
