@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from ligerzoo.checks import AT_LEAST_1, FLAG, Values, check, integer, is_text, one_of, or_none
 from ligerzoo.errors import LigerzooError
+from ligerzoo.files.layout import TOKENIZER_FILES
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.tensor_checks import explains_options
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
 _BATCHES = 16
 """Batches whose texts are tokenized together, in parallel, and sorted by their numbers of tokens."""
@@ -45,7 +45,7 @@ def set_tokenizer(model: EmbeddingModel, tokenizer: Tokenizer) -> Tokenizer:
     others = {
         name: content
         for name, content in model.files.items()
-        if not any(fnmatchcase(name, pattern) for pattern in FILE_PATTERNS)
+        if not any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
     }
     model.files = {**others, **tokenizer.files.contents}
     return tokenizer.lowercasing() if model.settings.lowercase else tokenizer

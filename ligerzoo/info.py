@@ -18,9 +18,9 @@ from ligerzoo.convert.embedding_settings import read_settings
 from ligerzoo.convert.fields import SEQUENCE_SUFFIX, is_classifier, parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, first_names, quote
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, weight_files
-from ligerzoo.files.layout import INDEX_FILE
-from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, GENERATION_FILE, locate_files
-from ligerzoo.files.modules import ROOT_FILES, module_files, read_modules
+from ligerzoo.files.layout import CONFIG_FILE, CONFIG_FILES, EMBEDDING_INPUTS, MODEL_FILES
+from ligerzoo.files.locate import locate_files
+from ligerzoo.files.modules import module_files, read_modules
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.files.untrusted import read_json, reading_directory
@@ -34,7 +34,6 @@ from ligerzoo.models.registry import ENCODERS, MODEL_CLASSES
 from ligerzoo.models.state_space import MambaConfig
 from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +152,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         CheckpointError: Files are missing or damaged.
         TokenizerError: The files of the tokenizer are damaged.
     """
-    patterns = [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS, *ROOT_FILES]
+    patterns = [*MODEL_FILES, *EMBEDDING_INPUTS]
     directory = locate_files(name_or_path, patterns, revision=revision)
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)

@@ -571,14 +571,14 @@ def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: f
 
 def test_tokenizer_files_are_of_one_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
-    model, read_files = Llama.from_pretrained(directory), tokenizer.read_files
+    model, read_files = Llama.from_pretrained(directory), tokenizer.read_tokenizer_files
 
     def read_slowly(path: Path) -> dict[str, bytes]:
         model.save_pretrained(path)
         return read_files(path)
 
     assert len(Tokenizer.from_pretrained(directory)) > 0
-    monkeypatch.setattr(tokenizer, "read_files", read_slowly)
+    monkeypatch.setattr(tokenizer, "read_tokenizer_files", read_slowly)
     with pytest.raises(CheckpointError, match=r"tiny: was replaced while it was read. Load it again"):
         Tokenizer.from_pretrained(directory)
 

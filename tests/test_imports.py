@@ -49,8 +49,8 @@ ARROWS = {
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models token_parts", ""),
     "models": ("checks dtensors errors exports kernels layers tensor_checks", "convert generate text"),
     "convert": ("checks dtensors entries errors files layers models", ""),
-    "hub": ("checks convert device dtensors entries errors exports files kernels models", "text vision"),
-    "encoding": ("checks errors models tensor_checks text", ""),
+    "hub": ("checks convert device dtensors entries errors exports files kernels models", ""),
+    "encoding": ("checks errors files models tensor_checks text", ""),
     "adapters": ("checks convert dtensors entries errors exports files hub layers models tensor_checks", ""),
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),
@@ -216,7 +216,7 @@ def test_saving_a_model_imports_only_its_converter() -> None:
     imported = set(fresh_interpreter(SAVING))
     names = (
         "architecture", "embedding", "embedding_settings", "families", "fields", "layout", "registration",
-        "sequence_classifier", "stored_tensors", "tensor_slices",
+        "sequence_classifier", "stored_tensors", "tasks", "tensor_slices",
     )  # fmt: skip
     shared = {f"ligerzoo.convert.{name}" for name in names}
     assert {name for name in imported if "convert" in name} == {*shared, "ligerzoo.convert.apertus"}

@@ -22,7 +22,7 @@ from ligerzoo.entries import (
     list_of,
 )
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
-from ligerzoo.files.locate import ADAPTER_CONFIG_FILE
+from ligerzoo.files.layout import ADAPTER_CONFIG_FILE
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.layers.lora import LoRAOptions
 

@@ -62,7 +62,8 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
         CheckpointError: there is no such directory, or no such repository on the hub.
         LigerzooError: adapter_config.json names no base model, or one that is not found here.
     """
-    from ligerzoo.files.locate import ADAPTER_CONFIG_FILE, CONFIG_FILE, CONFIG_FILES, locate_files
+    from ligerzoo.files.layout import ADAPTER_CONFIG_FILE, CONFIG_FILE, CONFIG_FILES
+    from ligerzoo.files.locate import locate_files
     from ligerzoo.files.untrusted import read_json
 
     model, revision = choice.model, choice.revision
@@ -96,10 +97,10 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
 def _download_adapter(repository: str, commit: str) -> Path:
     """Returns the directory of an adapter's files and tokenizer, of the commit that its config was read from."""
     from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
+    from ligerzoo.files.layout import TOKENIZER_FILES
     from ligerzoo.files.locate import locate_files
-    from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
-    return locate_files(repository, [CONFIG_FILE, WEIGHT_FILE, *FILE_PATTERNS], revision=commit)
+    return locate_files(repository, [CONFIG_FILE, WEIGHT_FILE, *TOKENIZER_FILES], revision=commit)
 
 
 def model_name(name_or_path: str) -> str:

@@ -9,20 +9,16 @@ from importlib import import_module
 
 from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.embedding import embedding_architecture, read_embedding
 from ligerzoo.convert.families import FAMILIES
-from ligerzoo.convert.fields import SEQUENCE_SUFFIX, is_classifier
 from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.registration import check_arguments, check_unused
-from ligerzoo.convert.sequence_classifier import classifier_architecture, read_classifier, suffix_of
+from ligerzoo.convert.tasks import task_of
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.files.modules import ModuleFiles
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLASSES, module_of
-from ligerzoo.models.sequence_classifier import Classifier
 
 MODEL_TYPES = tuple(ARCHITECTURES)
 """Every `model_type` of the zoo but encoders'. Each is in `families`, or has a module here, imported when needed."""
@@ -66,14 +62,10 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
         expected = "a model that AutoModel.from_pretrained or AutoModel.from_config returns"
         remedy = "ligerzoo.from_transformers converts models of transformers."
         raise ConfigError(what, where="model", got=type(model).__name__, expected=expected, remedy=remedy)
-    match model:
-        case Classifier():
-            base = architecture_for_config(type(model.config))
-            return classifier_architecture(base, model.labels, suffix_of(type(model)))
-        case EmbeddingModel():
-            base = architecture_for_config(type(model.config))
-            return embedding_architecture(base, model.settings, ModuleFiles("", model.files))
-    return architecture_for(type(model))
+    derive = task_of(type(model)).derive
+    if derive is None:
+        return architecture_for(type(model))
+    return derive(architecture_for_config(type(model.config)), model)
 
 
 def architecture_for(model_class: type) -> Architecture:
@@ -125,22 +117,13 @@ def architecture_to_load(
     Args:
         raw: config.json.
         model_class: expected class of the model, or a subclass of the user.
-        options: arguments of the user, of which a classifier reads those about labels, and an embedding model others.
+        options: arguments of the user, of which a task reads its own.
         files: the files of sentence-transformers, which an embedding model reads.
 
     Raises:
         ConfigError: No architecture has the name in config.json, or `model_class` is unrelated to it.
     """
-    architecture = architecture_of(raw.get("model_type"))
-    if issubclass(model_class, Classifier):
-        architecture = read_classifier(architecture, raw, options, suffix_of(model_class))
-    elif is_classifier(raw):
-        kind = "SequenceClassification" if is_classifier(raw, (SEQUENCE_SUFFIX,)) else "TokenClassification"
-        what, where, got = "the checkpoint is a classifier", "architectures", raw["architectures"]
-        expected, remedy = "a language model", f"Load it with AutoModelFor{kind}."
-        raise ConfigError(what, where=where, got=got, expected=expected, remedy=remedy)
-    elif issubclass(model_class, EmbeddingModel):
-        architecture = read_embedding(architecture, raw, options, files)
+    architecture = task_of(model_class).read(architecture_of(raw.get("model_type")), raw, options, files)
     if issubclass(architecture.model_class, model_class):
         return architecture, architecture.config_class
     if issubclass(model_class, architecture.model_class):

@@ -175,7 +175,7 @@ class Architecture:
             overrides: values of fields that take precedence over config.json.
 
         Raises:
-            ConfigError: An entry has an invalid or unsupported value.
+            ConfigError: An entry has an invalid or unsupported value, or asks for attention to later tokens.
         """
         config_class = config_class or self.config_class
         entries = self.read_entries(raw)
@@ -189,7 +189,10 @@ class Architecture:
             values |= {} if factor is None else {"partial_rotary_factor": factor}
         if "rope_theta" in names:
             values |= self.read_rope(entries, config_class.rope_theta)
-        return build_config(config_class, values | convert_overrides(overrides or {}, config_class))
+        config = build_config(config_class, values | convert_overrides(overrides or {}, config_class))
+        is_causal = getattr(config, "is_causal", True)
+        refuse({"is_causal": True, **raw}, "is_causal", unless=(True, is_causal))  # null is false in transformers
+        return config
 
     def config_to_hf(self, config: object) -> dict[str, object]:
         """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read.

@@ -11,7 +11,8 @@ from typing import get_args
 from ligerzoo.checks import AT_LEAST_1, is_list, is_text
 from ligerzoo.entries import BOOLEAN, STRING, Entries, JsonType, check_one_of, is_object, list_of, object_entry
 from ligerzoo.errors import ConfigError, LigerzooError, first_names, unknown_names
-from ligerzoo.files.modules import MODULE_CONFIG, MODULES_FILE, SETTINGS_FILE, Module, ModuleFiles
+from ligerzoo.files.layout import CONFIG_FILE, MODULES_FILE, SETTINGS_FILE
+from ligerzoo.files.modules import Module, ModuleFiles
 from ligerzoo.layers.pooling import POOLING_MODES
 from ligerzoo.models.embedding import (
     DenseStage,
@@ -80,7 +81,7 @@ def read_settings(files: ModuleFiles, features: int) -> EmbeddingSettings:
     stages: list[EmbeddingStage] = []
     size = features
     for path, kind in others:
-        name = f"{path}/{MODULE_CONFIG}"
+        name = f"{path}/{CONFIG_FILE}"
         reader = _Reader(files.where(name), files.entries.get(name, {}))
         stages.append(_READERS[kind](reader, path, size))
         reader.refuse_others()
@@ -239,7 +240,7 @@ def written_files(settings: EmbeddingSettings, files: ModuleFiles, features: int
     size, stages = features, () if before is None else before.stages
     for stage in settings.stages:
         if stage not in stages:
-            yield f"{stage.path}/{MODULE_CONFIG}", _json(_stage_entries(stage, size))
+            yield f"{stage.path}/{CONFIG_FILE}", _json(_stage_entries(stage, size))
         size = stage.output_size(size)
     own: dict[str, object] = {
         "prompts": dict(settings.prompts),

@@ -13,15 +13,10 @@ from typing import Unpack
 
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import weight_files
-from ligerzoo.files.layout import INDEX_FILE
+from ligerzoo.files.layout import CONFIG_FILES, MODEL_FILES
 from ligerzoo.files.modules import module_files
 from ligerzoo.files.transformers_options import HUB_DEFAULTS, HubOptions
 from ligerzoo.files.untrusted import remedy_for
-
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
-"""A repository with only the second is an adapter without its base model."""
 
 _CHECKPOINT_OF_RUN, _LOG_OF_RUN = re.compile(r"checkpoint-(\d{1,18})"), "log.jsonl"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -40,7 +35,7 @@ def find_checkpoint(name_or_path: str | Path, further: Sequence[str] = (), **hub
     Raises:
         CheckpointError: The directory or repository doesn't exist or cannot be reached, or its index is malformed.
     """
-    directory = locate_files(name_or_path, [*CONFIG_FILES, GENERATION_FILE, INDEX_FILE, *further], **hub_options)
+    directory = locate_files(name_or_path, [*MODEL_FILES, *further], **hub_options)
     if os.path.isdir(name_or_path):
         return directory
     hub_options["revision"] = directory.name

@@ -3,7 +3,6 @@
 Each module after the first one has a directory, which holds its config.json and model.safetensors.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,18 +12,9 @@ from typing import NamedTuple
 
 from ligerzoo.entries import OBJECT, STRING, Entries, Reader, is_array, is_object, shown
 from ligerzoo.errors import CheckpointError, quote
-from ligerzoo.files.layout import SINGLE_FILE, is_plain_name
-from ligerzoo.files.untrusted import malformed, read_bytes, unique_entries
+from ligerzoo.files.layout import CONFIG_FILE, MODULE_FILES, MODULES_FILE, SINGLE_FILE, TRANSFORMER_FILES, is_plain_name
+from ligerzoo.files.untrusted import parse_json, read_bytes
 
-MODULES_FILE, SETTINGS_FILE = "modules.json", "config_sentence_transformers.json"
-MODULE_CONFIG = "config.json"
-TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-"""The config of the first module, of which the first that exists counts."""
-
-ROOT_FILES = (MODULES_FILE, SETTINGS_FILE, *TRANSFORMER_CONFIGS)
 _MAX_MODULES = 32
 _CLASS = re.compile(r"sentence_transformers(\.\w+)*\.(?P<name>\w+)")
 
@@ -64,7 +54,9 @@ class ModuleFiles:
         Raises:
             CheckpointError: a file is malformed.
         """
-        parsed = {name: _parse(content, Path(directory, name)) for name, content in contents.items() if _is_own(name)}
+        parsed = {
+            name: parse_json(content, Path(directory, name)) for name, content in contents.items() if _is_own(name)
+        }
         modules = tuple(_modules(parsed.pop(MODULES_FILE, []), Path(directory, MODULES_FILE)))
         read = Reader(CheckpointError, problem="is not a JSON object").read
         entries = {name: read(OBJECT, value, Path(directory, name)) for name, value in parsed.items()}
@@ -73,7 +65,7 @@ class ModuleFiles:
     @property
     def transformer(self) -> str:
         """The name of the first module's config, which may not exist."""
-        return next((name for name in TRANSFORMER_CONFIGS if name in self.entries), TRANSFORMER_CONFIGS[0])
+        return next((name for name in TRANSFORMER_FILES if name in self.entries), TRANSFORMER_FILES[0])
 
     def where(self, name: str) -> str:
         """Returns the path of a file, for error messages."""
@@ -81,14 +73,14 @@ class ModuleFiles:
 
 
 def _is_own(name: str) -> bool:
-    return name in ROOT_FILES or (name.endswith(f"/{MODULE_CONFIG}"))
+    return name in MODULE_FILES or (name.endswith(f"/{CONFIG_FILE}"))
 
 
 def module_files(directory: Path) -> list[str]:
     """Returns the paths of the modules' files in a directory that has modules.json: configs and weights."""
     path = directory / MODULES_FILE
-    modules = _modules(_parse(read_bytes(path), path), path) if os.path.lexists(path) else ()
-    return [f"{module.path}/{name}" for module in modules if module.path for name in (MODULE_CONFIG, SINGLE_FILE)]
+    modules = _modules(parse_json(read_bytes(path), path), path) if os.path.lexists(path) else ()
+    return [f"{module.path}/{name}" for module in modules if module.path for name in (CONFIG_FILE, SINGLE_FILE)]
 
 
 def read_modules(directory: Path, others: Mapping[str, bytes]) -> ModuleFiles:
@@ -103,16 +95,9 @@ def read_modules(directory: Path, others: Mapping[str, bytes]) -> ModuleFiles:
     """
     if not os.path.lexists(directory / MODULES_FILE):
         return ModuleFiles(str(directory), others)
-    names = [*ROOT_FILES, *(name for name in module_files(directory) if name.endswith(MODULE_CONFIG))]
+    names = [*MODULE_FILES, *(name for name in module_files(directory) if name.endswith(CONFIG_FILE))]
     contents = {name: read_bytes(directory / name) for name in names if os.path.lexists(directory / name)}
     return ModuleFiles.of(directory, {**others, **contents})
-
-
-def _parse(content: bytes, path: Path) -> object:
-    try:
-        return json.loads(str(content, "utf-8-sig"), object_pairs_hook=unique_entries)
-    except (ValueError, RecursionError) as error:
-        raise malformed(path, "JSON", error) from error
 
 
 def _modules(value: object, path: Path) -> Iterator[Module]:

@@ -13,9 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ligerzoo.errors import CheckpointError, first_names, quote
+from ligerzoo.errors import CheckpointError, TokenizerError, first_names, quote
+from ligerzoo.files.layout import TOKENIZER_INPUTS
 
 _MAX_JSON_BYTES = 32 * 2**20  # the index of a checkpoint with 100,000 tensors has 10 MB
+_MAX_VOCABULARY_BYTES = 2**27  # of tokenizer.json; Gemma 3's, one of the largest, has a quarter of this
+_MAX_FILE_BYTES = 2**24  # of every other file of a tokenizer
 
 _PICKLE = (
     "Only safetensors files are read, because loading a pickle runs code. If you trust the checkpoint, convert it: "
@@ -51,14 +54,22 @@ def read_json(path: str | Path) -> dict[str, Any]:
             duplicate key, or is not an object.
     """
     path = Path(path)
-    content = read_bytes(path)
-    try:
-        value = json.loads(str(content, "utf-8-sig"), object_pairs_hook=unique_entries)
-    except (ValueError, RecursionError) as error:
-        raise malformed(path, "JSON", error) from error
+    value = parse_json(read_bytes(path), path)
     if not isinstance(value, dict):
         raise CheckpointError("is not a JSON object", where=path, got=type(value).__name__)
     return value
+
+
+def parse_json(content: bytes, path: Path) -> object:
+    """Returns the value in the content of a JSON file, in UTF-8 with or without a byte order mark.
+
+    Raises:
+        CheckpointError: It is not JSON or too deeply nested, or has an object with a duplicate key.
+    """
+    try:
+        return json.loads(str(content, "utf-8-sig"), object_pairs_hook=unique_entries)
+    except (ValueError, RecursionError) as error:
+        raise malformed(path, "JSON", error) from error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -72,6 +83,27 @@ def read_bytes(path: Path) -> bytes:
     if len(content) > _MAX_JSON_BYTES:
         raise CheckpointError("file is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
     return content
+
+
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Returns the contents of the files in a directory that `TOKENIZER_INPUTS` match, by relative path.
+
+    Raises:
+        TokenizerError: A file is not a regular file, or is too large.
+    """
+    files = {}
+    for pattern in TOKENIZER_INPUTS:
+        limit = _MAX_VOCABULARY_BYTES if pattern == "tokenizer.json" else _MAX_FILE_BYTES
+        paths = sorted(directory.glob(pattern)) if "*" in pattern else [directory / pattern]
+        for path in filter(os.path.lexists, paths):
+            if not path.is_file():  # a broken link or a pipe is a damaged checkpoint, not an absent file
+                raise TokenizerError("is not a readable file", where=path, remedy="Download the checkpoint again.")
+            with path.open("rb") as file:
+                content = file.read(limit + 1)
+            if len(content) > limit:
+                raise TokenizerError("the file is too large", where=path, expected=f"at most {limit} bytes")
+            files[path.relative_to(directory).as_posix()] = content
+    return files
 
 
 @contextlib.contextmanager
@@ -170,7 +202,7 @@ class RepeatedKeyError(ValueError):
         self.key = key
 
 
-def unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_entries(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Returns the entries of an object of JSON, as `object_pairs_hook`. Raises RepeatedKeyError."""
     entries = dict(pairs)
     if len(entries) < len(pairs):

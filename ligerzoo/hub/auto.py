@@ -16,8 +16,8 @@ from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels, suffix_of
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.files.layout import MODULES_FILE
 from ligerzoo.files.locate import locate_files
-from ligerzoo.files.modules import MODULES_FILE
 from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import LanguageModelConfig

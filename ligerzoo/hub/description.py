@@ -15,28 +15,24 @@ from typing import Any, Unpack
 
 from ligerzoo.convert import architecture_to_load
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.embedding import EMBEDDING_OPTIONS
-from ligerzoo.convert.fields import refuse, stored_dtype
-from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS
+from ligerzoo.convert.fields import stored_dtype
+from ligerzoo.convert.tasks import task_of
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError, unknown_names
-from ligerzoo.files.locate import CONFIG_FILE, CONFIG_FILES, locate_files
+from ligerzoo.files.layout import CONFIG_FILE, CONFIG_FILES
+from ligerzoo.files.locate import locate_files
 from ligerzoo.files.modules import ModuleFiles
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, read_quantization
 from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.files.untrusted import read_json
-from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.sequence_classifier import Classifier
 
 _OPTIONS = [
     option.name
     for option in inspect.signature(LanguageModel.from_pretrained).parameters.values()
     if option.kind is option.KEYWORD_ONLY
 ]
-
-_OWN_OPTIONS = {Classifier: LABEL_OPTIONS, EmbeddingModel: EMBEDDING_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,9 @@ class Description:
     config: Any
     quantization: Quantization | None
     overrides: Entries
+
+    def __post_init__(self) -> None:
+        stored_dtype(self.raw)  # raises if it is invalid
 
     def without_overrides(self) -> Description:
         """Returns the description of config.json alone."""
@@ -102,22 +101,14 @@ def read_description(
         quantization = read_quantization(raw, architecture.quantized_formats)
         if quantization is not None:  # the loaded weights are not quantized, nor the saved ones
             raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
-        own_options = next((names for cls, names in _OWN_OPTIONS.items() if issubclass(model_class, cls)), ())
+        own_options = task_of(model_class).options
         overrides = {name: given for name, given in overrides.items() if name not in own_options}
         fields = [field.name for field in dataclasses.fields(config_class)]
         for name, nearest in unknown_names(overrides, fields, [*_OPTIONS, *own_options]):
             expected = f"an option of from_pretrained or a field of {config_class.__name__}"
             raise ConfigError("unknown", where=name, expected=expected, remedy=nearest)
         config = architecture.config_from_hf(raw, config_class, overrides)
-        refuse_other_direction(raw, config)
-        stored_dtype(raw)  # raises if it is invalid
         return Description(path, raw, architecture, config, quantization, overrides)
-
-
-def refuse_other_direction(raw: Entries, config: object) -> None:
-    """Raises ConfigError if config.json asks for attention to later tokens, and the config of our model does not."""
-    is_causal = getattr(config, "is_causal", True)
-    refuse({"is_causal": True, **raw}, "is_causal", unless=(True, is_causal))  # null is false in transformers
 
 
 def read_config(name_or_path: str | Path, **hub_options: Unpack[HubOptions]) -> Any:

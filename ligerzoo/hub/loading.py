@@ -20,22 +20,23 @@ from tqdm import tqdm
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import parse_dtype, stored_dtype
 from ligerzoo.convert.stored_tensors import assemble
+from ligerzoo.convert.tasks import task_of
 from ligerzoo.convert.tensor_slices import TensorSlice, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
 from ligerzoo.dtensors import as_shard_of, shard_of
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
-from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
-from ligerzoo.files.modules import ROOT_FILES, ModuleFiles, read_modules
+from ligerzoo.files.layout import CONFIG_FILE, GENERATION_FILE
+from ligerzoo.files.locate import find_checkpoint
+from ligerzoo.files.modules import read_modules
 from ligerzoo.files.quantized import QuantizedCheckpoint
 from ligerzoo.files.transformers_options import HUB_OPTIONS, model_options
-from ligerzoo.files.untrusted import read_json, reading_directory
+from ligerzoo.files.untrusted import read_json, read_tokenizer_files, reading_directory
 from ligerzoo.hub.description import Description, read_description
 from ligerzoo.hub.matching import Match, TensorSource, match_tensors
 from ligerzoo.hub.staging import Staging
 from ligerzoo.hub.tying import TIED, check_equal, tie_if_equal, under_both_names
 from ligerzoo.kernels.preparation import preparing_triton
-from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.pretrained import LoadedFrom
 
@@ -74,7 +75,7 @@ def load(
     """
     overrides, dtype, device = model_options(options, dtype, device)
     hub_options = {name: overrides.pop(name) for name in HUB_OPTIONS if name in overrides}
-    directory = find_checkpoint(name_or_path, _further_files(model_class), **hub_options)
+    directory = find_checkpoint(name_or_path, task_of(model_class).files, **hub_options)
     device = available_device(device)
     with _opened(directory, model_class, overrides) as (described, generation_config, checkpoint):
         model, match = _plan(described, model_class, checkpoint, dtype, strict=strict)
@@ -136,27 +137,11 @@ def _opened(
         with reading_directory(directory):
             raw = read_json(path)
             generation_config = read_json(generation_path) if os.path.lexists(generation_path) else {}
-            modules = _read_modules(directory) if issubclass(model_class, EmbeddingModel) else None
+            modules = read_modules(directory, read_tokenizer_files(directory)) if task_of(model_class).files else None
             described = read_description(raw, path, model_class, overrides, modules)
             folders = described.architecture.folders
             checkpoint = files.enter_context(QuantizedCheckpoint(directory, described.quantization, folders))
         yield described, generation_config, checkpoint
-
-
-def _further_files(model_class: type[LanguageModel]) -> list[str]:
-    """Returns the patterns of further files that a class reads: those of sentence-transformers, and the tokenizer's."""
-    if not issubclass(model_class, EmbeddingModel):
-        return []
-    from ligerzoo.text.tokenizer_files import READ_PATTERNS
-
-    return [*ROOT_FILES, *READ_PATTERNS]
-
-
-def _read_modules(directory: Path) -> ModuleFiles:
-    """Reads the files of sentence-transformers, and keeps those of the tokenizer."""
-    from ligerzoo.text.tokenizer_files import read_files
-
-    return read_modules(directory, read_files(directory))
 
 
 def _plan(

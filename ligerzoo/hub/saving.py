@@ -17,7 +17,7 @@ from ligerzoo.convert.stored_tensors import StoredTensors
 from ligerzoo.dtensors import is_sharded
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint_writer import write_checkpoint
-from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
+from ligerzoo.files.layout import CONFIG_FILE, GENERATION_FILE
 from ligerzoo.hub.sharding import GatheredTensors, write_gathered
 from ligerzoo.hub.state import as_stored, check_dense, check_names_and_shapes
 from ligerzoo.hub.tying import under_both_names

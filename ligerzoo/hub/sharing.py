@@ -14,7 +14,7 @@ from ligerzoo.convert.fields import refuse
 from ligerzoo.convert.stored_tensors import assemble
 from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
-from ligerzoo.hub.description import naming_source, refuse_other_direction
+from ligerzoo.hub.description import naming_source
 from ligerzoo.hub.loading import has_tensors_outside_state_dict
 from ligerzoo.hub.matching import TensorSource, match_tensors
 from ligerzoo.hub.tying import HEAD, tie_if_equal, under_both_names
@@ -92,9 +92,7 @@ def read_transformers_config(hf_model: nn.Module) -> tuple[dict[str, object], Ar
     with naming_source(f"{_WHERE}.config"):
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the unquantized model.")
         architecture = architecture_of(raw.get("model_type"))
-        ours = architecture.config_from_hf(entries)
-        refuse_other_direction(raw, ours)
-        return raw, architecture, ours
+        return raw, architecture, architecture.config_from_hf(entries)
 
 
 def _check_plain(tensors: Mapping[str, Tensor]) -> None:

@@ -44,10 +44,10 @@ def push(
         save(model, folder)
         stale = [SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors"]  # deleted unless uploaded again
         if processor is not None:
-            from ligerzoo.vision.processor import FILE_PATTERNS
+            from ligerzoo.files.layout import PROCESSOR_INPUTS
 
             processor.save_pretrained(folder)
-            stale += FILE_PATTERNS
+            stale += PROCESSOR_INPUTS
         if not api.file_exists(repo_id, "README.md"):
             (folder / "README.md").write_text(_model_card(model, processor, repo_id), encoding="utf-8")
         commit = api.upload_folder(

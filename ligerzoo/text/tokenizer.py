@@ -28,18 +28,19 @@ import torch
 from ligerzoo.checks import AT_LEAST_1, one_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.files.atomic import replace_files
+from ligerzoo.files.layout import TOKENIZER_FILES, TOKENIZER_INPUTS
 from ligerzoo.files.transformers_options import TextOptions, text_options
-from ligerzoo.files.untrusted import reading_directory
+from ligerzoo.files.untrusted import read_tokenizer_files, reading_directory
 from ligerzoo.text.chat import ChatRenderer
 from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_bytes
-from ligerzoo.text.tokenizer_files import FILE_PATTERNS, READ_PATTERNS, PaddingSide, TokenizerFiles, read_files
+from ligerzoo.text.tokenizer_files import PaddingSide, TokenizerFiles
 
 
 class Tokenizer(ChatRenderer):
     """A checkpoint's tokenizer.
 
     Args:
-        files: contents of the files in `READ_PATTERNS`, by name.
+        files: contents of the files in `TOKENIZER_INPUTS`, by name.
         where: the directory or hub id of the files, for error messages.
 
     Attributes:
@@ -88,9 +89,9 @@ class Tokenizer(ChatRenderer):
         given = {"padding_side": padding_side, "truncation_side": truncation_side, "model_max_length": model_max_length}
         hub_options = text_options(options, "Tokenizer.from_pretrained", *given)
         attributes = {name: _attribute(name, value) for name, value in given.items() if value is not None}
-        directory = locate_files(name_or_path, READ_PATTERNS, **hub_options)
+        directory = locate_files(name_or_path, TOKENIZER_INPUTS, **hub_options)
         with reading_directory(directory):
-            files = read_files(directory)
+            files = read_tokenizer_files(directory)
         tokenizer = cls(files, str(name_or_path))
         for name, value in attributes.items():
             setattr(tokenizer, name, value)
@@ -105,7 +106,7 @@ class Tokenizer(ChatRenderer):
 
         Replaces each file atomically and removes the files of a tokenizer that was saved there before.
         """
-        replace_files(Path(directory), self.files.contents, FILE_PATTERNS)
+        replace_files(Path(directory), self.files.contents, TOKENIZER_FILES)
 
     def decode(self, ids: Sequence[int] | torch.Tensor, skip_special_tokens: bool = False) -> str:
         """Decodes token ids as text.

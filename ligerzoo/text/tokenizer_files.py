@@ -6,7 +6,6 @@ tokenizer.json lacks. In older checkpoints special_tokens_map.json names the spe
 
 import codecs
 import json
-import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -27,20 +26,6 @@ from ligerzoo.text.tokenizer_limits import Limits
 
 PaddingSide = Literal["left", "right"]
 
-FILE_PATTERNS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-)
-"""The files of a tokenizer, as glob patterns inside a checkpoint directory. Only the first is required."""
-
-READ_PATTERNS = (*FILE_PATTERNS, "config.json")
-"""The files that are read; config.json has the `model_type`, and belongs to the model."""
-
-_MAX_VOCABULARY_BYTES = 2**27  # of tokenizer.json; Gemma 3's, one of the largest, has a quarter of this
-_MAX_FILE_BYTES = 2**24  # of every other file
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ID = re.compile(r"[0-9]{1,10}")
@@ -87,7 +72,7 @@ class TokenizerFiles:
     """The entries of a tokenizer's files.
 
     Args:
-        contents: contents of the files in `READ_PATTERNS`, by relative path.
+        contents: contents of the files in `TOKENIZER_INPUTS` of `ligerzoo.files.layout`, by relative path.
         where: the directory or hub id of the files, for error messages.
     """
 
@@ -217,23 +202,6 @@ class TokenizerFiles:
     def without(self, name: str) -> Self:
         """Returns the files but one."""
         return type(self)({other: content for other, content in self.contents.items() if other != name}, self.where)
-
-
-def read_files(directory: Path) -> dict[str, bytes]:
-    """Returns the contents of the files in a directory that `READ_PATTERNS` match, by relative path."""
-    files = {}
-    for pattern in READ_PATTERNS:
-        limit = _MAX_VOCABULARY_BYTES if pattern == "tokenizer.json" else _MAX_FILE_BYTES
-        paths = sorted(directory.glob(pattern)) if "*" in pattern else [directory / pattern]
-        for path in filter(os.path.lexists, paths):
-            if not path.is_file():  # a broken link or a pipe is a damaged checkpoint, not an absent file
-                raise TokenizerError("is not a readable file", where=path, remedy="Download the checkpoint again.")
-            with path.open("rb") as file:
-                content = file.read(limit + 1)
-            if len(content) > limit:
-                raise TokenizerError("the file is too large", where=path, expected=f"at most {limit} bytes")
-            files[path.relative_to(directory).as_posix()] = content
-    return files
 
 
 def _named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from ligerzoo.checks import as_list
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import replace_files
+from ligerzoo.files.layout import PROCESSOR_FILES, PROCESSOR_INPUTS
 from ligerzoo.files.locate import locate_files
 from ligerzoo.files.transformers_options import TextOptions, text_options
 from ligerzoo.files.untrusted import reading_directory
-from ligerzoo.text import tokenizer_files
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
@@ -31,10 +31,7 @@ from ligerzoo.vision.families import FAMILIES
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.io import ImageInput
 from ligerzoo.vision.media import MediaInputs, check_count, conversations_in
-from ligerzoo.vision.settings import FILE_NAMES, ProcessorFiles
-
-FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
-"""The files that a processor reads, as glob patterns inside a checkpoint directory."""
+from ligerzoo.vision.settings import ProcessorFiles
 
 VISION_MODEL_TYPES = tuple(model_type for family in FAMILIES for model_type in family.model_types)
 """Values of `model_type` in the config.json of models that read images."""
@@ -83,7 +80,7 @@ class Processor:
             TokenizerError: tokenizer.json is missing or malformed, or has no image token.
         """
         hub_options = text_options(options, "Processor.from_pretrained")
-        directory = locate_files(name_or_path, FILE_PATTERNS, **hub_options)
+        directory = locate_files(name_or_path, PROCESSOR_INPUTS, **hub_options)
         with reading_directory(directory):
             files = ProcessorFiles(directory)
             family = family_of(files)
@@ -99,7 +96,7 @@ class Processor:
         config.json, which names the family too: the model saves it.
         """
         self.tokenizer.save_pretrained(directory)
-        replace_files(Path(directory), self._files, FILE_NAMES)
+        replace_files(Path(directory), self._files, PROCESSOR_FILES)
 
     def read_image(self, image: ImageInput) -> Tensor:
         """Returns an image as uint8 RGB (3, H, W); see `ligerzoo.vision.read_image`."""
@@ -221,7 +218,7 @@ def load_processor_or_tokenizer(name_or_path: str | Path, *, revision: str | Non
     Raises:
         LigerzooError: see `Processor.from_pretrained` and `Tokenizer.from_pretrained`.
     """
-    directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
+    directory = locate_files(name_or_path, PROCESSOR_INPUTS, revision=revision)
     with reading_directory(directory):
         if has_image_preprocessing(ProcessorFiles(directory)):
             return Processor.from_pretrained(directory)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from ligerzoo.checks import Values, instances, integer, is_list, is_number, number, or_none
 from ligerzoo.entries import OBJECT, STRING, Entries
 from ligerzoo.errors import ConfigError
+from ligerzoo.files.layout import PROCESSOR_FILES
 from ligerzoo.files.untrusted import read_bytes, read_json
 from ligerzoo.text.chat_template import ChatTemplate
 
@@ -95,27 +96,18 @@ class Settings:
         return ConfigError("unsupported value", where=where, got=got, expected=expected)
 
 
-FILE_NAMES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-)
-"""The files of a processor, without its tokenizer's."""
-
-
 class ProcessorFiles:
     """The JSON files of a processor in one directory. Each of them is optional.
 
     Attributes:
         directory: the checkpoint directory.
-        contents: the bytes of each file of `FILE_NAMES` that exists, by name.
+        contents: the bytes of each file of `PROCESSOR_FILES` that exists, by name.
         processor_config: processor_config.json; empty if the file does not exist.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        present = [name for name in FILE_NAMES if (directory / name).exists()]
+        present = [name for name in PROCESSOR_FILES if (directory / name).exists()]
         self.contents = {name: read_bytes(directory / name) for name in present}
         path = directory / "processor_config.json"
         self.processor_config = self.read(path.name) or Settings({}, path)
