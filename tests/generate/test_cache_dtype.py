@@ -15,7 +15,7 @@ from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import BUILD, build
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": NO_END}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": NO_END}
 LENGTHS = [7, 12, 9]
 
 
@@ -95,7 +95,7 @@ def test_logits_are_those_of_rounded_keys_and_values(model: Any, prompts: list[T
 
 @pytest.mark.usefixtures("capture")
 def test_captured_calls_generate_the_tokens(model: Any, prompts: list[Tensor], expected: list[list[int]]) -> None:
-    for i in (0, 0, 1, 2):  # calls find the graphs of those before, also for a longer prompt
+    for i in (0, 0, 1):  # calls find the graphs of those before, also for a longer prompt
         out = model.generate(prompts[i][None], cache_dtype=FP8, **OPTIONS)
         assert out[0, LENGTHS[i] :].tolist() == expected[i]
     if model.device.type == "cpu":  # elsewhere, products of batches round differently

@@ -111,7 +111,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
         for module in (rows_module, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: capture)
         torch.manual_seed(5)
-        options = {"max_new_tokens": 40, "eos_token_id": NO_END, "pad_token_id": 0} | options
+        options = {"max_new_tokens": 30, "eos_token_id": NO_END, "pad_token_id": 0} | options
         result: Tensor = model.generate(*inputs, **options)
         return result
 

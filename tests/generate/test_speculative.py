@@ -139,6 +139,7 @@ def test_the_result_is_that_without_drafts(case: dict[str, str], request: Any) -
         assert_same(run(model, ids, **options, **drafts(case["kind"], case["family"])), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("options", ["greedy", "sampled", "sampled with processors"])
 def test_captured_forwards_verify_drafts(

@@ -1,8 +1,9 @@
-"""What torchrun runs for `test_distributed.py`: `python -m tests.integrations.distributed_cases DIRECTORY`."""
+"""What torchrun runs for `test_distributed.py`: `python -m tests.integrations.distributed_cases DIRECTORY WHAT`."""
 
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,15 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "qwen3_moe tensor and experts": ("qwen3_moe", {"tp_size": 2, "ep_size": 2}, {}),
 }
 """Model, sizes and options of the Trainer, by case."""
+EVERY_KIND = ("llama tensor", "qwen3 shards", "qwen3_moe experts", "qwen3_moe tensor and experts")
+"""Cases in which every model and every way to divide it occur."""
 
 
-def trained(directory: Path) -> dict[str, Any]:
-    """Trains and generates with all cases; returns what they computed."""
+def trained(directory: Path, cases: Iterable[str]) -> dict[str, Any]:
+    """Trains and generates with some of `CASES`; returns what they computed."""
     results = {}
-    for name, (model_type, sizes, options) in CASES.items():
+    for name in cases:
+        model_type, sizes, options = CASES[name]
         config = transformers.DistributedConfig(**sizes)
         model: Any = AutoModelForCausalLM.from_pretrained(directory / model_type, distributed_config=config)
         assert model.is_distributed_loading_by_transformers
@@ -246,17 +250,17 @@ def every_architecture(rank: int, directory: Path, sizes: dict[str, int]) -> Non
         dist.barrier()
 
 
-def main(directory: Path, *, with_trl: bool) -> None:
-    """All cases in one process group, since starting processes takes seconds; those of TRL alone."""
+def main(directory: Path, what: str) -> None:
+    """Runs "every kind" or "every case" in one process group, since starting processes takes seconds; or "trl"."""
     ParallelismConfig._validate_accelerator = lambda *_: None  # accelerate refuses CPUs, for transformers' models too
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if with_trl:
+    if what == "trl":
         found = {name: train_with_trl(directory, **{name: 2}) for name in ("tp_size", "fsdp_size")}
         (directory / f"results {os.environ['RANK']}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
         return
-    results = trained(directory)
+    results = trained(directory, CASES if what == "every case" else EVERY_KIND)
     model = AutoModelForCausalLM.from_pretrained(directory / "llama").train()
     losses = train(model, directory / "llama by accelerate", 2, **SHARDED_BY_ACCELERATE)
     results["llama by accelerate"] = {"losses": losses}
@@ -270,4 +274,4 @@ def main(directory: Path, *, with_trl: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), with_trl="trl" in sys.argv)
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -51,10 +51,12 @@ def write(directory: Path) -> None:
     classifier.save_pretrained(directory / "classifier")
 
 
-def test_two_processes_train_and_generate_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["every kind", pytest.param("every case", marks=pytest.mark.slow)])
+def test_two_processes_train_and_generate_as_one(what: str, tmp_path: Path) -> None:
     write(tmp_path)
     expected: dict[str, dict[str, Any]] = {}
-    command = [*TORCHRUN, "-m", process.__name__, str(tmp_path)]
+    command = [*TORCHRUN, "-m", process.__name__, str(tmp_path), what]
+    cases = process.CASES.keys() if what == "every case" else set(process.EVERY_KIND)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
         for model_type in ("llama", "qwen3", "qwen3_moe"):
             model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / model_type)
@@ -66,14 +68,14 @@ def test_two_processes_train_and_generate_as_one(tmp_path: Path) -> None:
     assert worker.returncode == 0, errors[-5000:]
     for rank in (0, 1):
         results = json.loads((tmp_path / f"results {rank}.json").read_text())
-        assert results.keys() == process.CASES.keys() | {"llama by accelerate", "llama adapters"}
+        assert results.keys() == cases | {"llama by accelerate", "llama adapters"}
         for name, result in results.items():
             one = expected[name if name in expected else name.partition(" ")[0]]
             assert torch.tensor(one["losses"]).diff(dim=0).abs().min() > 1e-3  # the steps differ
             torch.testing.assert_close(result["losses"], one["losses"], rtol=1e-5, atol=0, msg=name)
             for key, completions in result.items():
                 assert key == "losses" or completions == one[key], f"{name}, {key}"
-    for name in (*process.CASES, "llama by accelerate"):
+    for name in (*cases, "llama by accelerate"):
         model_type = name.partition(" ")[0]
         files = [tmp_path / run / "checkpoint-3" for run in (name, f"one {model_type}")]
         assert len({(path / "config.json").read_text() for path in files}) == 1

@@ -14,6 +14,7 @@ from tests.losses import oracles
 from tests.losses.test_losses import assert_same
 from tests.losses.test_models import assert_close, batch_of, gradients_of, naive_logps
 from tests.models.prompts import image, prompt
+from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
 FIRST_CHECKPOINTS = {checkpoint.config["model_type"]: checkpoint for checkpoint in reversed(CHECKPOINTS)}
@@ -25,16 +26,17 @@ ROUTER_LOSS_CHECKPOINTS = {
 CHECKPOINT_BY_TYPE = {**FIRST_CHECKPOINTS, **ROUTER_LOSS_CHECKPOINTS}
 
 
-@pytest.mark.parametrize("model_type", CHECKPOINT_BY_TYPE)
-def test_every_architecture(model_type: str, tmp_path: Path, device: str) -> None:
-    CHECKPOINT_BY_TYPE[model_type].write(tmp_path)
+@pytest.mark.every_layer
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_BY_TYPE.values(), ids=CHECKPOINT_BY_TYPE)
+def test_every_architecture(checkpoint: Tiny, tmp_path: Path, device: str) -> None:
+    checkpoint.write(tmp_path)
     model = AutoModel.from_pretrained(tmp_path, dtype="float32", device=device)
     input_ids, labels = (t.to(device) for t in batch_of(length=12))
     logps, target = naive_logps(model, input_ids, labels)
     formula = functools.partial(oracles.DPO["sigmoid"], b=0.1, e=0.0)
     expected = oracles.pairs(logps, target, formula, nll_weight=0.5)
     aux_loss = model(input_ids, labels=labels).aux_loss
-    assert (aux_loss is not None) == (model_type in ROUTER_LOSS_CHECKPOINTS)
+    assert (aux_loss is not None) == (checkpoint.config["model_type"] in ROUTER_LOSS_CHECKPOINTS)
     if aux_loss is not None:
         expected = expected + model.aux_loss_weight * aux_loss
     expected_gradients = gradients_of(model, expected)

@@ -24,6 +24,6 @@ def build(model_type: str) -> CausalLM:
     return model.train()
 
 
-@pytest.fixture(params=sorted(FIRST))
+@pytest.fixture(params=[row for _, row in sorted(FIRST.items())], ids=sorted(FIRST))
 def tiny_model(request: pytest.FixtureRequest) -> CausalLM:
-    return build(request.param)
+    return build(request.param.config["model_type"])

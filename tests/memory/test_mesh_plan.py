@@ -55,6 +55,7 @@ def test_processes_send_and_hold_what_is_predicted(name: str, measured: dict[str
     assert plan.sent() == pytest.approx(found, rel=0.001)  # a CPU computes no logits of tokens without a label
 
 
+@pytest.mark.every_layer
 def test_every_architecture_is_predicted(tiny_model: CausalLM) -> None:
     """By its own layers, divided as in training."""
     axes = ["tensor"] if find_modules(tiny_model, Mamba2Mixer) else ["tensor", "context"]

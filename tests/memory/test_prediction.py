@@ -251,6 +251,7 @@ def test_other_models_are_refused() -> None:
         predict_training(torch.nn.Linear(2, 2), TrainingSetting())  # type: ignore[arg-type]
 
 
+@pytest.mark.every_layer
 def test_every_architecture_is_predicted(tiny_model: CausalLM) -> None:
     page = predict_training(tiny_model, TrainingSetting(batch_size=2, seq_length=24))
     assert "nothing recomputed" in page

@@ -46,11 +46,13 @@ def assert_same_bits(model: CausalLM, *levels: Recompute, **extra: Tensor) -> No
     assert not differing, f"{levels}: {differing}"
 
 
+@pytest.mark.every_layer
 @pytest.mark.parametrize("level", RECOMPUTING)
 def test_gradients_have_the_same_bits(tiny_model: CausalLM, level: Recompute) -> None:
     assert_same_bits(tiny_model, level)
 
 
+@pytest.mark.every_layer
 def test_levels_mix(tiny_model: CausalLM) -> None:
     assert_same_bits(tiny_model, Recompute.MLP, Recompute.BLOCK, Recompute.ELEMENTWISE)
 
