@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ligerzoo.integrations import Report, apply
 from ligerzoo.integrations.kernels.promised import KINDS
-from tests.integrations.families import FAMILIES, tiny
+from tests.integrations.families import ENCODERS, FAMILIES, tiny
 
 PAGE = Path(__file__).parent.parent / "docs/kernels-in-transformers.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -22,7 +22,7 @@ def with_table(page: str) -> str:
     """Returns the page with a new table."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    rows = [row(family, apply(tiny(family))) for family in FAMILIES]
+    rows = [row(family, apply(tiny(family))) for family in (*FAMILIES, *ENCODERS)]
     head = f"| family | {' | '.join(KINDS)} | kept, and why |"
     table = "\n".join([head, "|---" * (len(KINDS) + 2) + "|", *rows])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"

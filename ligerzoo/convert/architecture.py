@@ -284,6 +284,8 @@ class Architecture:
         own class keep their names.
         """
         layout = self.module_layout(config)
+        if self.is_encoder:
+            return layout
         return Layout(tuple(rule for each in layout.rules for rule in each.in_wrapper(layout.is_own)))
 
     def interleaves(self, config: object, name: str) -> bool:

@@ -48,7 +48,11 @@ class ClassifierArchitecture(Architecture):
 
     @property
     def model_class(self) -> type[Classifier]:
-        return _CLASSES[self.suffix, self.base.is_encoder]
+        return _CLASSES[self.suffix, self.is_encoder]
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.base.is_encoder
 
     @property
     def optional(self) -> frozenset[str]:
@@ -71,7 +75,7 @@ class ClassifierArchitecture(Architecture):
         dtype: torch.dtype | None = None,
     ) -> Classifier:
         base = self.base.build(config, device=device, dtype=dtype)
-        inner = ("model.", "lm_head.", *(["head."] if self.base.is_encoder else []))
+        inner = ("model.", "lm_head.", *(["head."] if self.is_encoder else []))
         names = [name for name in base.state_dict() if not name.startswith(inner)]
         if names or type(base).embed is not LanguageModel.embed:
             what = "a classifier has a decoder only"
@@ -80,7 +84,7 @@ class ClassifierArchitecture(Architecture):
             raise ConfigError(what, where=type(base).__name__, got=got, remedy=remedy)
         with building(device, dtype):
             make: Callable[..., Classifier] = self.model_class
-            if not self.base.is_encoder:
+            if not self.is_encoder:
                 return make(config, base.model, self.labels)
             head = base.text_head() if self.suffix == SEQUENCE_SUFFIX else base.token_head()
             return make(config, base.model, self.labels, head=head)

@@ -199,7 +199,7 @@ class EmbeddingModel(TextEmbedding, LanguageModel):
             ValueError: the inputs have inconsistent shapes or values, or are missing.
             LigerzooError: an input is unknown, or the rows are divided over processes.
         """
-        self._refuse_unknown(unknown)
+        self.refuse_unknown(unknown)
         check(type(self).__name__, COUNT, prompt_tokens=prompt_tokens)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         if attention_mask is not None:

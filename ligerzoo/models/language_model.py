@@ -138,7 +138,7 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             TypeError: an input has another type, such as a list instead of a tensor.
             ValueError: the inputs have inconsistent shapes or values, or no layer has an output that was requested.
         """
-        self._refuse_unknown(modalities)
+        self.refuse_unknown(modalities)
         stores = {"hidden_states": output_hidden_states, "attentions": output_attentions}
         stores["router_logits"] = output_router_logits
         for name, flag in {"use_cache": use_cache, **{f"output_{name}": flag for name, flag in stores.items()}}.items():
@@ -181,7 +181,8 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
             has_mixture is None or any(map(has_mixture, layers))
         )
 
-    def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
+    def refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
+        """Raises LigerzooError, with the nearest name, if inputs other than text are not the model's."""
         for name in modalities:
             if name not in self.modalities:
                 is_misspelt = self.modalities or not name.startswith(("pixel", "image", "video"))
@@ -224,7 +225,7 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         Raises:
             LigerzooError: a token id has no embedding, or a placeholder lacks its input.
         """
-        self._refuse_unknown(modalities)
+        self.refuse_unknown(modalities)
         is_sampled = input_ids.shape[1] == 1 and past_key_values is not None and past_key_values.length > 0
         is_invalid = (input_ids < 0) | (input_ids >= self.input_vocab_size)
         for token_id, name in self.placeholders.items():

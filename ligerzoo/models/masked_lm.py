@@ -111,7 +111,7 @@ class MaskedLM(EncoderModel, LanguageModelWithHead):
             ValueError: the inputs have inconsistent shapes or values, or are missing.
             LigerzooError: an input is unknown, or the rows are divided over processes.
         """
-        self._refuse_unknown(unknown)
+        self.refuse_unknown(unknown)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         check_labels(labels, None, x.shape[:2], self.config.vocab_size, type(self), shifts=False)
         encoded = self.encode(

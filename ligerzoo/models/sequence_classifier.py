@@ -162,7 +162,7 @@ class SequenceClassifier(Classifier):
                 padding mask; or the labels have the wrong shape; or an input is unknown.
             ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
-        self._refuse_unknown(unknown)
+        self.refuse_unknown(unknown)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         last = last_tokens(x, attention_mask, getattr(self.config, "pad_token_id", None), cu_seqlens)
         hidden, context = self.run_decoder(
@@ -227,7 +227,7 @@ class EncoderSequenceClassifier(EncoderModel, SequenceClassifier):
             LigerzooError: the labels have the wrong shape, or an input is unknown.
             ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
-        self._refuse_unknown(unknown)
+        self.refuse_unknown(unknown)
         encoded = self.encode(
             tokens_or_embeddings(input_ids, inputs_embeds),
             attention_mask,

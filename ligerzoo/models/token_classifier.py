@@ -72,9 +72,9 @@ class TokenClassifier(Classifier):
             LigerzooError: the labels have the wrong shape, no label has such an index, or an input is unknown.
             ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
-        self._refuse_unknown(unknown)
+        self.refuse_unknown(unknown)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
-        self._check(labels, x)
+        check_token_labels(type(self), labels, x, self.num_labels)
         hidden, context = self.run_decoder(
             x,
             attention_mask,
@@ -89,13 +89,6 @@ class TokenClassifier(Classifier):
         logits = self.score(context.parts.gather(hidden))
         loss = None if labels is None else token_loss(logits, labels, num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits, past_key_values=context.cache, **layer_outputs(context))
-
-    def _check(self, labels: Tensor | None, x: Tensor) -> None:
-        """Raises unless there is a label for each token; of its values, see `check_label_indices`."""
-        if labels is not None:
-            remedy = "Pass the label of each token, or -100 for an ignored one"
-            check_tensor(type(self).__name__, "labels", labels, "integer", [tuple(x.shape[:2])], remedy=remedy)
-            check_label_indices(labels, self.num_labels)
 
 
 class EncoderTokenClassifier(EncoderModel, TokenClassifier):
@@ -135,9 +128,9 @@ class EncoderTokenClassifier(EncoderModel, TokenClassifier):
             LigerzooError: the labels have the wrong shape, no label has such an index, or an input is unknown.
             ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
-        self._refuse_unknown(unknown)
+        self.refuse_unknown(unknown)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
-        self._check(labels, x)
+        check_token_labels(type(self), labels, x, self.num_labels)
         encoded = self.encode(
             x,
             attention_mask,
@@ -151,6 +144,21 @@ class EncoderTokenClassifier(EncoderModel, TokenClassifier):
         loss = None if labels is None else token_loss(logits, encoded.labels(labels), num_items_in_batch)
         logits = encoded.rows.unpack(logits)
         return TokenClassifierOutput(loss=loss, logits=logits, **layer_outputs(encoded.context))
+
+
+def check_token_labels(model_class: type, labels: Tensor | None, x: Tensor, num_labels: int) -> None:
+    """Raises unless there is a label for each token; of its values, see `check_label_indices`.
+
+    Args:
+        model_class: the class to which labels were passed.
+        labels: (B, T), or None for none.
+        x: (B, T) token ids, or (B, T, H) embeddings.
+        num_labels: number of labels.
+    """
+    if labels is not None:
+        remedy = "Pass the label of each token, or -100 for an ignored one"
+        check_tensor(model_class.__name__, "labels", labels, "integer", [tuple(x.shape[:2])], remedy=remedy)
+        check_label_indices(labels, num_labels)
 
 
 def token_loss(logits: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Tensor:

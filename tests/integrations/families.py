@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -139,6 +140,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "llama4_text": {"intermediate_size_mlp": 56},
+    **{
+        family: {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        for family in ("bert", "roberta", "xlm-roberta")
+    },
     "nemotron_h": {
         "mamba_num_heads": 4,
         "mamba_head_dim": 8,
@@ -158,6 +163,8 @@ FAMILIES = (
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "smollm3", "smolvlm",
 )  # fmt: skip
 
+ENCODERS = ("bert", "modernbert", "roberta", "xlm-roberta")
+"""Families with a head for masked tokens."""
 
 BROKEN = {"5.24.0": ("llama4",)}
 """Families whose forward fails in a version of transformers, without our kernels."""
@@ -183,7 +190,9 @@ def tiny(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **shrink(AutoConfig.for_model(family)))
     config._attn_implementation = "eager" if family in EAGER else "sdpa"
-    if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    if family in ENCODERS:
+        model = AutoModelForMaskedLM.from_config(config)
+    elif family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         model = AutoModelForImageTextToText.from_config(config)
     elif family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         model = AutoModelForCausalLM.from_config(config)

@@ -47,7 +47,7 @@ from ligerzoo.integrations.kernels.replace import KernelModule
 from ligerzoo.integrations.kernels.results import ModelResults
 from ligerzoo.integrations.transformers import wrap
 from ligerzoo.models import Llama, LlamaConfig
-from tests.integrations.families import BROKEN, FAMILIES, VOCABULARY, inputs, tiny
+from tests.integrations.families import BROKEN, ENCODERS, FAMILIES, VOCABULARY, inputs, tiny
 from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.models.comparing import TOLERANCE
 from tools.kernel_table import PAGE, with_table
@@ -102,7 +102,7 @@ def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
-@pytest.mark.parametrize("family", [case(family, name=family) for family in FAMILIES])
+@pytest.mark.parametrize("family", [case(family, name=family) for family in (*FAMILIES, *ENCODERS)])
 def test_results_are_those_of_the_model(family: str) -> None:
     model = tiny(family)
     given = inputs(model)

@@ -21,7 +21,6 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.fields import SEQUENCE_SUFFIX, TOKEN_SUFFIX
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.info import describe
-from ligerzoo.integrations.transformers import wrap
 from ligerzoo.models import BertConfig, Labels, ModernBertConfig, SequenceClassifier, TokenClassifier
 from ligerzoo.models.sequence_classifier import Classifier
 from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors, under_their_names
@@ -263,8 +262,6 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
         model(TOKENS, lables=TOKENS)
     with pytest.raises(LigerzooError, match="an encoder, whose tokens attend to later ones, has no generate"):
         model.generate(TOKENS)
-    with pytest.raises(ConfigError, match="wrap: encoders and token classifiers cannot be wrapped"):
-        wrap(model)
     model.save_pretrained(tmp_path)
     assert "token classifier with the encoder of Bert ('BertForTokenClassification')" in describe(tmp_path)
     with pytest.raises(ConfigError, match=r"another kind of classifier.*AutoModelForTokenClassification"):

@@ -49,7 +49,7 @@ def apply(
     `state_dict` do not change. Other models and the classes of transformers do not change either. On a CPU the replaced
     modules compute with the references of the kernels, in plain torch.
 
-    In training with labels, a replaced causal language model returns no logits, unless `logits_to_keep` asks for them.
+    In training with labels, a replaced language model returns no logits, unless `logits_to_keep` asks for them.
 
     Args:
         hf_model: a `PreTrainedModel`, or a module around one such as a `PeftModel`. Its weights are loaded, and not
@@ -57,7 +57,7 @@ def apply(
         norm: replace RMSNorm and LayerNorm, and the addition before a norm within a decoder layer.
         rope: replace the rotation of queries and keys.
         mlp: replace MLPs.
-        loss: replace the head and the loss of causal language models.
+        loss: replace the head and the loss of causal and masked language models.
         experts: replace the experts of mixtures.
         attention: replace transformers' "sdpa" attention by `ligerzoo.layers.attend`.
         check: compare the results of each kind of replaced module, on random input, with those of the original module,

@@ -1,4 +1,4 @@
-"""The loss of transformers' causal language models, without materializing all logits.
+"""The loss of transformers' causal and masked language models, without materializing all logits.
 
 The forward of a causal language model computes logits with its head, may scale and cap them, and passes them to
 `self.loss_function`. In training with labels, the head of a replaced model returns `DeferredLogits` instead, from which
@@ -9,13 +9,13 @@ and its outputs do not change.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -55,7 +55,7 @@ class KernelCausalLM(KernelModule):
                 given.get("labels") is None
                 or not self.training
                 or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
-                or self.loss_function is not causal_lm_loss  # set by the user
+                or self.loss_function not in LOSSES.values()  # set by the user
                 or head is None  # resized or wrapped since
             ):
                 return forward(self, *arguments, **named)
@@ -71,7 +71,7 @@ class KernelCausalLM(KernelModule):
 
         def loss_function(self: PreTrainedModel) -> LossFunction:
             theirs: LossFunction = get_loss_function(self)
-            return causal_lm_loss if theirs is ForCausalLMLoss else theirs
+            return LOSSES.get(theirs, theirs)
 
         return {"forward": deferring_forward, "loss_function": property(loss_function, original.loss_function.fset)}
 
@@ -99,28 +99,78 @@ def causal_lm_loss(
     """`transformers.loss.loss_utils.ForCausalLMLoss`, whose arguments it takes, from deferred or given logits."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return masked_lm_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def masked_lm_loss(
+    logits: Tensor | DeferredLogits,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    **unused: object,
+) -> Tensor:
+    """`transformers.loss.loss_utils.ForMaskedLMLoss`, whose arguments it takes, from deferred or given logits."""
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
     if isinstance(logits, DeferredLogits):
-        return logits.loss(shift_labels, vocab_size, num_items_in_batch, ignore_index)
-    return loss_of_logits(logits, shift_labels.to(logits.device), vocab_size, num_items_in_batch, ignore_index)
+        return logits.loss(labels, vocab_size, num_items_in_batch, ignore_index)
+    return loss_of_logits(logits, labels.to(logits.device), vocab_size, num_items_in_batch, ignore_index)
+
+
+LOSSES: Mapping[LossFunction, LossFunction] = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
+"""The loss functions of transformers that are replaced."""
+
+
+class KernelMaskedLM(KernelCausalLM):
+    """BERT and relatives, whose forward computes the loss itself: the forward without labels, with deferred logits."""
+
+    @classmethod
+    def kernel_members(cls, original: type[PreTrainedModel], options: Options) -> dict[str, object]:
+        """Returns the forward, with the signature of the original."""
+        forward = original.forward
+        names = [*inspect.signature(forward).parameters][1:]
+
+        @wraps(forward)
+        def deferring_forward(
+            self: PreTrainedModel, *arguments: object, **named: object
+        ) -> ModelOutput | tuple[object, ...]:
+            given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **named}
+            head, labels = _kernel_head(self), given.pop("labels", None)
+            if labels is None or not self.training or head is None:
+                return forward(self, *arguments, **named)
+            return_dict = given.pop("return_dict", None)
+            with head.deferring():
+                output = forward(self, **given, return_dict=True)
+            loss = masked_lm_loss(output["logits"], labels, self.config.vocab_size)
+            output = type(output)(loss=loss, **{name: value for name, value in output.items() if name != "logits"})
+            if return_dict is None:
+                return_dict = getattr(self.config, "return_dict", True)
+            return output if return_dict else output.to_tuple()
+
+        return {"forward": deferring_forward}
 
 
 def recognize_causal_lm(module: nn.Module) -> Recognized:
-    """Recognizes a causal language model. Its head is replaced after it, by `HEAD`."""
+    """Recognizes a causal or masked language model. Its head is replaced after it, by `HEAD`."""
     if not isinstance(module, PreTrainedModel):
         return None
     forward = type(module).forward
     head: nn.Module | None = module.get_output_embeddings()
     if head is None or "labels" not in inspect.signature(forward).parameters:
         return None
-    if "loss_function" not in inspect.unwrap(forward).__code__.co_names:
+    mixin: type[KernelCausalLM] = KernelCausalLM
+    called = inspect.unwrap(forward).__code__.co_names
+    if type(module).__name__.endswith("ForMaskedLM") and "CrossEntropyLoss" in called:
+        mixin = KernelMaskedLM
+    elif "loss_function" not in called:
         return "its forward does not call self.loss_function"
-    if module.loss_function is not ForCausalLMLoss:
-        return f"its loss is {getattr(module.loss_function, '__name__', module.loss_function)}, not ForCausalLMLoss"
+    elif module.loss_function not in LOSSES:
+        name = getattr(module.loss_function, "__name__", module.loss_function)
+        return f"its loss is {name}, not ForCausalLMLoss or ForMaskedLMLoss"
     if _kernel_head(module) is None:  # else it is of a model within this one, or around it
         if type(head) is not nn.Linear:
             return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear"
         if not is_plain(head, nn.Linear):
             return "its head has hooks or another forward"
-    return Replacement(KernelCausalLM, HEAD.kernel)
+    return Replacement(mixin, HEAD.kernel)

@@ -1,6 +1,7 @@
 """MLPs of transformers' models: the activation fused with the product of the gate and with the down projection.
 
-Three structures are known: separate gate and up projections, both in one (Phi-3, GLM-4), and no gate (vision towers).
+Three structures are known: separate gate and up projections, both in one (Phi-3, GLM-4, ModernBERT), and no gate
+(vision towers).
 The projections are called as modules, so that adapters on them keep working.
 """
 
@@ -29,10 +30,9 @@ class KernelMLP(KernelModule):
     kernel_kind = "mlp"
     kernel_activation: Activation
     kernel_projections: tuple[str, ...]
-    down_proj: nn.Module
 
     def _down(self, gate: Tensor, up: Tensor) -> Tensor:
-        down = self.down_proj
+        down = self.get_submodule(self.kernel_projections[-1])
         if is_plain(down, nn.Linear):
             return glu_linear(gate, up, down.weight, down.bias, activation=self.kernel_activation)
         return down(glu(gate, up, activation=self.kernel_activation))  # type: ignore[no-any-return]
@@ -52,11 +52,10 @@ class KernelGatedMLP(KernelMLP):
 class KernelFusedGateMLP(KernelMLP):
     """`ligerzoo.kernels.glu_linear` after one projection to gate and up."""
 
-    gate_up_proj: nn.Module
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: (..., H) -> (..., H)."""
-        return self._down(*self.gate_up_proj(hidden_states).chunk(2, dim=-1))
+        first, *_ = self.kernel_projections
+        return self._down(*self.get_submodule(first)(hidden_states).chunk(2, dim=-1))
 
 
 class KernelUngatedMLP(KernelMLP):
@@ -74,6 +73,7 @@ class KernelUngatedMLP(KernelMLP):
 STRUCTURES: dict[tuple[str, ...], tuple[type[KernelMLP], str]] = {
     ("gate_proj", "up_proj", "down_proj"): (KernelGatedMLP, "glu_linear"),
     ("gate_up_proj", "down_proj"): (KernelFusedGateMLP, "glu_linear"),
+    ("Wi", "Wo"): (KernelFusedGateMLP, "glu_linear"),
     ("up_proj", "down_proj"): (KernelUngatedMLP, "activation_linear"),
     ("fc1", "fc2"): (KernelUngatedMLP, "activation_linear"),
     ("linear_fc1", "linear_fc2"): (KernelUngatedMLP, "activation_linear"),
@@ -82,8 +82,8 @@ STRUCTURES: dict[tuple[str, ...], tuple[type[KernelMLP], str]] = {
 
 
 def recognize_mlp(module: nn.Module) -> Recognized:
-    """Recognizes an MLP."""
-    children = {name for name, _child in module.named_children()} - set(ACTIVATION_NAMES)
+    """Recognizes an MLP. One with dropout is kept."""
+    children = {name for name, child in module.named_children() if not _drops_nothing(child)} - set(ACTIVATION_NAMES)
     projections = next((names for names in STRUCTURES if children == set(names)), None)
     if projections is None:
         return "its projections have no known names" if type(module).__name__.endswith("MLP") else None
@@ -93,6 +93,11 @@ def recognize_mlp(module: nn.Module) -> Recognized:
     mixin, kernel = STRUCTURES[projections]
     options = {"kernel_activation": name, "kernel_projections": projections}
     return Replacement(mixin, f"{kernel} ({name})", options, partial(_inputs, projections[0]))
+
+
+def _drops_nothing(module: nn.Module) -> bool:
+    """Whether a module is a dropout that drops nothing."""
+    return isinstance(module, nn.Dropout) and module.p == 0
 
 
 def activation_of(module: nn.Module) -> Activation | None:

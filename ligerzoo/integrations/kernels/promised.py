@@ -27,6 +27,7 @@ NORMS = "norm", "add + norm"
 
 PROMISED: dict[str, tuple[str, ...]] = {
     "bamba": ("norm", "rope", "mlp", "loss"),
+    "bert": ("norm", "loss"),
     "clip_vision_model": ("norm", "mlp"),
     "deepseek_v2": (*NORMS, "rope", "mlp", "experts", "loss"),
     "deepseek_v3": (*NORMS, "rope", "mlp", "experts", "loss"),
@@ -62,6 +63,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "mistral": (*NORMS, "rope", "mlp", "loss"),
     "mixtral": (*NORMS, "rope", "experts", "loss"),
     "mllama": ("loss",),
+    "modernbert": ("norm", "rope", "mlp", "loss"),
     "mllama_text_model": (*NORMS, "rope", "mlp"),
     "mllama_vision_model": ("norm", "mlp"),
     "muse_glimmer": ("norm", "loss"),
@@ -96,10 +98,12 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "qwen3_vl_moe_vision": ("norm", "rope", "mlp"),
     "qwen3_vl_text": (*NORMS, "rope", "mlp"),
     "qwen3_vl_vision": ("norm", "rope", "mlp"),
+    "roberta": ("norm", "loss"),
     "siglip_vision_model": ("norm", "mlp"),
     "smollm3": (*NORMS, "rope", "mlp", "loss"),
     "smolvlm": ("loss",),
     "smolvlm_vision": ("norm", "mlp"),
+    "xlm-roberta": ("norm", "loss"),
 }
 """The kinds of kernels of each family, by the `model_type` of its config. Tests compare them with reports."""
 

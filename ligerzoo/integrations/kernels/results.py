@@ -48,7 +48,7 @@ def run_model(model: nn.Module) -> ModelResults:
         with torch.no_grad(), training_mode(model, False):
             results = [model(input_ids=tokens, use_cache=False)[0]]
             hf_model.training = True
-            if hasattr(hf_model, "lm_head"):
+            if hf_model.get_output_embeddings() is not None:
                 results.append(model(input_ids=tokens, labels=tokens, use_cache=False)[0])
     except Exception as error:  # the forward of any model, on input that it may not accept
         problem = f"The results of the model have not been compared, since its forward fails on text: {error}"

@@ -4,10 +4,19 @@ from ligerzoo.exports import renamed
 from ligerzoo.integrations.transformers.wrapping import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     wrap,
 )
 
-__all__ = ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "wrap"]
+__all__ = [
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "wrap",
+]
 
 __getattr__ = renamed(__name__)

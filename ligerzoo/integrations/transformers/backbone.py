@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, MoeModelOutputWithPast
 
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.layout import Layout
@@ -17,15 +17,18 @@ from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.names import apply_names, unfused
 from ligerzoo.integrations.transformers.versions import CACHE, takes_cache
 from ligerzoo.layers import LatentAttention, LayerNorm, RMSNorm
+from ligerzoo.models.encoder import Encoded, EncoderModel
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.output import layer_outputs
 
 Model = TypeVar("Model", bound=LanguageModel)
+Module = TypeVar("Module", bound=nn.Module)
 
-_HEADS = ("lm_head", "score")
+_HEADS = ("lm_head", "score", "head", "pooling")
 _UNUSED = ("cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Inputs that transformers' generation and collators pass and that other inputs imply."""
+_OF_ENCODERS = ("cu_seqlens", "output_hidden_states", "output_attentions")
 
 
 @dataclass
@@ -59,29 +62,34 @@ class Backbone(nn.Module, Generic[Model]):
     Attributes:
         zoo_model: the model without its head; not a child. A module that is replaced here, such as by PEFT, is replaced
             there as well.
+        prefix: name of this module in the wrapper.
         names: names of the parameters in the wrapper, as the layout of a checkpoint.
     """
 
     zoo_model: Model
+    prefix: str
     names: Layout
     is_text_only: bool
 
     def __init__(self, model: Model, config: PreTrainedConfig, *, fuses: bool = True) -> None:
         super().__init__()
-        self.__dict__["zoo_model"] = headless = _sharing_weights(model)
+        self.__dict__["zoo_model"] = headless = sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
             del headless._modules[name]
-        rules = architecture_of_model(model).wrapper_layout(model.config).rules
-        rules = rules if fuses else tuple(unfused(rules))
+        layout = architecture_of_model(model).wrapper_layout(model.config)
+        rules = layout.rules if fuses else tuple(unfused(layout.rules))
         apply_names(headless, rules)
-        _order_as_transformers(headless.model)
+        is_encoder = isinstance(model, EncoderModel)
+        if not is_encoder:
+            _order_as_transformers(headless.model)
         self.config = config
         self.is_text_only = len(headless._modules) == 1
         parts = dict(headless.model.named_children() if self.is_text_only else headless.named_children())
         for name, module in parts.items():
             self.add_module("language_model" if name == "model" else name, module)
         prefixes = [(f"{name}.", f"model.{'language_model' if name == 'model' else name}.") for name in parts]
-        self.names = Layout(rules, () if self.is_text_only else tuple(prefixes))
+        self.prefix = layout.prefixes[0][1].removesuffix(".") if is_encoder else "model"
+        self.names = Layout(rules, layout.prefixes if is_encoder else () if self.is_text_only else tuple(prefixes))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -100,8 +108,7 @@ class Backbone(nn.Module, Generic[Model]):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the embedding of the tokens."""
-        owner = self if self.is_text_only else self.zoo_model.model
-        owner.embed_tokens = value
+        replace_child(self, self.get_input_embeddings(), value)
 
     def new_cache(self) -> GenerationCache:
         """Returns an empty cache for `past_key_values`."""
@@ -151,9 +158,66 @@ class Backbone(nn.Module, Generic[Model]):
         return output.to_tuple() if return_dict is False else output
 
 
-def _sharing_weights(model: Model) -> Model:
-    """Returns a copy of the model with new modules and the same parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """Output of `EncoderBackbone`.
+
+    Attributes:
+        encoded: the hidden states without padding; None unless they were asked for.
+    """
+
+    encoded: Encoded | None = None
+
+
+class EncoderBackbone(Backbone[EncoderModel]):
+    """All of an encoder but its head, under the names that modules have in transformers."""
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Names of the inputs other than token ids: the types of tokens, if the encoder has any."""
+        return ("token_type_ids",) if self.zoo_model.model.has_token_types else ()
+
+    def forward(  # other inputs
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        return_dict: bool | None = None,
+        keep_packed: bool = False,
+        **inputs: Any,
+    ) -> EncoderOutput | tuple[object, ...]:
+        """Computes the final hidden states; those of padding are zeros.
+
+        The arguments are those of `ligerzoo.models.encoder.EncoderModel.encode`. False for `return_dict` returns a
+        tuple. `keep_packed` returns `encoded` instead of `last_hidden_state`.
+
+        Raises:
+            LigerzooError: an input is unknown, or the encoder has no token types.
+        """
+        if (boundaries := inputs.pop("cu_seq_lens_q", None)) is not None:
+            inputs["cu_seqlens"] = boundaries
+        given = {name: value for name, value in inputs.items() if name not in _UNUSED and value is not None}
+        x, model = tokens_or_embeddings(input_ids, inputs_embeds), self.zoo_model
+        model.refuse_unknown({name: value for name, value in given.items() if name not in _OF_ENCODERS})
+        encoded = model.encode(x, attention_mask, position_ids, token_type_ids=token_type_ids, **given)
+        fields = layer_outputs(encoded.context)
+        if keep_packed:
+            return EncoderOutput(encoded=encoded, **fields)
+        output = EncoderOutput(last_hidden_state=encoded.rows.unpack(encoded.hidden), **fields)
+        return output.to_tuple() if return_dict is False else output
+
+
+def replace_child(root: nn.Module, child: nn.Module, value: nn.Module) -> None:
+    """Replaces a module within another."""
+    parts = ((parent, name) for parent in root.modules() for name, part in parent.named_children() if part is child)
+    setattr(*next(parts), value)
+
+
+def sharing_weights(module: Module) -> Module:
+    """Returns a copy of a module with new modules and the same parameters and buffers."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]})
 
 
 def _order_as_transformers(decoder: nn.Module) -> None:

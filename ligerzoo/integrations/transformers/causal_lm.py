@@ -51,7 +51,7 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         self.loss_type = "ForCausalLM"
         self.head_options = LogitOptions(model.lm_head)
         self.lm_head = Head(model.lm_head)
-        decoder = "model" if self.model.is_text_only else "model.language_model"
+        decoder = "model" if self.backbone.is_text_only else "model.language_model"
         is_tied = model.config.tie_word_embeddings
         self._tied_weights_keys = {"lm_head.weight": f"{decoder}.embed_tokens.weight"} if is_tied else {}
         self._keys_to_ignore_on_save = [*self._tied_weights_keys]  # the Trainer expects that checkpoints lack them
@@ -98,14 +98,14 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
         # Not parameters: the Trainer would wait for every parameter with "label" in its name.
         shift_labels, num_items_in_batch = inputs.pop("shift_labels", None), inputs.pop("num_items_in_batch", None)
         shape = tokens_or_embeddings(input_ids, inputs_embeds).shape[:2]
-        check_labels(labels, shift_labels, shape, self.model.zoo_model.config.vocab_size, type(self))
+        check_labels(labels, shift_labels, shape, self.backbone.zoo_model.config.vocab_size, type(self))
         text_config = self.config.get_text_config()
         if use_cache is None:
             use_cache = bool(getattr(text_config, "use_cache", True)) and not torch.is_grad_enabled()
         if output_router_logits is None:
             output_router_logits = getattr(text_config, "output_router_logits", False)
         inputs["output_router_logits"] = output_router_logits
-        body: BackboneOutput = self.model(
+        body: BackboneOutput = self.backbone(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **inputs
         )
         hidden = body.last_hidden_state

@@ -47,11 +47,14 @@ def with_changes(config: Any, hf: PreTrainedConfig, before: Mapping[str, object]
     names = {field.name for field in dataclasses.fields(config)}
     now = values(hf)
     changed = {name: now[name] for name in names & now.keys() if now[name] != before.get(name)}
-    for name in sorted(changed.keys() - CHANGEABLE):
+    own = {name: value for name, value in changed.items() if name in CHANGEABLE}
+    new = dataclasses.replace(config, **own) if own else config
+    moves = getattr(new, "first_position", None) != getattr(config, "first_position", None)  # RoBERTa's positions
+    for name in sorted(changed.keys() - CHANGEABLE | ({"pad_token_id"} if moves else set())):
         what, got, expected = "changed after the model was built, which has no effect", changed[name], before.get(name)
         remedy = "Set it before loading: ligerzoo's from_pretrained takes values of config fields."
         raise ConfigError(what, where=f"config.{name}", got=repr(got), expected=repr(expected), remedy=remedy)
-    return dataclasses.replace(config, **changed) if changed else config
+    return new
 
 
 def values(hf: PreTrainedConfig) -> dict[str, object]:

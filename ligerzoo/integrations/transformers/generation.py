@@ -65,7 +65,7 @@ class Generation(GenerationMixin):
     def _prepare_special_tokens(self, generation_config: GenerationConfig, *args: object, **kwargs: object) -> None:
         if generation_config.eos_token_id == []:
             generation_config.eos_token_id = None  # in the copy that `generate` made
-        if placeholders := self.model.zoo_model.placeholders:  # a sampled one would need an image
+        if placeholders := self.backbone.zoo_model.placeholders:  # a sampled one would need an image
             generation_config.suppress_tokens = [*(generation_config.suppress_tokens or ()), *placeholders]
         super()._prepare_special_tokens(generation_config, *args, **kwargs)
 
@@ -76,14 +76,14 @@ class Generation(GenerationMixin):
             what = "ligerzoo models have their own cache"
             raise LigerzooError(what, where="cache_implementation", got=repr(name), expected="None")
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE] = cache = self.model.new_cache()
+            model_kwargs[CACHE] = cache = self.backbone.new_cache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor | None, dict[str, object]]:
-        model = self.model.zoo_model
+        model = self.backbone.zoo_model
         modalities = {name: inputs.pop(name) for name in model.modalities if inputs.get(name) is not None}
         if expand_size > 1 and modalities:
             if input_ids is None:
@@ -110,7 +110,9 @@ class Generation(GenerationMixin):
                 past_key_values.reset()  # longer sequences use other rotary frequencies: process all tokens again
                 next_sequence_length = None
             elif not is_first_iteration:  # images are in the cache
-                kwargs = {name: value for name, value in kwargs.items() if name not in self.model.zoo_model.modalities}
+                kwargs = {
+                    name: value for name, value in kwargs.items() if name not in self.backbone.zoo_model.modalities
+                }
         kwargs |= {CACHE: past_key_values, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, Self
+from typing import Any, ClassVar, Generic, Self
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -32,38 +32,45 @@ class WrappedModel(Distribution, Generic[Model]):
         fuses: see `Backbone`.
 
     Attributes:
-        model: the model without its head.
+        backbone_class: class of the model without its head.
     """
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
 
-    model: Backbone[Model]
+    backbone_class: ClassVar[type[Backbone[Any]]] = Backbone
 
     def __init__(self, model: Model, *, fuses: bool = True) -> None:
         super().__init__(hf_config(model))
-        self.model = Backbone(model, self.config, fuses=fuses)
+        backbone = self.backbone_class(model, self.config, fuses=fuses)
+        self.base_model_prefix = backbone.prefix
+        self.add_module(backbone.prefix, backbone)
         blocks = {type(block).__name__ for blocks in find_modules(self, nn.ModuleList) for block in blocks}
         self._no_split_modules = sorted(blocks)
         self._config_before = copy.deepcopy(values(self.config))
+
+    @property
+    def backbone(self) -> Backbone[Model]:
+        """The model without its head."""
+        return getattr(self, self.base_model_prefix)
 
     # What `ligerzoo.parallel` asks a model
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
         """The blocks of the decoder."""
-        return self.model.zoo_model.decoder_layers
+        return self.backbone.zoo_model.decoder_layers
 
     @property
     def modalities(self) -> tuple[str, ...]:
         """Names of the inputs other than text."""
-        return self.model.zoo_model.modalities
+        return self.backbone.zoo_model.modalities
 
     @property
     def gathered_with_head(self) -> tuple[nn.Module, ...]:
         """The final norm: trainers of TRL multiply with the head's weight without its forward, but after the norm's."""
-        return (self.model.zoo_model.model.norm,)
+        return (self.backbone.zoo_model.model.norm,)
 
     @property
     def shares_head(self) -> bool:
@@ -75,11 +82,11 @@ class WrappedModel(Distribution, Generic[Model]):
 
     def get_input_embeddings(self) -> nn.Module:
         """Returns the embedding of the tokens."""
-        return self.model.get_input_embeddings()
+        return self.backbone.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the embedding of the tokens."""
-        self.model.set_input_embeddings(value)
+        self.backbone.set_input_embeddings(value)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -89,7 +96,7 @@ class WrappedModel(Distribution, Generic[Model]):
         Raises:
             LigerzooError: the embedding has rows for more tokens than the head, or the weights are sharded.
         """
-        model = self.model.zoo_model
+        model = self.backbone.zoo_model
         if is_sharded(self.parameters()):
             what, remedy = "the weights are sharded", "Resize before the model is distributed."
             raise LigerzooError(what, where="resize_token_embeddings", remedy=remedy)
@@ -125,7 +132,7 @@ class WrappedModel(Distribution, Generic[Model]):
         every_n_layers: int = 1,
     ) -> None:
         """Called by transformers' methods that enable or disable activation checkpointing."""
-        model = self.model.zoo_model
+        model = self.backbone.zoo_model
         if not enable:
             model.gradient_checkpointing_disable()
             return
@@ -139,7 +146,7 @@ class WrappedModel(Distribution, Generic[Model]):
     @property
     def architecture(self) -> Architecture:
         """The architecture of the model, which names the tensors and entries of its checkpoints."""
-        return architecture_of_model(self.model.zoo_model)
+        return architecture_of_model(self.backbone.zoo_model)
 
     def to_zoo_model(self, state: Mapping[str, Tensor] | None = None) -> Model:
         """Returns a ligerzoo model with these weights: views of them.
@@ -150,12 +157,14 @@ class WrappedModel(Distribution, Generic[Model]):
         Raises:
             CheckpointError: `state` has other names than the architecture's, such as those of adapters.
         """
-        source = self.model.zoo_model
+        source = self.backbone.zoo_model
         config = with_changes(source.config, self.config, self._config_before)
         model: Model = self.architecture.build(config, type(source), "meta")
-        given = under_both_names(self.state_dict() if state is None else state, self.all_tied_weights_keys)
-        slices = list(self.model.names.slices(shapes_of(model.state_dict())))
-        names, expected = given.keys(), {part.stored_name for part in slices}
+        tied = self.all_tied_weights_keys
+        given = under_both_names(self.state_dict() if state is None else state, tied)
+        slices = list(self.backbone.names.slices(shapes_of(model.state_dict())))
+        expected = {part.stored_name for part in slices}
+        names = {name for name in given if name in expected or tied.get(name) not in expected}
         if names != expected:
             unknown, missing = (first_names(sorted(some)) or None for some in (names - expected, expected - names))
             what, remedy = "tensors differ from those of the architecture", "Merge adapters into the weights first."

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import ligerzoo
-from ligerzoo.convert import MODEL_TYPES, architecture_of, architecture_of_model
+from ligerzoo.convert import architecture_of, architecture_of_model
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import CLASSIFIER_SUFFIXES
 from ligerzoo.convert.sequence_classifier import classifier_architecture
 from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
 from ligerzoo.integrations.transformers.distribution import ConfigLike, Placement
+from ligerzoo.integrations.transformers.encoder import (
+    WrappedEncoderSequenceClassifier,
+    WrappedEncoderTokenClassifier,
+    WrappedMaskedLM,
+)
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
+from ligerzoo.integrations.transformers.token_classifier import WrappedTokenClassifier
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.encoder import EncoderModel
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
-from ligerzoo.models.token_classifier import TokenClassifier
+from ligerzoo.models.masked_lm import MaskedLM
+from ligerzoo.models.registry import MODEL_CLASSES
+from ligerzoo.models.sequence_classifier import EncoderSequenceClassifier, Labels, SequenceClassifier
+from ligerzoo.models.token_classifier import EncoderTokenClassifier, TokenClassifier
 
 AnyWrapped: TypeAlias = WrappedModel[Any]
 Wrapper = TypeVar("Wrapper", bound=AnyWrapped)
@@ -81,7 +92,7 @@ def load_wrapped(
             raise ConfigError("given twice", where=where, expected=expected)
         distributed_config = {"tp_plan": tp_plan, "tp_size": tp_size}
     placement = Placement.of(distributed_config, **options)
-    auto = ligerzoo.AutoModel if base is WrappedCausalLM else ligerzoo.AutoModelForSequenceClassification
+    auto = _AUTO[base]
     if placement.meshes is None:
         model: Any = wrap(auto.from_pretrained(name_or_path, **options))
     else:
@@ -105,7 +116,7 @@ class _Parts:
     def distribute(self, model: LanguageModel) -> None:
         """Wraps and distributes a model on the meta device; its parameters become those of the wrapper."""
         self._wrapped = _wrapped(model, self._placement)
-        slices = self._wrapped.model.names.slices(shapes_of(model.state_dict()))
+        slices = self._wrapped.backbone.names.slices(shapes_of(model.state_dict()))
         self._names = {part.name: part.stored_name for part in slices}
         state = self._wrapped.state_dict()
         model.load_state_dict({name: state[own] for name, own in self._names.items()}, assign=True)
@@ -117,31 +128,59 @@ class _Parts:
         return self._wrapped.eval()
 
 
+_AUTO: Mapping[type[AnyWrapped], Any] = {
+    WrappedCausalLM: ligerzoo.AutoModel,
+    WrappedMaskedLM: ligerzoo.AutoModelForMaskedLM,
+    WrappedSequenceClassifier: ligerzoo.AutoModelForSequenceClassification,
+    WrappedTokenClassifier: ligerzoo.AutoModelForTokenClassification,
+    WrappedEncoderSequenceClassifier: ligerzoo.AutoModelForSequenceClassification,
+    WrappedEncoderTokenClassifier: ligerzoo.AutoModelForTokenClassification,
+}
+"""The class of `ligerzoo` that loads what a wrapper wraps."""
+
+_WRAPPERS: Mapping[type[LanguageModel], type[AnyWrapped]] = {
+    MaskedLM: WrappedMaskedLM,
+    EncoderSequenceClassifier: WrappedEncoderSequenceClassifier,
+    EncoderTokenClassifier: WrappedEncoderTokenClassifier,
+    SequenceClassifier: WrappedSequenceClassifier,
+    TokenClassifier: WrappedTokenClassifier,
+}
+"""The wrapper of models of a class and its subclasses, the first that fits; others are causal language models."""
+
+
 def _wrapped(model: LanguageModel, placement: Placement) -> AnyWrapped:
-    name = architecture_of_model(model).hf_class
-    wrapper: type[AnyWrapped]
-    match model:
-        case EncoderModel() | TokenClassifier() | EmbeddingModel():
-            what = "encoders and token classifiers cannot be wrapped, nor embedding models"
-            expected = "a causal LM, or its classifier"
-            remedy = "Train it in a loop of your own, or transformers' model with ligerzoo.integrations.kernels.apply."
-            raise ConfigError(what, where="wrap", got=name, expected=expected, remedy=remedy)
-        case SequenceClassifier():
-            wrapper = wrapper_class(WrappedSequenceClassifier, name, ())
-        case _:
-            wrapper = wrapper_class(WrappedCausalLM, name, type(model).modalities)
-    wrapped = wrapper(model, fuses=placement.meshes is None)
-    return wrapper.maybe_distribute_model(wrapped, placement.config, placement.meshes)
+    architecture = architecture_of_model(model)
+    if isinstance(model, EmbeddingModel):
+        what, expected = "an embedding model cannot be wrapped", "a causal LM, a masked LM, or a classifier"
+        remedy = "Train it by `ligerzoo train --method contrastive`, or save it for sentence-transformers."
+        raise ConfigError(what, where="wrap", got=architecture.hf_class, expected=expected, remedy=remedy)
+    if isinstance(model, EncoderModel) and placement.meshes is not None:
+        what, remedy = "an encoder cannot be distributed so", "Train it by `ligerzoo train --mesh`, or by accelerate."
+        raise ConfigError(what, where="distributed_config", got=architecture.hf_class, expected="None", remedy=remedy)
+    base = next((wrapper for cls, wrapper in _WRAPPERS.items() if isinstance(model, cls)), WrappedCausalLM)
+    wrapped = _class_of(base, architecture)(model, fuses=placement.meshes is None)
+    return wrapped.maybe_distribute_model(wrapped, placement.config, placement.meshes)
+
+
+def _class_of(base: type[AnyWrapped], architecture: Architecture) -> type[AnyWrapped]:
+    """Returns the wrapper class of an architecture, whose forward has the parameters of its inputs."""
+    modalities = architecture.model_class.modalities
+    if architecture.is_encoder:
+        modalities = ("token_type_ids",) if hasattr(architecture.config_class, "type_vocab_size") else ()
+    elif base is not WrappedCausalLM:
+        modalities = ()
+    return wrapper_class(base, architecture.hf_class, modalities)  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> type[AnyWrapped]:
     """Finds the wrapper classes of the zoo's architectures when they are unpickled."""
-    for model_type in MODEL_TYPES:
+    for model_type in MODEL_CLASSES:
         architecture = architecture_of(model_type)
-        if architecture.hf_class == name:
-            return wrapper_class(WrappedCausalLM, name, architecture.model_class.modalities)
-        if classifier_architecture(architecture, Labels()).hf_class == name:
-            return wrapper_class(WrappedSequenceClassifier, name, ())
+        models = [architecture, *(classifier_architecture(architecture, Labels(), end) for end in CLASSIFIER_SUFFIXES)]
+        for found in models:
+            if found.hf_class == name:
+                kinds = (wrapper for cls, wrapper in _WRAPPERS.items() if issubclass(found.model_class, cls))
+                return _class_of(next(kinds, WrappedCausalLM), found)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -150,12 +189,10 @@ def wrap(model: CausalLM, *, distributed_config: ConfigLike = None) -> WrappedCa
 
 
 @overload
-def wrap(model: SequenceClassifier, *, distributed_config: ConfigLike = None) -> WrappedSequenceClassifier: ...
+def wrap(model: LanguageModel, *, distributed_config: ConfigLike = None) -> AnyWrapped: ...
 
 
-def wrap(
-    model: CausalLM | SequenceClassifier, *, distributed_config: ConfigLike = None
-) -> WrappedCausalLM | WrappedSequenceClassifier:
+def wrap(model: LanguageModel, *, distributed_config: ConfigLike = None) -> AnyWrapped:
     """Returns a `PreTrainedModel` around a ligerzoo model, for transformers' Trainer, TRL, PEFT, pipelines and others.
 
     The wrapper shares the parameters of the model, but not its modules. Where transformers fuses projections (Phi-3,
@@ -169,14 +206,14 @@ def wrap(
     - In training, the output has the loss but no logits, unless `logits_to_keep` asks for them.
     - Dropout is never applied, even if the config sets one.
     - Segments of packed rows (`position_ids` that start again) do not predict across their boundaries.
-    - With gradient accumulation, the loss of a sequence classifier is the mean over its microbatches. transformers'
-      own classifiers add them up.
+    - With gradient accumulation, the loss of a sequence classifier is the mean over its microbatches; that of BERT
+      or of a token classifier is the mean over all labels. transformers' own BERT and classifiers add up microbatches.
     - A sequence classifier without `pad_token_id`, or that gets `inputs_embeds`, finds the last token by the padding
       mask. transformers refuses the former and ignores the mask with the latter.
 
     Args:
-        model: a model of ligerzoo.models, of a subclass, or of a registered class; or a sequence classifier with the
-            decoder of one.
+        model: a causal or masked language model of ligerzoo.models, of a subclass, or of a registered class; or a
+            classifier of sequences or tokens with the decoder or encoder of one.
         distributed_config: `transformers.DistributedConfig`, or a dict of its fields: distributes the model, which all
             processes have with the same weights; needs transformers 5.21. Projections are then not fused, and keep
             ligerzoo's names. None for one process.
@@ -185,8 +222,7 @@ def wrap(
         ConfigError: the model's class is not registered, or it is not a model of ligerzoo; or it cannot be distributed
             so.
     """
-    wrapped = _wrapped(model, Placement.of(distributed_config))
-    return cast(WrappedCausalLM | WrappedSequenceClassifier, wrapped)
+    return _wrapped(model, Placement.of(distributed_config))
 
 
 class AutoModelForCausalLM:
@@ -216,7 +252,7 @@ class AutoModelForImageTextToText(AutoModelForCausalLM):
             ConfigError: the checkpoint is of a text model.
         """
         model = super().from_pretrained(name_or_path, **options)
-        if not model.model.zoo_model.modalities:
+        if not model.backbone.zoo_model.modalities:
             what, remedy = "the checkpoint is of a text model", "Load it with AutoModelForCausalLM."
             got, expected = model.config.model_type, "a vision-language model"
             raise ConfigError(what, where=name_or_path, got=got, expected=expected, remedy=remedy)
@@ -224,10 +260,10 @@ class AutoModelForImageTextToText(AutoModelForCausalLM):
 
 
 class AutoModelForSequenceClassification:
-    """Loads sequence classifiers and reward models with the decoder of any text architecture, wrapped."""
+    """Loads sequence classifiers and reward models with the decoder or encoder of any text architecture, wrapped."""
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedSequenceClassifier:
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> AnyWrapped:
         """Returns `wrap(ligerzoo.AutoModelForSequenceClassification.from_pretrained(name_or_path, **options))`.
 
         Its config names the checkpoint: trainers load the tokenizer from there.
@@ -238,3 +274,31 @@ class AutoModelForSequenceClassification:
             options: see `ligerzoo.AutoModelForSequenceClassification.from_pretrained`; such as `num_labels`.
         """
         return load_wrapped(WrappedSequenceClassifier, name_or_path, **options)
+
+
+class AutoModelForTokenClassification:
+    """Loads classifiers of tokens with the decoder or encoder of any text architecture, wrapped."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> AnyWrapped:
+        """Returns `wrap(ligerzoo.AutoModelForTokenClassification.from_pretrained(name_or_path, **options))`.
+
+        Args:
+            name_or_path: see `AutoModelForSequenceClassification.from_pretrained`.
+            options: see `ligerzoo.AutoModelForTokenClassification.from_pretrained`; such as `num_labels`.
+        """
+        return load_wrapped(WrappedTokenClassifier, name_or_path, **options)
+
+
+class AutoModelForMaskedLM:
+    """Loads encoders with their head for masked tokens, wrapped."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedMaskedLM:
+        """Returns `wrap(ligerzoo.AutoModelForMaskedLM.from_pretrained(name_or_path, **options))`.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name").
+            options: see `ligerzoo.AutoModelForMaskedLM.from_pretrained`.
+        """
+        return load_wrapped(WrappedMaskedLM, name_or_path, **options)
