@@ -309,7 +309,7 @@ PARITY_TEXTS = {"--text": [""]}
 DOCTOR_NUMBERS = {"--placements": ["0", "2.5", "x"]}
 TOKENIZER_NUMBERS = {"--vocab-size": ["0", "-1", "2.5", "x", str(2**31)]}
 TRAINING_VALUES = {
-    **{f"--{name}": [""] for name in ("data", "output", "tokenizer", "eval-data", "device")},
+    **{f"--{name}": [""] for name in ("data", "map", "output", "tokenizer", "eval-data", "device")},
     **{
         f"--{name}": ["0", "-1", "2.5", "x"]
         for name in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,12 @@ given their prompts. For preference pairs, the accuracy is the share of pairs wh
     )
     add_shared(parser, "model", "--revision")
     add = partial(add_option, parser)
-    add("--data", str, "held-out data; may be repeated", metavar="FILE", repeats=True)
+    described = {
+        ("--data", "DATA"): "held-out data: files, a directory, a saved dataset, or org/name:split of the hub",
+        ("--map", "FIELD=COLUMN"): "columns by our names of fields, such as prompt=question",
+    }
+    for (flag, metavar), text in described.items():
+        parser.add_argument(flag, metavar=metavar, help=text, action="extend", nargs="+", default=[])
     kinds = ("auto", *DATA_KINDS)
     parser.add_argument("--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)")
     add("--adapter", str, "directory or hub id of a LoRA adapter of PEFT", metavar="DIR")
@@ -61,6 +67,7 @@ def check_subject(options: argparse.Namespace) -> None:
 def evaluate(options: argparse.Namespace) -> int:
     """Prints the scores of a model on held-out data, and the results of tasks of lm-eval."""
     from ligerzoo.hub import AutoModel, read_config
+    from ligerzoo.train.data.layouts import parse_columns
     from ligerzoo.train.data.read_all import check_data
     from ligerzoo.train.scores import score_data
 
@@ -73,10 +80,14 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.data:
         tokenizer = load_tokenizer(choice)
         data = {"data": options.data, "kind": options.kind, "tokenizer": tokenizer, "seq_length": seq_length}
+        data["columns"] = parse_columns(options.map)
         meta_model = AutoModel.from_config(config, device="meta")
         rows = meta_model.input_vocab_size if choice.adapter is None else None  # an adapter may have further tokens
         with warnings_as_lines():
-            check_data(**data, embedding_rows=rows).raise_if_bad()
+            report = check_data(**data, embedding_rows=rows)
+            for note in report.notes:
+                print(note, file=sys.stderr)
+            report.raise_if_bad()
     model = load_model(choice)
     found: dict[str, Any] = {}
     if data:

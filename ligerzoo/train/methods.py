@@ -61,8 +61,7 @@ class PreferenceRunOptions(BatchOptions):
     """Preferences."""
 
     data: tuple[str, ...] = option(
-        "file with pairs (prompt, chosen, rejected) or, for kto, with prompt, completion and label; several are one "
-        "data set"
+        "data as for sft, with pairs (prompt, chosen, rejected) or, for kto, with prompt, completion and label"
     )
     method: Literal["dpo", "kto", "orpo", "simpo", "cpo"] = option(
         "the loss, see docs/losses.md; dpo and kto compare with a reference: MODEL before training", "dpo"
@@ -167,7 +166,7 @@ class DistillRunOptions(BatchOptions, TeacherRunOptions):
 class RolloutRunOptions(RunOptions):
     """Sampling."""
 
-    data: tuple[str, ...] = option("file with prompts; several are one data set")
+    data: tuple[str, ...] = option("data as for sft, with prompts")
     prompts: Count = option("prompts in a step, of all processes", 8)
     num_samples: Count = option("completions that are sampled of each prompt", 8)
     max_new_tokens: Count = option("largest number of tokens of a completion", 512)
@@ -269,7 +268,7 @@ class MLMRunOptions(BatchOptions):
         "without weights, for random weights"
     )
     method: Literal["mlm"] = option("predicts masked tokens of texts, with an encoder", "mlm")
-    data: tuple[str, ...] = option("file with texts; several are one data set")
+    data: tuple[str, ...] = option("data as for sft, with texts")
     mask_fraction: PositiveFraction = option(
         "probability that a token is predicted, at least one in a row; ModernBERT was trained with 0.3", 0.15
     )
@@ -303,8 +302,8 @@ class ContrastiveRunOptions(RunOptions):
     """Contrastive learning of embeddings."""
 
     data: tuple[str, ...] = option(
-        "file with pairs (query or anchor, positive) and optional hard negatives (negative, negative_1, ..., "
-        "negatives); several are one data set"
+        "data as for sft, with pairs (query or anchor, positive) and optional hard negatives (negative, negative_1, "
+        "..., negatives)"
     )
     method: Literal["contrastive"] = option("name of the recipe", "contrastive")
     pairs: Count = option("pairs in a step, of all processes; the documents of all are candidates of each query", 128)

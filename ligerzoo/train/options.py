@@ -68,6 +68,9 @@ def changeable(description: str, default: Any = dataclasses.MISSING) -> Any:
     return option(description, default, may_change=True)
 
 
+_METAVARS = {"data": "DATA", "eval_data": "DATA", "map": "FIELD=COLUMN"}
+
+
 class Option(NamedTuple):
     """An option of a class.
 
@@ -94,8 +97,8 @@ class Option(NamedTuple):
     @property
     def metavar(self) -> str:
         """A letter or word for the value in the help."""
-        if self.name.endswith("data"):
-            return "FILE"
+        if self.name in _METAVARS:
+            return _METAVARS[self.name]
         return {str: "TEXT", int: "N"}.get(self.values.parse, "X")  # type: ignore[call-overload, no-any-return]
 
 
@@ -151,17 +154,18 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) ->
         if one.values is FLAG:
             given["action"] = "store_true"
         else:
-            given |= {"action": _Several if one.is_tuple else "store", "required": one.default is dataclasses.MISSING}
+            given |= {"action": _Several, "nargs": "+"} if one.is_tuple else {}
+            given["required"] = one.default is dataclasses.MISSING
             choices, parse = one.values.choices, argument_type(one.values)
             given |= {"choices": choices} if choices else {"type": parse, "metavar": one.metavar}
         group.add_argument(f"--{one.name.replace('_', '-')}", **given)
 
 
 class _Several(argparse.Action):
-    """Collects the values of an argument that may be repeated in a tuple."""
+    """Collects the values of an argument, which may be repeated, in a tuple."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: object = None) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
 
 
 def run_script(main: Callable[[T], int], options_class: type[T], defaults: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ from ligerzoo.train.data import (
     format_sample,
 )
 from ligerzoo.train.data.batches import BatchArguments
+from ligerzoo.train.data.layouts import parse_columns
 from ligerzoo.train.data.open import open_samples
 from ligerzoo.train.data.read_all import check_samples
 from ligerzoo.train.data.samples import AnySample
@@ -51,6 +52,7 @@ class RunSamples:
     ) -> None:
         self._paths, self._kind, self._processor = options.data, kind, processor
         self._tokenizer = tokenizer_of(processor)
+        self._columns, self._said = parse_columns(options.map or ()), set[str]()
         self._encoding, self._max_steps = options.encoding(model.input_vocab_size), options.max_steps
         self._first_epoch = ReadOrder(seed=options.seed, epochs=1)
         self._order = replace(self._first_epoch, epochs=None if options.max_steps else options.epochs or 1)
@@ -61,7 +63,11 @@ class RunSamples:
         Raises:
             DataError: A file is missing, or its records are of a kind that the method does not train.
         """
-        stream = open_samples(paths, self._kind, self._processor, self._encoding, order)
+        stream = open_samples(paths, self._kind, self._processor, self._encoding, order, columns=self._columns)
+        for note in stream.notes:
+            if note not in self._said:
+                self._said.add(note)
+                processes.say(note)
         methods = methods_for(stream.kind)
         if self._kind == "auto" and methods:  # all completions would be trained, the rejected ones too
             what = f"records of kind {stream.kind!r} are for another method"

@@ -51,9 +51,11 @@ class DataOptions:
     """Data."""
 
     data: tuple[str, ...] = option(
-        "file with training data, also with images for --method sft; several are one data set"
+        "training data: a file, directory or pattern, a saved dataset, or org/name:split of the hub, see docs/data.md; "
+        "several are one data set, or have weights: a.jsonl:0.7 b.csv:0.3"
     )
-    eval_data: tuple[str, ...] | None = changeable("file with evaluation data", None)
+    map: tuple[str, ...] | None = option("columns by our names of fields, such as prompt=question", None)
+    eval_data: tuple[str, ...] | None = changeable("evaluation data", None)
     eval_every: Count = changeable("steps between evaluations", 100)
     seq_length: Count = option("tokens in a row", 2048)
     batch_size: Count = option("rows in a micro-batch of a process", 4)

@@ -24,9 +24,11 @@ from ligerzoo.errors import DataError
 from ligerzoo.hub import AutoModel
 from ligerzoo.train.data import PackedBatches, PaddedBatches, check_data, open_data, write_tokens
 from ligerzoo.train.data.packing import pack_best_fit, pack_concatenated, pack_pieces
-from ligerzoo.train.data.records import LineReader
 from ligerzoo.train.data.samples import Sample, Source, row_length
-from ligerzoo.train.data.stream import Order, Permutation, Position
+from ligerzoo.train.data.sources import DataSource, ReadOptions
+from ligerzoo.train.data.stream import Order, Permutation
+from ligerzoo.train.data.text_files import TextReader
+from ligerzoo.train.data.text_formats import open_text
 from ligerzoo.train.data_options import ONCE, ReadOrder
 from tests.models.tiny import Tiny
 from tests.models.zoo import TEXT_CHECKPOINTS
@@ -68,18 +70,20 @@ def test_blocks_have_every_line_once(
     expected = sorted(line.encode() for file in files for line in file.read_text().split("\n") if line)
     if not expected:
         return
-    reader = LineReader(files, block_size=block, pool_size=pool)
-    order = Order(reader, "text", ReadOrder(seed=1, shuffle=shuffle, epochs=1))
-    records = list(order.records(Position()))
+    formats = {".jsonl": open_text}
+    reader = TextReader(files, formats, block, pool_size=pool, holds="text")
+    source = DataSource(reader, "text", ReadOptions())
+    order = Order([source], ReadOrder(seed=1, shuffle=shuffle, epochs=1))
+    records = list(order.records())
     assert sorted(record.data for _, record in records) == expected
     for _, record in records:
         name, number = str(record.source).rsplit(":", 1)
         assert Path(name).read_bytes().split(b"\n")[int(number) - 1] == record.data
-    for index, (position, _) in enumerate(records):
-        assert [one for one, _ in order.records(position)] == [one for one, _ in records[index:]]
-    joined = LineReader(files, block_size=block, joined=True)
-    in_order = Order(joined, "text", ONCE)
-    documents = [record for _, record in in_order.records(Position())]
+    for index, (progress, _) in enumerate(records, 1):
+        assert [one for one, _ in order.records(progress)] == [one for one, _ in records[index:]]
+    joined = DataSource(TextReader(files, formats, block, joined=True, holds="text"), "text", ReadOptions())
+    in_order = Order([joined], ONCE)
+    documents = [record for _, record in in_order.records()]
     assert sum(record.ends_document for record in documents) <= len(files)
     whole = b"".join(record.data + b"\n" * record.ends_document for record in documents)
     assert b"".join(whole.split()) == b"".join(b"".join(file.read_bytes().split()) for file in files)
@@ -447,17 +451,15 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     for name in ("pipe", "loop"):
         refused("not a regular file.* Write pipes", tmp_path / f"{name}.jsonl")
         (tmp_path / f"{name}.jsonl").unlink()
-    (tmp_path / "a.jsonl").write_text('{"conversations": []}')
-    refused('not a record of a known kind.*"value" becomes "content"', tmp_path / "a.jsonl")
-    (tmp_path / "a.jsonl").write_text('{"instruction": "a", "input": "", "output": "b"}')
-    refused("not a record of a known kind.*instruction and input in the first content", tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": "b"}')
+    refused("not a record of a known kind; got fields 'question', 'answer'.*--map prompt=", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('{"prompt": null, "completion": "b"}')
     refused("a.jsonl:1: the field 'prompt' is null; got values of 'completion'", tmp_path / "a.jsonl")
     refused("listed twice", [tmp_path / "a.jsonl", tmp_path])
-    (tmp_path / "b.json").write_text("[]")
-    refused("not a format of data files; got '.json'.*Write one JSON object per line", tmp_path / "b.json")
+    (tmp_path / "b.xlsx").write_text("[]")
+    refused("not a format of data files; got '.xlsx'.*Save the table as CSV", tmp_path / "b.xlsx")
     (tmp_path / "c.txt").write_text("yes")
-    refused("files of different formats", tmp_path)
+    refused("files of different formats.* Give each a weight", tmp_path)
     refused("text and token files are of another kind", tmp_path / "c.txt", "chat")
     refused("kind: unsupported value; got 'chats'.*Did you mean 'chat'", tmp_path / "c.txt", "chats")
     refused("seq_length: unsupported value; got 0; expected an integer, 2 or more", tmp_path / "c.txt", seq_length=0)

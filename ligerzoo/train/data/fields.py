@@ -16,14 +16,13 @@ from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, Reader, is_
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
+from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import naming
 
 Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt", "pair"]
 """What a record is; see `FIELDS`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-Fields = Mapping[str, Any]
 
 _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 
@@ -69,30 +68,19 @@ def parse_text(data: bytes) -> Fields | None:
     Raises:
         DataError: the bytes are not UTF-8, or contain a NUL.
     """
-    text = _decoded(data).removesuffix("\r")
+    text = decoded(data).removesuffix("\r")
     return {"text": text} if text.strip() else None
 
 
-def parse_row(data: object) -> Fields | None:
-    """Returns a row of a dataset.
+def parse_json(data: bytes) -> Fields | None:
+    """Parses a line of a JSON Lines file, or an item of a JSON array; None if it is blank.
 
     Raises:
-        DataError: the row is not a dictionary.
-    """
-    if is_object(data):
-        return data
-    raise DataError("not a dictionary", got=type(data).__name__)
-
-
-def parse_json_line(data: bytes) -> Fields | None:
-    """Parses a line of a JSON Lines file; None for a blank line.
-
-    Raises:
-        DataError: the line is not UTF-8, not JSON or not an object, repeats a key, or has invalid characters.
+        DataError: it is not UTF-8, not JSON or not an object, repeats a key, or has invalid characters.
     """
     if not data.strip():
         return None
-    text = _decoded(data)
+    text = decoded(data)
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -109,7 +97,8 @@ def parse_json_line(data: bytes) -> Fields | None:
     raise DataError("not a JSON object", got=quote(text), expected='such as {"text": "..."}')
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
+    """Returns UTF-8 as text. Raises DataError if it is not, or contains a NUL."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -157,18 +146,8 @@ def record_kind(record: Fields) -> Kind:
         raise _null(null[0], present)
     if found is not None:
         return found
-    if "conversations" in present:
-        remedy: str | None = (
-            'Write {"messages": [{"role": "user", "content": ...}, ...]}: "from" becomes "role", with "human" as '
-            '"user" and "gpt" as "assistant"; "value" becomes "content".'
-        )
-    elif "instruction" in present:
-        remedy = (
-            'Write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, with '
-            "instruction and input in the first content, and output in the second; or prompt and completion."
-        )
-    else:
-        remedy = next(filter(None, (did_you_mean(name, required) for name in record if name not in required)), None)
+    near = (did_you_mean(name, required) for name in record if name not in required)
+    remedy = next(filter(None, near), None) or "Say which columns they are, such as --map prompt=question."
     expected = "; or ".join(" and ".join(names.required) for names in FIELDS.values())
     got = f"fields {first_names([*present])}"
     raise DataError("not a record of a known kind", got=got, expected=expected, remedy=remedy)

@@ -23,7 +23,7 @@ from ligerzoo.errors import DataError, quote
 from ligerzoo.text.messages import Messages
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.train import processes
-from ligerzoo.train.data.fields import Fields
+from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import Sample, Source, naming
 from ligerzoo.vision import read_image
 from ligerzoo.vision.io import MAX_PIXELS, image_size

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
-from ligerzoo.checks import AT_LEAST_1, is_list, one_of
-from ligerzoo.errors import DataError
+from ligerzoo.checks import AT_LEAST_1, one_of
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.fields import KINDS, Fields, Kind, parse_json_line, parse_row, parse_text, record_kind
+from ligerzoo.train.data.fields import KINDS, Kind
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
-from ligerzoo.train.data.records import (
-    LineReader,
-    Paths,
-    RecordReader,
-    RowReader,
-    dataset_rows,
-    find_files,
-    is_path,
-    is_saved_dataset,
-)
 from ligerzoo.train.data.sample_encoder import SampleEncoder, encode_tokens
 from ligerzoo.train.data.samples import Source, naming
-from ligerzoo.train.data.stream import Order, Position, SampleStream
-from ligerzoo.train.data.token_files import TokenReader
-from ligerzoo.train.data_options import ONCE, EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_data_option
+from ligerzoo.train.data.sources import Paths, ReadOptions, TextUnit, open_sources
+from ligerzoo.train.data.stream import Order, SampleStream
+from ligerzoo.train.data_options import EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_data_option
 from ligerzoo.vision.processor import Processor
-
-TextUnit = Literal["file", "line"]
-
-_TEXT_BLOCK = 2**16  # bytes of a part of a long text file
 
 
 def open_data(
@@ -57,6 +40,7 @@ def open_data(
     embedding_rows: int | None = None,
     query_prompt: str | None = None,
     document_prompt: str | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> SampleStream:
     """Opens training data as a stream of samples.
 
@@ -64,9 +48,10 @@ def open_data(
     stream is used, so the first samples of a file of any size are there at once.
 
     Args:
-        data: a file, a directory, a glob pattern, or several: JSON Lines (.jsonl, .ndjson), text (.txt) or tokens
-            (.bin, .npy); or the directory of a saved Hugging Face dataset; or a dataset or another sequence of
-            dictionaries.
+        data: a file, a directory, a glob pattern, or several: JSON Lines (.jsonl, .ndjson), JSON arrays (.json), CSV
+            (.csv, .tsv), Parquet, text (.txt) or tokens (.bin, .npy); the directory of a saved Hugging Face dataset; a
+            dataset of the hub, such as "org/name:train"; or a dataset or another sequence of dictionaries. Several may
+            have weights, such as `["a.jsonl:0.7", "b.csv:0.3"]`: how often their records occur.
         kind: what a record is: "text", "completion" (a prompt and its completion), "chat", "preference", "labelled"
             (for KTO), "prompt" (for GRPO) or "pair" (for embedding models). "auto" decides by the fields of the first
             record.
@@ -92,6 +77,7 @@ def open_data(
             errors. None for no limit.
         query_prompt: begins the queries of kind "pair", as a prompt of `EmbeddingModel.encode` does.
         document_prompt: begins their documents.
+        columns: the columns of the data by our names, such as `{"prompt": "question", "completion": "answer"}`.
 
     Raises:
         DataError: the data is missing, empty, of an unknown format or of another kind, or an option has an unsupported
@@ -113,7 +99,9 @@ def open_data(
         document_prompt=document_prompt,
     )
     order = ReadOrder(seed=seed, shuffle=shuffle, epochs=epochs)
-    return open_samples(data, kind, tokenizer, encoding, order, workers=workers, text_unit=text_unit)
+    return open_samples(
+        data, kind, tokenizer, encoding, order, columns=columns or {}, workers=workers, text_unit=text_unit
+    )
 
 
 def open_samples(
@@ -123,6 +111,7 @@ def open_samples(
     encoding: EncodingOptions,
     order: ReadOrder,
     *,
+    columns: Mapping[str, str],
     workers: int = 1,
     text_unit: TextUnit = "file",
 ) -> SampleStream:
@@ -132,111 +121,23 @@ def open_samples(
     check_data_option("workers", workers, AT_LEAST_1)
     processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
     ids = len(tokenizer) if encoding.embedding_rows is None else min(len(tokenizer), encoding.embedding_rows)
-    reader, parse = open_records(data, ReadOptions(encoding.seq_length, ids, text_unit))
-    records = Order(reader, _check_kind(reader, parse, kind), order)
-    if parse is None:
+    has_template = bool(encoding.chat_template or tokenizer.chat_templates)
+    sources = open_sources(data, kind, ReadOptions(encoding.seq_length, ids, text_unit, columns, has_template))
+    records = Order(sources, order)
+    if all(source.holds == "tokens" for source in sources):
         return SampleStream(records, encode_tokens, identity={"seq_length": encoding.seq_length}, workers=workers)
-    fields, image_encoder = parse, None if processor is None else ImageEncoder(processor)
-    encoder = SampleEncoder(records.kind, tokenizer, encoding, image_encoder)
+    encoder = SampleEncoder(records.kind, tokenizer, encoding, None if processor is None else ImageEncoder(processor))
 
     def images_of_record(source: Source) -> list[object]:
-        record = reader.read_again(source)
+        record = next(one for one in sources if source.name in one.names).read_again(source)
         with naming(source):
-            found = fields(record.data)
+            found = record.fields()
             return [] if found is None else encoder.images_of(found)
 
     return SampleStream(
         records,
-        partial(encoder.encode, parse=fields),
+        encoder.encode,
         identity=encoding.identity,
         workers=workers,
         images=None if processor is None else SampleImages(processor, images_of_record),
     )
-
-
-Parse = Callable[[Any], Fields | None]
-
-
-class ReadOptions(NamedTuple):
-    """How files are cut into records.
-
-    Attributes:
-        seq_length: tokens of a record of a token file.
-        vocab_size: the ids of token files must be smaller.
-        text_unit: see `open_data`.
-    """
-
-    seq_length: int = 2
-    vocab_size: int = 2**32
-    text_unit: TextUnit = "file"
-
-
-class OpenedRecords(NamedTuple):
-    """The reader of the data and the function that parses its records; None for token files."""
-
-    reader: RecordReader
-    parse: Parse | None
-
-
-def _open_json_lines(files: list[Path], options: ReadOptions) -> OpenedRecords:
-    return OpenedRecords(LineReader(files), parse_json_line)
-
-
-def _open_text(files: list[Path], options: ReadOptions) -> OpenedRecords:
-    in_lines = options.text_unit == "line"
-    return OpenedRecords(LineReader(files) if in_lines else LineReader(files, _TEXT_BLOCK, joined=True), parse_text)
-
-
-def _open_tokens(files: list[Path], options: ReadOptions) -> OpenedRecords:
-    return OpenedRecords(TokenReader(files, options.seq_length, options.vocab_size), None)
-
-
-FORMATS = {
-    ".jsonl": _open_json_lines,
-    ".ndjson": _open_json_lines,
-    ".txt": _open_text,
-    ".bin": _open_tokens,
-    ".npy": _open_tokens,
-}
-"""What opens files, by their suffix. A format is a function here, and its reader or its parser."""
-
-
-def open_records(data: object, options: ReadOptions) -> OpenedRecords:
-    """Opens the records of `data`, see `open_data`."""
-    if is_saved_dataset(data) or not _are_paths(data):
-        return OpenedRecords(RowReader(*dataset_rows(data)), parse_row)
-    files = find_files(data, FORMATS)
-    return FORMATS[files[0].suffix](files, options)
-
-
-def _are_paths(data: object) -> TypeGuard[Paths]:
-    return is_path(data) or (is_list(data) and all(map(is_path, data)))
-
-
-def _check_kind(reader: RecordReader, parse: Parse | None, kind: Kind | Literal["auto"]) -> Kind:
-    """Returns the kind of the first record if `kind` is "auto"."""
-    if parse is None or parse is parse_text:
-        if kind not in ("auto", "text"):
-            raise DataError("text and token files are of another kind", where="kind", got=repr(kind), expected='"text"')
-        return "text"
-    if kind != "auto":
-        return kind
-    for source, fields in read_fields(reader, parse):
-        with naming(source):
-            return record_kind(fields)
-    raise DataError("the data has no records", where="data")
-
-
-def read_fields(reader: RecordReader, parse: Parse) -> Iterator[tuple[Source, Fields]]:
-    """Yields the source and the fields of each record in the order of the files, blank lines left out.
-
-    Raises:
-        DataError: a record cannot be read.
-    """
-    for _, record in Order(reader, "text", ONCE).records(Position()):
-        if isinstance(record, DataError):
-            raise record
-        with naming(record.source):
-            fields = parse(record.data)
-        if fields is not None:
-            yield record.source, fields

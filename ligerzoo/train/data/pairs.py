@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ligerzoo.errors import DataError, quote
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.fields import Fields, pair_texts
+from ligerzoo.train.data.fields import pair_texts
+from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import UNTRAINED, PairSample, Sample, Source
 from ligerzoo.train.data_options import EncodingOptions
 

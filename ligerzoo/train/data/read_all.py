@@ -15,16 +15,16 @@ from ligerzoo.errors import DataError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.fields import (
     FIELDS,
-    Fields,
     Kind,
     check_record,
     messages_field,
     pair_texts,
-    record_kind,
     text_field,
 )
-from ligerzoo.train.data.open import ReadOptions, open_data, open_records, read_fields
+from ligerzoo.train.data.open import open_data
+from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import AnySample, Sample, naming
+from ligerzoo.train.data.sources import ReadOptions, open_sources
 from ligerzoo.train.data.stream import SampleStream
 from ligerzoo.train.data.token_files import TokenWriter
 from ligerzoo.vision.processor import Processor
@@ -47,6 +47,7 @@ class DataReport:
         problems: the first 20 problems, each with file and line.
         num_problems: number of all problems.
         first_samples: the first three samples.
+        notes: lines to print about the data, such as whose fields it has.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class DataReport:
     problems: list[str] = field(default_factory=list)
     num_problems: int = 0
     first_samples: list[AnySample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def raise_if_bad(self) -> None:
         """Raises DataError with all reported problems if there is any."""
@@ -115,7 +117,7 @@ def check_data(
 
 def check_samples(stream: SampleStream, *, progress: bool | None = None) -> DataReport:
     """Reads all samples of a stream that ends, see `check_data`."""
-    report = DataReport(stream.kind)
+    report = DataReport(stream.kind, notes=stream.notes)
     is_hidden = None if progress is None else not progress
     with tqdm(stream.results(), "checking data", unit=" records", disable=is_hidden) as results:
         for _, result in results:
@@ -151,16 +153,16 @@ def read_texts(data: Any) -> Iterator[str]:
         DataError: the data is missing, empty, of an unknown format or consists of tokens, or a record is malformed; the
             error names file and line.
     """
-    reader, parse = open_records(data, ReadOptions())
-    if parse is None:
-        raise DataError("token files have no text", where="data", expected=".jsonl, .ndjson or .txt")
-    kind: Kind | None = None
-    for source, fields in read_fields(reader, parse):
-        with naming(source):
-            kind = kind or record_kind(fields)
-            texts = list(_texts(check_record(fields, kind), kind))
-        yield from texts
-    if kind is None:
+    is_empty = True
+    for part in open_sources(data, "auto", ReadOptions()):
+        if part.holds == "tokens":
+            raise DataError("token files have no text", where=part.name, expected="files with fields, or .txt")
+        for source, fields in part.fields():
+            is_empty = False
+            with naming(source):
+                texts = list(_texts(check_record(fields, part.kind), part.kind))
+            yield from texts
+    if is_empty:
         raise DataError("the data has no text", where="data")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ligerzoo.entries import is_array
 from ligerzoo.errors import DataError, quote
@@ -10,7 +10,6 @@ from ligerzoo.text.messages import Messages
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.encoding import ChatEncoder, RecordConversation, RecordTextEncoder
 from ligerzoo.train.data.fields import (
-    Fields,
     Kind,
     check_record,
     flag_field,
@@ -21,7 +20,7 @@ from ligerzoo.train.data.fields import (
 )
 from ligerzoo.train.data.images import ImageEncoder, image_parts, images_of
 from ligerzoo.train.data.pairs import PairEncoder
-from ligerzoo.train.data.records import Record
+from ligerzoo.train.data.records import Fields, Record
 from ligerzoo.train.data.samples import (
     UNTRAINED,
     AnySample,
@@ -66,25 +65,25 @@ class SampleEncoder:
         if kind not in ("prompt", "pair"):
             _ = self._encoder.eos  # raises before the training begins
 
-    def encode(self, records: Sequence[Record], parse: Callable[[object], Fields | None]) -> list[Result]:
-        """Encodes records; a record that cannot be encoded gives its error.
-
-        Args:
-            parse: returns the fields of a record, None for a blank line.
-        """
+    def encode(self, records: Sequence[Record]) -> list[Result]:
+        """Encodes records; a record that cannot be encoded gives its error."""
         results: list[Result] = []
         for record in records:
             try:
                 with naming(record.source):
-                    fields = parse(record.data)
-                    samples = [] if fields is None else self._samples(fields, record)
+                    samples = self._samples(record)
                     self._check_tokens(samples)
                     results.append(samples)
             except DataError as error:
                 results.append(error)
         return results
 
-    def _samples(self, fields: Fields, record: Record) -> list[AnySample]:
+    def _samples(self, record: Record) -> list[AnySample]:
+        if record.parse is None:
+            return [_of_tokens(record)]
+        fields = record.fields()
+        if fields is None:
+            return []
         fields = check_record(fields, self._kind)
         if self._kind == "pair":
             return [*self._pairs.encode(fields, record.source)]
@@ -248,4 +247,8 @@ def _truncated(sample: TrainedSample, length: int) -> TrainedSample:
 
 def encode_tokens(records: Sequence[Record]) -> list[Result]:
     """Returns records of token files as samples."""
-    return [[Sample(record.data, record.data, record.source)] for record in records]
+    return [[_of_tokens(record)] for record in records]
+
+
+def _of_tokens(record: Record) -> Sample:
+    return Sample(record.data, record.data, record.source)

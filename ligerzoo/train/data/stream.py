@@ -3,13 +3,13 @@
 The order is shuffled with bounded memory, from any position. A pool is a number of blocks that are chosen at random;
 the records of a pool are permuted at random. So:
 
-- Data that fits in one pool (64 MiB of a text file), rows of datasets and records of token files are permuted
-  uniformly.
+- Data that fits in one pool (64 MiB of a text or Parquet file), rows of datasets and records of token files are
+  permuted uniformly.
 - In larger text files, records that are neighbours in the file (within 256 KiB) are read in the same pool. The records
   of a batch come from 256 random parts of the data.
 
-All random numbers come from the seed, the epoch and the pool. So a position is three numbers, and nothing is read to
-continue from it but the records of its pool.
+All random numbers come from the seed, the epoch and the pool. So a position is three numbers for each source, and
+nothing is read to continue from it but the records of its pool.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 from ligerzoo.errors import DataError
-from ligerzoo.train.data.fields import Kind
 from ligerzoo.train.data.images import SampleImages
-from ligerzoo.train.data.records import Record, RecordReader
+from ligerzoo.train.data.records import Record
 from ligerzoo.train.data.sample_encoder import Result
 from ligerzoo.train.data.samples import AnySample
+from ligerzoo.train.data.sources import DataSource
 from ligerzoo.train.data_options import ReadOrder
 
 _CHUNK = 16  # records that a thread encodes at once
@@ -48,56 +48,108 @@ class Position(NamedTuple):
     record: int = 0
 
 
+class Progress(NamedTuple):
+    """How far a source is read: the position that follows, and the number of records."""
+
+    position: Position = Position()
+    records: int = 0
+
+
+SourceProgress = tuple[Progress, ...]
+"""How far each source is read."""
+
+
+def first_epoch(progress: SourceProgress) -> int:
+    """Returns the epoch of the source that was read least often."""
+    return min((one.position.epoch for one in progress), default=0)
+
+
 class Order:
-    """The records of a reader in a reproducible order.
+    """The records of sources in a reproducible order.
+
+    Records of several sources alternate such that after any number of them each source has its share, up to about one
+    record. A source that is shorter than others is repeated, until all have been read as often as
+    asked. In the order of the files, sources follow each other, and are read equally often.
 
     Args:
-        kind: their kind.
+        sources: sources of one kind.
         options: the order, and how often all records are read.
 
     Attributes:
-        kind: as given.
+        sources: as given.
+        kind: the kind of the records.
         identity: what determines the records and their order, without the number of epochs.
-        names: the names of the files, or "data".
+        name: the names of the files, or "data".
     """
 
-    def __init__(self, reader: RecordReader, kind: Kind, options: ReadOrder) -> None:
-        self._reader, self._seed, self._shuffle, self._epochs = reader, options.seed, options.shuffle, options.epochs
-        self.kind = kind
-        self.identity = {**reader.identity, "kind": kind, "seed": options.seed, "shuffle": options.shuffle}
-        self.names = ", ".join(name for name, *_ in reader.identity.get("files", ())) or "data"
-        self._pools = -(-reader.num_blocks // reader.blocks_per_pool)
+    def __init__(self, sources: Sequence[DataSource], options: ReadOrder) -> None:
+        self.sources, self._seed, self._shuffle, self._epochs = sources, options.seed, options.shuffle, options.epochs
+        self.kind, self.name = sources[0].kind, ", ".join(source.name for source in sources)
+        identities = [source.identity for source in sources]
+        weights = [source.weight for source in sources]
+        self._weights = [(weight or 1) / sum(one or 1 for one in weights) for weight in weights]
+        own = identities[0] if weights == [None] else {"sources": identities, "weights": weights}
+        self.identity = {**own, "kind": self.kind, "seed": options.seed, "shuffle": options.shuffle}
 
-    def records(self, start: Position) -> Iterator[tuple[Position, Record | DataError]]:
-        """Yields the records from a position on, each with its position; or the error of one that cannot be read."""
-        for epoch in itertools.count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
-            is_empty = True
-            for pool in range(start.pool if epoch == start.epoch else 0, self._pools):
-                locations = self._locations(epoch, pool)
-                is_empty = is_empty and not locations
-                order = Permutation(len(locations), self._seed, epoch, pool) if self._shuffle else range(len(locations))
-                first = start.record if (epoch, pool) == start[:2] else 0
-                for index in range(first, len(locations)):
-                    record: Record | DataError
-                    try:
-                        record = self._reader.read(locations[order[index]])
-                    except DataError as error:
-                        record = error
-                    yield Position(epoch, pool, index), record
-            if is_empty and start[1:] == (0, 0):
-                raise DataError("the data has no records", where=self.names)
+    def records(self, start: SourceProgress = ()) -> Iterator[tuple[SourceProgress, Record | DataError]]:
+        """Yields the records from `start` on, or errors of unreadable ones, each with the progress after it."""
+        progress = [*(start or [Progress()] * len(self.sources))]
+        is_mixed = self._shuffle and len(self.sources) > 1
+        for index, position, record in self._mixed(progress) if is_mixed else self._chained(progress):
+            progress[index] = Progress(position._replace(record=position.record + 1), progress[index].records + 1)
+            yield tuple(progress), record
 
-    def _locations(self, epoch: int, pool: int) -> list[object]:
-        blocks = range(
-            pool * self._reader.blocks_per_pool,
-            min((pool + 1) * self._reader.blocks_per_pool, self._reader.num_blocks),
-        )
+    def _chained(self, progress: list[Progress]) -> Iterator[tuple[int, Position, Record | DataError]]:
+        """Yields the records of one source after the other, in each epoch; see `records`."""
+        first = min(one.position.epoch for one in progress)
+        for epoch in itertools.count(first) if self._epochs is None else range(first, self._epochs):
+            for index, source in enumerate(self.sources):
+                start = max(progress[index].position, Position(epoch))
+                for position, record in self._of_epoch(source, start) if start.epoch == epoch else ():
+                    yield index, position, record
+                progress[index] = progress[index]._replace(position=max(start, Position(epoch + 1)))
+
+    def _mixed(self, progress: list[Progress]) -> Iterator[tuple[int, Position, Record | DataError]]:
+        """Yields the records of the sources alternately, see `records`."""
+
+        def endless(source: DataSource, start: Position) -> Iterator[tuple[Position, Record | DataError]]:
+            for epoch in itertools.count(start.epoch):
+                yield from self._of_epoch(source, max(start, Position(epoch)))
+
+        streams = [endless(source, one.position) for source, one in zip(self.sources, progress, strict=True)]
+        upcoming = list(map(next, streams))
+        while self._epochs is None or any(position.epoch < self._epochs for position, _ in upcoming):
+            total = 1 + sum(one.records for one in progress)
+            missing = [weight * total - one.records for weight, one in zip(self._weights, progress, strict=True)]
+            index = missing.index(max(missing))
+            yield index, *upcoming[index]
+            upcoming[index] = next(streams[index])
+
+    def _of_epoch(self, source: DataSource, start: Position) -> Iterator[tuple[Position, Record | DataError]]:
+        """Yields the records of a source from a position to the end of its epoch, each with its position."""
+        is_empty = start == Position(start.epoch)
+        for pool in range(start.pool, -(-source.num_blocks // source.blocks_per_pool)):
+            locations = self._locations(source, start.epoch, pool)
+            is_empty = is_empty and not locations
+            keys = self._seed, start.epoch, pool
+            order = Permutation(len(locations), *keys) if self._shuffle else range(len(locations))
+            for index in range(start.record if pool == start.pool else 0, len(locations)):
+                record: Record | DataError
+                try:
+                    record = source.read(locations[order[index]])
+                except DataError as error:
+                    record = error
+                yield Position(start.epoch, pool, index), record
+        if is_empty:
+            raise DataError("the data has no records", where=source.name)
+
+    def _locations(self, source: DataSource, epoch: int, pool: int) -> list[object]:
+        size, count = source.blocks_per_pool, source.num_blocks
+        blocks: Iterable[int] = range(pool * size, min((pool + 1) * size, count))
         if self._shuffle:
-            order = Permutation(self._reader.num_blocks, self._seed, epoch)
-            blocks_read: Iterator[int] = (order[block] for block in blocks)
-        else:
-            blocks_read = iter(blocks)
-        return list(itertools.chain.from_iterable(map(self._reader.locate, blocks_read)))
+            order = Permutation(count, self._seed, epoch)
+            blocks = map(order.__getitem__, blocks)
+        return list(itertools.chain.from_iterable(map(source.locate, blocks)))
 
 
 _ROUNDS = 6
@@ -141,6 +193,7 @@ class SampleStream:
 
     Args:
         order: yields the records.
+        encode: returns the samples of records.
         identity: options that determine the samples, compared when a state is loaded.
         workers: threads that encode records.
         images: reads the images of samples; None for text only.
@@ -162,7 +215,7 @@ class SampleStream:
         self.kind, self.images = order.kind, images
         self._order, self._encode, self._workers = order, encode, workers
         self._identity = {**order.identity, **identity}
-        self._position, self._counts = Position(), Counter[str]()
+        self._progress, self._counts = SourceProgress(), Counter[str]()
         self._samples: Iterator[AnySample] | None = None
 
     @property
@@ -178,18 +231,23 @@ class SampleStream:
             self._samples = self._generate()
         return next(self._samples)
 
-    def results(self) -> Iterator[tuple[Position, Result]]:
+    @property
+    def notes(self) -> list[str]:
+        """Lines to print about the data, such as whose fields it has."""
+        return [note for source in self._order.sources for note in source.notes]
+
+    def results(self) -> Iterator[tuple[SourceProgress, Result]]:
         """Yields what each record gives, its samples or its error, from the current position on."""
-        records = self._order.records(self._position)
+        records = self._order.records(self._progress)
         chunks = iter(lambda: list(itertools.islice(records, _CHUNK)), [])
-        pending: deque[tuple[list[Position], Future[list[Result]]]] = deque()
+        pending: deque[tuple[list[SourceProgress], Future[list[Result]]]] = deque()
         # Never shut down here: the garbage collector may close this generator in a thread that would wait for itself.
         # The threads end when the executor is garbage-collected.
         executor = ThreadPoolExecutor(self._workers, thread_name_prefix="ligerzoo-data")
         for chunk in itertools.chain(chunks, itertools.repeat(None)):
             if chunk is not None:
-                positions, read = zip(*chunk, strict=True)
-                pending.append((list(positions), executor.submit(self._encode_read, list(read))))
+                progress, read = zip(*chunk, strict=True)
+                pending.append((list(progress), executor.submit(self._encode_read, list(read))))
                 if len(pending) <= 2 * self._workers:
                     continue
             elif not pending:
@@ -202,21 +260,24 @@ class SampleStream:
         return [next(encoded) if isinstance(record, Record) else record for record in read]
 
     def _generate(self) -> Iterator[AnySample]:
-        last = self._position.epoch  # the last epoch with a sample
-        for position, result in self.results():
+        last = first_epoch(self._progress)  # with a sample
+        for progress, result in self.results():
             if isinstance(result, DataError):
                 raise result
+            epoch = first_epoch(progress)
             if result:
-                last = position.epoch
-            elif position.epoch > last + 1:  # without an end, the search would not end either
-                raise no_samples(self._order.names)
-            self._position = position._replace(record=position.record + 1)
+                last = epoch
+            elif epoch > last + 1:  # without an end, the search would not end either
+                raise no_samples(self._order.name)
+            self._progress = progress
             self._counts["dropped"] += not result
             yield from result
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last sample that was yielded, as JSON values."""
-        return {"position": list(self._position), "counts": dict(self._counts), "data": self._identity}
+        progress = self._progress or (Progress(),) * len(self._order.sources)
+        position = [*progress[0].position] if len(progress) == 1 else [[*one.position, one.records] for one in progress]
+        return {"position": position, "counts": dict(self._counts), "data": self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the last sample that was yielded before `state_dict`.
@@ -230,7 +291,10 @@ class SampleStream:
                 what, own = "the data has changed, so the training cannot be continued", self._identity.get(name)
                 raise DataError(what, where=name, got=own, expected=saved.get(name))
         self.close()
-        self._position, self._counts = Position(*state["position"]), Counter(state["counts"])
+        position = state["position"]
+        several = [[*position, 0]] if len(self._order.sources) == 1 else position
+        self._progress = tuple(Progress(Position(*one[:3]), one[3]) for one in several)
+        self._counts = Counter(state["counts"])
 
     def close(self) -> None:
         """Ends the threads. The stream continues from its position when it is used again."""

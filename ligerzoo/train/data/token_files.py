@@ -35,8 +35,10 @@ class TokenReader(RecordReader):
         vocab_size: every id must be smaller.
     """
 
+    holds = "tokens"
+
     def __init__(self, files: Sequence[Path], length: int, vocab_size: int) -> None:
-        self._files, self._length, self._vocab_size = list(map(str, files)), length, vocab_size
+        self.names, self._length, self._vocab_size = list(map(str, files)), length, vocab_size
         self._ids = [map_tokens(file) for file in files]
         self._first = np.cumsum([0, *(-(-len(ids) // length) for ids in self._ids)])
         self.num_blocks = int(self._first[-1])
@@ -50,17 +52,17 @@ class TokenReader(RecordReader):
         file = int(np.searchsorted(self._first, location, side="right")) - 1
         start = (location - int(self._first[file])) * self._length
         ids = self._ids[file][start : start + self._length]
-        source = Source(self._files[file], start, "token")
+        source = Source(self.names[file], start, "token")
         if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
             wrong = start + int(np.flatnonzero((ids >= self._vocab_size) | (ids < 0))[0])
             where, got, expected = source._replace(start=wrong), self._ids[file][wrong], f"0 to {self._vocab_size - 1}"
             remedy = "Was the file written with the tokenizer of this model?"
             raise DataError("the id is not in the vocabulary", where=where, got=got, expected=expected, remedy=remedy)
-        return Record(source, ids.tolist())
+        return Record(source, ids.tolist(), None)
 
     def read_again(self, source: Source) -> Record:
         """Returns the ids of a record again."""
-        file = self._files.index(source.name)
+        file = self.names.index(source.name)
         return self.read(int(self._first[file]) + source.start // self._length)
 
 

@@ -1,0 +1,140 @@
+"""Finds the separators of records in text: line ends, those outside the quotes of CSV, and the commas of a JSON array.
+
+Text is scanned in pieces, in order. A state says what the last byte of a piece is part of, so that any piece can be
+scanned alone once the states at the beginnings of all pieces are known. Lines need no state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int64]
+
+_NEWLINE, _RETURN, _QUOTE, _BACKSLASH, _COMMA = b'\n\r"\\,'
+
+
+class Separators(ABC):
+    """Where records of text end.
+
+    The state at the beginning of a record is 0.
+
+    Attributes:
+        has_states: whether there are other states.
+    """
+
+    has_states = True
+
+    @abstractmethod
+    def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
+        """Returns the indices of the separators in a piece, and the state after it."""
+
+
+class LineEnds(Separators):
+    """The ends of lines."""
+
+    has_states = False
+
+    def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
+        """Returns the indices of the line ends."""
+        return np.flatnonzero(data == _NEWLINE), 0
+
+
+_PLAIN, _QUOTED, _CLOSED, _FIELD = range(4)
+
+
+class CsvRows(Separators):
+    """The line ends of CSV outside of quotes.
+
+    A quote opens a quoted field where a field begins, and is text within a field that began without one. In a quoted
+    field, two quotes are one of the text. The states: a field begins, quoted text, after a quote that may be the first
+    of two, in a field without quotes.
+
+    Args:
+        delimiter: between fields.
+    """
+
+    def __init__(self, delimiter: str) -> None:
+        self._begins = np.zeros(256, bool)  # whether a field begins after a byte
+        self._begins[[_NEWLINE, _RETURN, ord(delimiter)]] = True
+
+    def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
+        """Returns the indices of the line ends outside of quotes."""
+        newlines = np.flatnonzero(data == _NEWLINE)
+        quotes = np.flatnonzero(data == _QUOTE)
+        was_quoted = state == _QUOTED
+        opens = (np.arange(len(quotes)) + was_quoted) % 2 == 0  # if each quote begins or ends quoted text
+        is_second = np.diff(quotes, prepend=-2) == 1  # of two, which are one of the text
+        is_expected = ~opens | is_second | self._begins[data[quotes - 1]]
+        if len(quotes) and quotes[0] == 0:
+            is_expected[0] = state != _FIELD
+        if not is_expected.all():
+            quotes = self._boundaries(data, quotes, state)
+        inside = (np.searchsorted(quotes, newlines) + was_quoted) % 2 == 1
+        if (len(quotes) + was_quoted) % 2:
+            return newlines[~inside], _QUOTED
+        if len(quotes) and quotes[-1] == len(data) - 1:
+            return newlines[~inside], _CLOSED
+        return newlines[~inside], _PLAIN if self._begins[data[-1]] else _FIELD
+
+    def _boundaries(self, data: Bytes, quotes: Positions, state: int) -> Positions:
+        """Returns the quotes at which quoted text begins or ends, in a piece where fields without quotes have some."""
+        is_quoted, closed = state == _QUOTED, -1 if state == _CLOSED else -2
+        found = []
+        for quote in quotes.tolist():
+            begins = state == _PLAIN if quote == 0 else self._begins[data[quote - 1]]
+            if is_quoted:
+                is_quoted, closed = False, quote
+                found.append(quote)
+            elif begins or closed == quote - 1:
+                is_quoted = True
+                found.append(quote)
+        return np.array(found, np.int64)
+
+
+_IS_STRUCTURE = bytes(byte in b'"\\[]{},' for byte in range(256))
+_STEPS = np.zeros(256, np.int64)
+_STEPS[[*b"[{"]], _STEPS[[*b"]}"]] = 1, -1
+_IN_STRING, _ESCAPED, _PER_LEVEL = 1, 2, 4
+
+
+class ArrayItems(Separators):
+    """The commas between the items of a JSON array, after its opening bracket.
+
+    The state: whether the text is in a string, whether a backslash escapes the next byte, and 4 for each level.
+    """
+
+    def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
+        """Returns the indices of the commas between items, and of a bracket that ends the array."""
+        positions = np.flatnonzero(np.frombuffer(data.tobytes().translate(_IS_STRUCTURE), bool))
+        kinds = data[positions]
+        backslashes, lengths = _runs(positions[kinds == _BACKSLASH], bool(state & _ESCAPED))
+        is_quote = kinds == _QUOTE
+        if len(backslashes):
+            before = np.searchsorted(backslashes, positions) - 1
+            is_quote &= ~((backslashes[before] == positions - 1) & (before >= 0) & (lengths[before] % 2 == 1))
+        outside = (np.cumsum(is_quote) + (state & _IN_STRING)) % 2 == 0
+        steps = np.where(outside, _STEPS[kinds], 0)
+        levels = state // _PER_LEVEL + np.cumsum(steps)
+        ends = outside & (((kinds == _COMMA) & (levels == 0)) | ((steps == -1) & (levels == -1)))
+        after = state & ~_ESCAPED
+        if len(positions):
+            after = _PER_LEVEL * int(levels[-1]) + _IN_STRING * (not outside[-1])
+        is_escaping = len(backslashes) and backslashes[-1] == len(data) - 1 and lengths[-1] % 2 == 1
+        return positions[ends], after + _ESCAPED * bool(is_escaping)
+
+
+def _runs(positions: Positions, is_continued: bool) -> tuple[Positions, Positions]:
+    """Returns positions of backslashes, and for each how many follow each other up to it.
+
+    Args:
+        is_continued: whether an odd number ends at the byte before.
+    """
+    if is_continued:
+        positions = np.concatenate([[-1], positions])
+    index = np.arange(len(positions))
+    is_first = np.diff(positions, prepend=-3) != 1
+    return positions, index - np.maximum.accumulate(np.where(is_first, index, 0)) + 1
