@@ -24,7 +24,7 @@ import ligerzoo
 from ligerzoo import AutoModel
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.models import CausalLM
-from tests.models import tiny_gemma3
+from tests.models import tiny_gemma3, tiny_mistral3
 from tests.models.comparing import TOLERANCE, assert_close, gradients, raw_bytes, under_their_names
 from tests.models.prompts import PROMPTS, prompt
 from tests.models.test_mllama import prompt_for as mllama_prompt
@@ -61,6 +61,9 @@ def inputs_for(ours: CausalLM, tiny: Tiny) -> tuple[dict[str, Any], dict[str, An
     if model_type == "gemma3":
         p = tiny_gemma3.prompt([[5, "image", 24]], ours.config)
         return {"input_ids": p.ids, **p.images}, {"token_type_ids": p.types}
+    if model_type == "mistral3":
+        m = tiny_mistral3.prompt(tiny_mistral3.PROMPTS["an image"], ours.config)
+        return {"input_ids": m.ids, **m.images}, {}
     if model_type == "mllama":
         q = mllama_prompt(ours, [[5, (1, 2), 20]])
         return {"input_ids": q.ids, **q.vision}, {}

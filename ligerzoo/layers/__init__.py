@@ -32,6 +32,7 @@ Positions
     SectionedRotaryEmbedding              positions in time, height and width (M-RoPE)
     InterleavedSectionedRotaryEmbedding   interleaved M-RoPE
     AxialRotaryEmbedding                  positions in rows and columns
+    AlternatingRotaryEmbedding            rows and columns that alternate from frequency to frequency
     sectioned                             sections of angles
     interleaved                           interleaved sections of angles
 
@@ -129,6 +130,9 @@ Images
     WindowedVisionTower                   a vision tower with windows
     RasterVisionTower                     a vision tower of patches row by row
     PositionedPatchEmbedding              patches with learned positions
+    PixelVisionTower                      a vision tower for padded images
+    RasterPatchMerger                     a merger of patches row by row
+    MergingProjector                      a merger and a projection
     PaddedVisionTower                     a vision tower for padded rows of patches
     AxialPatchEmbedding                   patches with learned columns and rows
     PatchProjector                        patches without a tower
@@ -228,9 +232,11 @@ from ligerzoo.layers.per_layer_inputs import (
     PerLayerInputs,
     ScaledSandwichBlock,
 )
+from ligerzoo.layers.pixel_vision import MergingProjector, PixelVisionTower, RasterPatchMerger
 from ligerzoo.layers.pooling import Dense, Normalize, Pooling
 from ligerzoo.layers.raster_vision import PositionedPatchEmbedding, RasterVisionTower
 from ligerzoo.layers.rotary import (
+    AlternatingRotaryEmbedding,
     AxialRotaryEmbedding,
     InterleavedSectionedRotaryEmbedding,
     ReversedRotaryEmbedding,
@@ -263,6 +269,7 @@ __all__ = [
     "XIELU",
     "AbsolutePositionDecoder",
     "AllHeadsRMSNorm",
+    "AlternatingRotaryEmbedding",
     "Attention",
     "AxialPatchEmbedding",
     "AxialRotaryEmbedding",
@@ -316,6 +323,7 @@ __all__ = [
     "MambaMixerBlock",
     "Mask",
     "MergerMLP",
+    "MergingProjector",
     "MixerBlock",
     "MoE",
     "Normalize",
@@ -329,12 +337,14 @@ __all__ = [
     "PatchProjector",
     "PerLayerDecoder",
     "PerLayerInputs",
+    "PixelVisionTower",
     "Pooling",
     "PoolingProjector",
     "PositionedPatchEmbedding",
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "RasterPatchMerger",
     "RasterVisionTower",
     "RecurrentLayerCache",
     "ResampledPositionEmbedding",

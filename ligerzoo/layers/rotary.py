@@ -178,6 +178,30 @@ class AxialRotaryEmbedding(RotaryEmbedding):
         return torch.cat(cos.unbind(), -1), torch.cat(sin.unbind(), -1)
 
 
+class AlternatingRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding of positions on several axes, which alternate from frequency to frequency (Pixtral).
+
+    The pairs of the first axis come first, then those of the second.
+
+    Args:
+        axes: A, number of axes.
+        dim: R, number of rotated features of all axes together.
+        theta: base of the frequencies.
+    """
+
+    def __init__(self, axes: int, dim: int, theta: float = 10000.0) -> None:
+        super().__init__(dim, theta)
+        self.axes = axes
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """position_ids: (A, B, T), integers -> cosines and sines, each (B, T, R/2)."""
+        cos, sin = (
+            torch.cat([one[axis, ..., axis :: self.axes] for axis in range(self.axes)], -1)
+            for one in super().forward(position_ids, dtype)
+        )
+        return cos, sin
+
+
 def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
     """Selects the axis of each feature pair, as in multimodal rotary embedding (Qwen2-VL, Wang et al. 2024).
 

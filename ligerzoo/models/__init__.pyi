@@ -98,6 +98,9 @@ from ligerzoo.models.ministral3 import Ministral3 as _Ministral3
 from ligerzoo.models.ministral3 import Ministral3Config as Ministral3Config
 from ligerzoo.models.mistral import Mistral as _Mistral
 from ligerzoo.models.mistral import MistralConfig as MistralConfig
+from ligerzoo.models.mistral3 import Mistral3 as _Mistral3
+from ligerzoo.models.mistral3 import Mistral3Config as Mistral3Config
+from ligerzoo.models.mistral3_vision import Mistral3VisionConfig as Mistral3VisionConfig
 from ligerzoo.models.mixtral import Mixtral as _Mixtral
 from ligerzoo.models.mixtral import MixtralConfig as MixtralConfig
 from ligerzoo.models.mllama import Mllama as _Mllama
@@ -303,6 +306,9 @@ class Ministral3(_Ministral3):
 
 class Mistral(_Mistral):
     def __init__(self, config: MistralConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Mistral3(_Mistral3):
+    def __init__(self, config: Mistral3Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Mixtral(_Mixtral):
     def __init__(self, config: MixtralConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

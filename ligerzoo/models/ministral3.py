@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.checks import is_number
-from ligerzoo.layers import Attention, Context, Embedding, RotaryEmbedding
+from ligerzoo.layers import Attention, Context, Decoder, Embedding, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import Scaling, is_positive
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import DecoderConfig, heads, refuse_unless, rotary_arguments
@@ -93,11 +93,16 @@ class Ministral3(CausalLM):
     config: Ministral3Config
 
     def __init__(self, config: Ministral3Config) -> None:
-        c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
+        super().__init__(config, ministral3_decoder(config))
 
-        def attention(layer: int) -> GrowingQueryAttention:
-            growth = c.query_growth, rotary.original_max_position
-            return GrowingQueryAttention(*growth, *heads(c), rotary, window=c.sliding_window)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        super().__init__(config, llama_decoder(c, attention, embedding=embedding))
+def ministral3_decoder(config: Ministral3Config) -> Decoder:
+    """Builds the decoder that Ministral 3 uses with and without images."""
+    c, rotary = config, RotaryEmbedding(*rotary_arguments(config))
+
+    def attention(layer: int) -> GrowingQueryAttention:
+        growth = c.query_growth, rotary.original_max_position
+        return GrowingQueryAttention(*growth, *heads(c), rotary, window=c.sliding_window)
+
+    embedding = Embedding(c.vocab_size, c.hidden_size)
+    return llama_decoder(c, attention, embedding=embedding, positions_skip_padding=c.query_growth > 0)

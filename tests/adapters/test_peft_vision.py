@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 TOWERS = {
-    **dict.fromkeys(["gemma3", "gemma4", "muse_glimmer"], "vision_tower"),
+    **dict.fromkeys(["gemma3", "gemma4", "mistral3", "muse_glimmer"], "vision_tower"),
     "gemma4_unified": "embed_vision",  # instead of a tower
     "mllama": "vision_model",
 }
@@ -37,6 +37,10 @@ OLD_PREFIXES: dict[str, list[dict[str, str]]] = {
         {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head",
          "model.vision_tower.": "vision_tower.vision_model.", "model.multi_modal_projector.": "multi_modal_projector."},
         {"model.vision_tower.": "model.vision_tower.vision_model."},
+    ],
+    "mistral3": [
+        {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head",
+         "model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector."},
     ],
     "mllama": [
         {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head",

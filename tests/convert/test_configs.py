@@ -62,7 +62,8 @@ def test_class_attributes_are_the_defaults_of_fields(model_type: str) -> None:
 def value_of(config: Any, name: str) -> Any:
     """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
     parts = parts_of(config)
-    if name == "tie_word_embeddings" and config.model_type.startswith(("qwen3", "muse")) and parts[0] is not config:
+    of_top = config.model_type.startswith(("qwen3", "muse", "mistral3"))
+    if name == "tie_word_embeddings" and of_top and parts[0] is not config:
         parts.reverse()  # only the entry of the top level has an effect
     fields = [(part, n) for part in parts for n in RENAMED.get(name, (name,))]
     return next((value for part, n in fields if (value := getattr(part, n, None)) is not None), MEANT.get(name))

@@ -16,7 +16,15 @@ from ligerzoo.layers import RecurrentLayerCache
 from ligerzoo.models import Qwen3_5
 from tests.generate.models import Recorder
 from tests.models import prompts as qwen2_vl
-from tests.models import tiny_gemma3, tiny_gemma4, tiny_mllama, tiny_qwen2_vl, tiny_qwen3_5, tiny_qwen3_vl
+from tests.models import (
+    tiny_gemma3,
+    tiny_gemma4,
+    tiny_mistral3,
+    tiny_mllama,
+    tiny_qwen2_vl,
+    tiny_qwen3_5,
+    tiny_qwen3_vl,
+)
 from tests.models.prompts import image
 
 FAMILIES: dict[str, Any] = {
@@ -25,6 +33,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3_5": tiny_qwen3_5,
     "gemma3": tiny_gemma3,
     "gemma4": SimpleNamespace(CHECKPOINTS=[row for row in tiny_gemma4.CHECKPOINTS if "untied" in row.name]),
+    "mistral3": tiny_mistral3,
     "mllama": tiny_mllama,
 }
 
@@ -58,6 +67,9 @@ def batch_of(model: Any, *, is_single: bool = False) -> Batch:
     if config.__class__.__name__.startswith("Gemma3"):
         g = tiny_gemma3.prompt(tiny_gemma3.PROMPTS[kind], config)
         return Batch(g.ids, g.mask, g.images)
+    if config.__class__.__name__.startswith("Mistral3"):
+        n = tiny_mistral3.prompt(tiny_mistral3.PROMPTS[kind], config)
+        return Batch(n.ids, n.mask, n.images)
     m = tiny_mllama.prompt(tiny_mllama.PROMPTS[kind], vars(config.vision_config))
     return Batch(m.ids, m.mask, m.vision)
 

@@ -11,6 +11,7 @@ from ligerzoo.models import (
     Gemma3VisionConfig,
     Gemma4UnifiedVisionConfig,
     Gemma4VisionConfig,
+    Mistral3VisionConfig,
     MuseGlimmerVisionConfig,
     Qwen2_5VLVisionConfig,
     Qwen2VLVisionConfig,
@@ -160,6 +161,10 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "mistral": [
         {}, sized(131072, 5120, 14336, 32, 8, head_dim=128), sized(131072, 5120, 32768, 32, 8, head_dim=128),
         sized(MISTRAL, 12288, 28672, 96, 8),
+    ],
+    "mistral3": [
+        {"vision_config": Mistral3VisionConfig(num_hidden_layers=2, patch_size=14)},
+        sized(131072, 3072, 9216, 32, 8, vision_config=Mistral3VisionConfig(num_hidden_layers=2, patch_size=14)),
     ],
     "mixtral": [{}, sized(MISTRAL, 6144, 16384, 48, 8)],
     "mllama": [{}, sized(LLAMA_3, 8192, 28672, 64, 8)],

@@ -70,7 +70,8 @@ class Tiny:
 
         Empty for most architectures, whose scores depend on relative positions only.
         """
-        if self.config["model_type"] not in ("bert", "hunyuan_v1_dense", "roberta", "xlm-roberta"):
+        absolute = ("bert", "hunyuan_v1_dense", "ministral3", "mistral3", "roberta", "xlm-roberta")
+        if self.config["model_type"] not in absolute:
             return {}
         return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0) + self.first_position}
 

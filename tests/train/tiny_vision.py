@@ -24,6 +24,9 @@ from ligerzoo.models import (
     Gemma4UnifiedConfig,
     Gemma4UnifiedVisionConfig,
     Gemma4VisionConfig,
+    Mistral3,
+    Mistral3Config,
+    Mistral3VisionConfig,
     Mllama,
     MllamaConfig,
     MllamaVisionConfig,
@@ -51,13 +54,14 @@ from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
 QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 GEMMA4S = ["gemma4", "gemma4_unified"]
-KINDS = [*QWENS, "muse_glimmer", "gemma3", *GEMMA4S, "mllama"]
+KINDS = [*QWENS, "muse_glimmer", "mistral3", "gemma3", *GEMMA4S, "mllama"]
 
 _QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _GEMMA4_TOKENS = ["<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"]
 TOKENS = {
     **dict.fromkeys(QWENS, _QWEN_TOKENS),
     "muse_glimmer": ["<|eot|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|video|>"],
+    "mistral3": ["<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     **dict.fromkeys(GEMMA4S, _GEMMA4_TOKENS),
     "mllama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>"],
@@ -67,20 +71,23 @@ TOKENS = {
 END = {
     **dict.fromkeys(QWENS, "<|im_end|>"),
     "muse_glimmer": "<|eot|>",
+    "mistral3": "</s>",
     "gemma3": "<end_of_turn>",
     **dict.fromkeys(GEMMA4S, "<turn|>"),
     "mllama": "<|eot_id|>",
 }
-BOS = {**dict.fromkeys(["gemma3", *GEMMA4S], "<bos>"), "mllama": "<|begin_of_text|>"}
+BOS = {**dict.fromkeys(["gemma3", *GEMMA4S], "<bos>"), "mistral3": "<s>", "mllama": "<|begin_of_text|>"}
 PLACEHOLDERS = {
     **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
     "muse_glimmer": "<|patch|>",
+    "mistral3": "[IMG]",
     "gemma3": "<start_of_image>",
     **dict.fromkeys([*GEMMA4S, "mllama"], "<|image|>"),
 }
 HEADERS = {
     **dict.fromkeys(QWENS, ("<|im_start|>", "\n")),
     "muse_glimmer": ("", ": "),
+    "mistral3": ("[INST]", "[/INST]"),
     "gemma3": ("<start_of_turn>", "\n"),
     **dict.fromkeys(GEMMA4S, ("<|turn>", "\n")),
     "mllama": ("<|start_header_id|>", "<|end_header_id|>"),
@@ -93,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "qwen3_5_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "muse_glimmer": {"processor_class": "MuseGlimmerProcessor", "patch_size": 4, "max_image_tokens": 16},
+    "mistral3": {"processor_class": "PixtralProcessor", "size": {"longest_edge": 24}},
     "gemma3": {"processor_class": "Gemma3Processor", "size": {"height": 24, "width": 24}},
     "gemma4": {"processor_class": "Gemma4Processor", "patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70},
     "gemma4_unified": {
@@ -148,6 +156,9 @@ def write_processor(directory: Path, kind: str) -> None:
     }
     if kind == "gemma3":
         settings["processor_config.json"] = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+    if kind == "mistral3":
+        own = {"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2}
+        settings["processor_config.json"] = own
     for name, value in settings.items():
         (directory / name).write_text(json.dumps(value))
 
@@ -197,6 +208,15 @@ def new_model(kind: str) -> CausalLM:
                 out_hidden_size=64, projector_hidden_size=20,
             )  # fmt: skip
             model = MuseGlimmer(glimmer)
+        case "mistral3":
+            pixels = Mistral3VisionConfig(
+                hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4
+            )
+            mistral = Mistral3Config(
+                **_TEXT, vocab_size=264, head_dim=8, image_token_id=ids["[IMG]"], eos_token_id=ids["</s>"],
+                rope_theta=100.0, vision_config=pixels,
+            )  # fmt: skip
+            model = Mistral3(mistral)
         case "gemma3":
             siglip = Gemma3VisionConfig(
                 hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=24,

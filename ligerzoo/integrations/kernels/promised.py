@@ -61,6 +61,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "llava": ("loss",),
     "ministral": (*NORMS, "rope", "mlp", "loss"),
     "mistral": (*NORMS, "rope", "mlp", "loss"),
+    "mistral3": ("norm", "loss"),
     "mixtral": (*NORMS, "rope", "experts", "loss"),
     "mllama": ("loss",),
     "modernbert": ("norm", "rope", "mlp", "loss"),
