@@ -7,7 +7,7 @@ the command line starts fast.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
 from ligerzoo.checks import (
     FLAG,
@@ -27,6 +27,8 @@ from ligerzoo.checks import (
 from ligerzoo.errors import LigerzooError, warn
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 T = TypeVar("T")
@@ -43,6 +45,23 @@ _MAX_WORDS, _MAX_WORD_LENGTH, _MAX_NGRAM_SIZE = 256, 32, 64  # of clients, whose
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
+
+
+class ConstraintState(Protocol):
+    """Which tokens may come next in one row, decided on the host."""
+
+    def append(self, token: int) -> None:
+        """Receives the next token of the row."""
+
+    def fill(self, bits: "NDArray[np.uint8]") -> None:
+        """Writes which tokens may come next: bit i % 8 of byte i // 8 for token i. A row without any is broken."""
+
+
+class Constraint(Protocol):
+    """Restricts the tokens of continuations, as `ligerzoo.generate.Grammar` does."""
+
+    def start(self, eos_token_ids: Sequence[int]) -> ConstraintState:
+        """Returns the state of a row before its first new token. Where it may end, the row needs one of these ids."""
 
 
 class Offer(NamedTuple):
@@ -102,6 +121,9 @@ _BIASES = instances(
 _FUNCTIONS = instances(
     "a list of functions of input_ids and scores", lambda value: is_list(value) and all(map(callable, value))
 )
+_CONSTRAINT = instances(
+    "a constraint, such as a ligerzoo.generate.Grammar", lambda value: callable(getattr(value, "start", None))
+)
 _BAD_WORDS = instances(f"up to {_MAX_WORDS} lists, each with 1 to {_MAX_WORD_LENGTH} token ids", _are_bad_words)
 _CLIENT_TEMPERATURE = number(
     f"0, or a number from {SMALLEST_DIVISOR} to 1000", lambda x: x == 0 or SMALLEST_DIVISOR <= x <= 1000
@@ -116,7 +138,7 @@ _CLIENT_NGRAM_SIZE = integer(0, _MAX_NGRAM_SIZE)._replace(
 class SamplingOptions:
     """How the next tokens of a row are chosen. Names and meanings are those of transformers.
 
-    logits -> sequence_bias -> repetition penalty -> banned and forced tokens -> logits_processor
+    logits -> sequence_bias -> repetition penalty -> banned tokens, constraint and forced tokens -> logits_processor
         -> the most likely token (greedy), or temperature -> top-k -> top-p -> min-p -> sample
 
     Args:
@@ -139,6 +161,8 @@ class SamplingOptions:
         forced_eos_token_id: the token or tokens of which one is the last of `max_new_tokens` tokens.
         sequence_bias: added to the logit of the last token of a sequence where the others come before it: a dict of
             tuples of token ids, or a list of pairs of a list of token ids and a number.
+        constraint: restricts the tokens, such as a `ligerzoo.generate.Grammar`. The host chooses which tokens may come
+            next while the model runs.
         logits_processor: functions `f(input_ids, scores) -> scores`, such as objects of transformers' `LogitsProcessor`
             classes, called one after the other on each step: `input_ids` (B, T) int64 are the prompt and the new
             tokens, `scores` (B, V) fp32. With them, decoding runs eagerly after the model.
@@ -182,6 +206,7 @@ class SamplingOptions:
     forced_bos_token_id: Annotated[int, _INT32._replace(expected="a token id")] | None = None
     forced_eos_token_id: Annotated[int | Sequence[int], _ID_OR_IDS] | None = None
     sequence_bias: Annotated[Biases, _BIASES] | None = None
+    constraint: Annotated[Constraint, _CONSTRAINT] | None = None
     logits_processor: Annotated[Sequence[LogitsProcessor], _FUNCTIONS] | None = None
 
     def __post_init__(self) -> None:
@@ -228,6 +253,7 @@ _VALUES = {one.name: values for one in fields(SamplingOptions) if (values := opt
 _REMEDIES = {
     "temperature": "For the most likely token, leave out temperature and do_sample.",
     "bad_words_ids": "tokenizer.encode(text) returns the token ids of a text, one sequence.",
+    "constraint": "Grammar.json_schema(schema, tokenizer) is one.",
     "logits_processor": "Pass logits_processor=[processor].",
 }
 

@@ -154,6 +154,8 @@ def test_python_code(
         request.getfixturevalue("one_process")
     if any(EMBEDDING_MODEL in block for block in code):
         write_embedding_model()
+    if any("response_format" in block or "Grammar" in block for block in code):
+        pytest.importorskip("llguidance")
     if any("OpenAI(" in block for block in code):
         url = request.getfixturevalue("embedding_server_url" if page.name == "embeddings.md" else "server_url")
         code = [block.replace("http://127.0.0.1:8000/v1", url) for block in code]

@@ -90,7 +90,7 @@ CLIENTS = {
     "integrations": EXTRAS["integrations"] | EXTRAS["nemo"] | EXTRAS["torchtitan"],
     "serve": EXTRAS["serve"],
 }
-OPTIONAL = EXTRAS["vision"] | EXTRAS["low-bit"] | EXTRAS["tracking"] | EXTRAS["data"]
+OPTIONAL = set().union(*(EXTRAS[name] for name in ("vision", "low-bit", "tracking", "data", "grammar")))
 
 
 @cache

@@ -9,7 +9,8 @@
     slots        rows of a KV cache of fixed size, each with one sequence
     graphs       prefills and decode steps over such a cache, as captured CUDA graphs
     sampling     logits -> the next token of each row: seeds, filters and log-probabilities
-    processors   repetition penalty, banned sequences and n-grams, functions of the user
+    processors   repetition penalty, banned sequences and n-grams, constraints, functions of the user
+    grammar      constraints: JSON schemas and other grammars, by llguidance
     streaming    the text of new tokens: printed, and searched for stop strings
     options      options of calls: their values, generation_config.json, refusals, those of other libraries
 
@@ -19,6 +20,7 @@ Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 from ligerzoo.exports import renamed
 from ligerzoo.generate.api import Completion, ConversationCache, GenerateOutput, generate, generate_many
 from ligerzoo.generate.engine import Engine, StoppingCriterion
+from ligerzoo.generate.grammar import Grammar
 from ligerzoo.generate.graphs import release_decode_graphs
 from ligerzoo.generate.options import SupportsGenerate
 from ligerzoo.generate.processors import penalize_repetition
@@ -43,15 +45,18 @@ from ligerzoo.generate.streaming import (
     SupportsStream,
     TextStreamer,
 )
-from ligerzoo.sampling_options import LogitsProcessor, SamplingOptions
+from ligerzoo.sampling_options import Constraint, ConstraintState, LogitsProcessor, SamplingOptions
 
 __all__ = [
     "BrokenLogitsError",
     "Completion",
+    "Constraint",
+    "ConstraintState",
     "ConversationCache",
     "DraftOptions",
     "Engine",
     "GenerateOutput",
+    "Grammar",
     "LogitsProcessor",
     "Request",
     "Sampler",

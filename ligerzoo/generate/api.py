@@ -294,7 +294,7 @@ def generate(
             it in both cases.
         options: how to choose tokens: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
             `min_new_tokens`, `min_length`, `bad_words_ids`, `no_repeat_ngram_size`, `suppress_tokens`,
-            `begin_suppress_tokens`, `forced_bos_token_id`, `forced_eos_token_id`, `sequence_bias` and
+            `begin_suppress_tokens`, `forced_bos_token_id`, `forced_eos_token_id`, `sequence_bias`, `constraint` and
             `logits_processor`; see `SamplingOptions`. Speculative decoding of one prompt: `prompt_lookup_num_tokens`,
             `max_matching_ngram_size`, `assistant_model` and `num_assistant_tokens`; see `DraftOptions`. And further
             model inputs for the prompts, such as `pixel_values`, without those for tokens in the cache. Per-token
@@ -323,7 +323,7 @@ def generate(
         prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, model_inputs, copies)
         limit = count_new_tokens(call.get("max_new_tokens"), call.get("max_length"), prompts.tokens)
         if drafts.count > 0:
-            drafts.check(model, prompts, use_cache)
+            drafts.check(model, prompts, sampling, use_cache)
         caches = CacheOptions(cache_dtype, exact)
         check_rows(model, prompts, limit, caches, use_cache=use_cache)
         rows = choose_rows(model, prompts, limit, caches if use_cache else None, is_rewindable=drafts.count > 0)

@@ -62,6 +62,8 @@ class Engine(ABC, Generic[C, L, U]):
     def _decode(self) -> None:
         """Launches the work of a step."""
         if (logits := self._logits()) is not None:
+            if self._sampler.has_constraints:  # which need the tokens of the last step; meanwhile the model runs
+                self._read(waits=True)
             self._sampler.prepare()
             self._append(logits, *self._chosen(logits))
 
@@ -249,8 +251,8 @@ class BatchEngine(Engine[SampledTokens, int, Tensor]):
     """Continues a batch whose rows start together, until all have finished. Each step returns (B,) tokens as shown.
 
     The device finishes rows, and the host learns about it late. Tokens of steps after the last row has finished are
-    dropped. The host reads at once for a streamer, stop strings and criteria, and if the KV cache outlives the call,
-    since a cache may be unable to drop tokens.
+    dropped. The host reads at once for a streamer, stop strings, criteria and constraints, and if the KV cache outlives
+    the call, since a cache may be unable to drop tokens.
 
     Args:
         rows: the tokens and the KV cache.
@@ -266,7 +268,7 @@ class BatchEngine(Engine[SampledTokens, int, Tensor]):
     def __init__(
         self, rows: BatchRows, sampler: Sampler, stopping: Stopping, limit: int, *, streams: bool, keeps_logps: bool
     ) -> None:
-        reads_at_once = streams or stopping.is_on_host or rows.keeps_cache
+        reads_at_once = streams or stopping.is_on_host or rows.keeps_cache or sampler.has_constraints
         super().__init__(sampler, rows.device, 0 if reads_at_once else self._lag)
         self._rows, self._stopping, self._limit, self._keeps_logps = rows, stopping, limit, keeps_logps
         self._reads_all = stopping.is_possible or streams
@@ -302,12 +304,19 @@ class BatchEngine(Engine[SampledTokens, int, Tensor]):
         if self._reads_all or self._is_last:
             if self._stopping.is_on_host:
                 self._stopping.update_on_host(self._rows.continuations)
-            self._reads.push(self._count, torch.cat([self._stopping.running, self._sampler.is_broken[None]]))
+            flags = self._stopping.running, self._sampler.is_broken[None]
+            tokens = [chosen.tokens] if self._sampler.has_constraints else []
+            self._reads.push(self._count, torch.cat([*flags, *tokens]))
 
     def _handle(self, label: int, values: list[float]) -> None:
         if self._has_finished:
             return
-        *is_running, is_broken = values
+        is_running, is_broken, tokens = (
+            values[: self._rows.count],
+            values[self._rows.count],
+            values[self._rows.count + 1 :],
+        )
+        self._sampler.observe(dict(enumerate(map(int, tokens))))
         if is_broken:
             raise BrokenLogitsError(where="logits", steps=label)
         if any(is_running):

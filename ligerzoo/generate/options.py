@@ -184,7 +184,7 @@ def type_name(value: object) -> str:
 
 _FILE = "generation_config.json"
 _TOP_K = 50  # transformers' default, which its files leave out
-_FOLLOWED = {*SAMPLING_OPTIONS, "num_return_sequences", "stop_strings"} - {*FILTERS, "logits_processor"}
+_FOLLOWED = {*SAMPLING_OPTIONS, "num_return_sequences", "stop_strings"} - {*FILTERS, "constraint", "logits_processor"}
 _LENGTHS = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 _FOLLOWED -= {name for pair in _LENGTHS for name in pair}
 

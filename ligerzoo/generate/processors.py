@@ -1,4 +1,4 @@
-"""What changes the scores of the next tokens: penalties, banned sequences, n-grams and functions of the user.
+"""What changes the scores of the next tokens: penalties, banned sequences, n-grams, constraints, functions of the user.
 
 Each class keeps its state per row, as tensors whose first dimension is R, the number of rows. It updates them in place
 and has no host sync, so that a step can run as a captured CUDA graph; only functions of the user cannot.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.device import to_device, upload
 from ligerzoo.generate.options import invalid, require, type_name
-from ligerzoo.sampling_options import LogitsProcessor, SamplingOptions
+from ligerzoo.sampling_options import ConstraintState, LogitsProcessor, SamplingOptions
 
 
 def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float | Tensor) -> Tensor:
@@ -89,12 +90,13 @@ class RowSpec:
     """Sequences that start in some rows, all with the same options.
 
     Attributes:
-        prompts, options, attention_mask, eos_token_ids, seeds, new_tokens, prompt_length, max_new_tokens: see
+        rows, prompts, options, attention_mask, eos_token_ids, seeds, new_tokens, prompt_length, max_new_tokens: see
             `Sampler.assign`.
         vocab_size: V.
         device: device of the rows.
     """
 
+    rows: Sequence[int]
     prompts: Tensor | Sequence[Tensor]
     options: SamplingOptions
     attention_mask: Tensor | None
@@ -227,6 +229,10 @@ class ScoreProcessor(RowState):
 
     def __init__(self, is_used_by: Callable[[SamplingOptions], bool]) -> None:
         self.is_used_by = is_used_by
+
+    def is_used(self, options: Sequence[SamplingOptions]) -> bool:
+        """Whether a row needs it; `options` are those of the rows."""
+        return any(map(self.is_used_by, options))
 
     @abstractmethod
     def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
@@ -397,6 +403,55 @@ class RepeatedNgrams(ScoreProcessor):
         is_banned &= tokens < scores.shape[1]  # ids beyond the vocabulary, such as image tokens, have no score
         bound = torch.full_like(tokens, torch.inf, dtype=scores.dtype).masked_fill(is_banned, -torch.inf)
         return scores.scatter_reduce(1, tokens.clamp(max=scores.shape[1] - 1), bound, "amin")
+
+
+class Constraints(ScoreProcessor):
+    """Drops the tokens that the constraints of rows do not allow. The host decides which, before each step.
+
+    Attributes:
+        states: those of the rows that have one.
+        bits: (R, W) uint8, see `ConstraintState.fill`; (R, 0) until a row has a constraint.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(lambda options: options.constraint is not None)
+        self.states: dict[int, ConstraintState] = {}
+        self.bits = torch.zeros(rows, 0, dtype=torch.uint8, device=device)
+        self._width = -(-vocab_size // 8)
+        self._masks = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+
+    def is_used(self, options: Sequence[SamplingOptions]) -> bool:
+        return bool(self.states)
+
+    def assign(self, rows: Tensor, spec: RowSpec) -> bool:
+        constraint = spec.options.constraint
+        self.states = {row: state for row, state in self.states.items() if row not in spec.rows}
+        is_first = constraint is not None and self.bits.shape[1] == 0
+        if is_first:
+            self.bits = F.pad(self.bits, (0, self._width), value=255)
+        self.bits.index_fill_(0, rows, 255)
+        if constraint is not None:
+            for row, prompt in zip(spec.rows, spec.prompts, strict=True):
+                self.states[row] = state = constraint.start(spec.eos_token_ids)
+                for token in prompt[len(prompt) - spec.new_tokens :].tolist():
+                    state.append(token)
+        return is_first
+
+    def select_rows(self, rows: Tensor) -> None:
+        assert not self.states, "a state belongs to one row"
+        self.bits = self.bits[rows]
+
+    def update(self) -> None:
+        """Finds out which tokens may come next."""
+        bits = np.empty((len(self.states), self._width), np.uint8)
+        for state, row in zip(self.states.values(), bits, strict=True):
+            state.fill(row)
+        device = self.bits.device
+        self.bits.index_copy_(0, upload(list(self.states), device), to_device(torch.from_numpy(bits), device))
+
+    def __call__(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
+        is_allowed = (self.bits[:, :, None] & self._masks).bool().flatten(1)[:, : scores.shape[1]]
+        return scores.masked_fill(~is_allowed, -torch.inf)
 
 
 class UserProcessors:

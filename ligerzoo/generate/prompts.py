@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.checks import FLAG, integer, is_integer
+from ligerzoo.checks import FLAG, instances, integer, is_integer, is_list, or_none
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import (
     CausalModel,
@@ -33,6 +33,16 @@ from ligerzoo.tensor_checks import kind_of
 
 MAX_TOP_LOGPS = 20
 """Number of the most likely tokens that the device finds for each token, if any are asked for."""
+
+MAX_LOGP_TOKENS = 128
+"""Number of tokens that a request may name, see `RequestOptions`."""
+
+_LOGP_TOKENS = instances(
+    f"a list of 1 to {MAX_LOGP_TOKENS} token ids",
+    lambda value: (
+        is_list(value) and 0 < len(value) <= MAX_LOGP_TOKENS and all(map(integer(0, 2**31 - 1).accepts, value))
+    ),
+)
 
 
 class Prompts:
@@ -282,6 +292,7 @@ class RequestOptions:
         max_new_tokens: largest number of new tokens, at least 1, or 0 with `prompt_logps`.
         eos_token_id, stop_strings, tokenizer, generator, use_model_defaults: see `generate`.
         top_logps: number of the most likely tokens to return with each token, from 0 to MAX_TOP_LOGPS.
+        logp_token_ids: tokens whose log-probabilities to return with each token, instead of those of the most likely.
         prompt_logps: whether to return the log-probabilities of the prompt.
         sampling: see `SamplingOptions`.
 
@@ -303,12 +314,17 @@ class RequestOptions:
         generator: torch.Generator | None = None,
         use_model_defaults: bool = True,
         top_logps: int = 0,
+        logp_token_ids: Sequence[int] | None = None,
         prompt_logps: bool = False,
         **sampling: Any,
     ) -> None:
         check_option("prompt_logps", prompt_logps, FLAG)
         check_option("top_logps", top_logps, integer(0, MAX_TOP_LOGPS))
-        self.top_logps, self.prompt_logps = top_logps, prompt_logps
+        check_option("logp_token_ids", logp_token_ids, or_none(_LOGP_TOKENS))
+        largest, size = max(logp_token_ids or (), default=0), model.config.vocab_size
+        require(largest < size, "logp_token_ids", largest, f"token ids below {size}")
+        self.logp_token_ids = list(dict.fromkeys(logp_token_ids or ()))
+        self.top_logps, self.prompt_logps = 0 if self.logp_token_ids else top_logps, prompt_logps
         given = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
         call = parse_call(model, given, sampling, use_model_defaults=use_model_defaults)
         for name in call.others:

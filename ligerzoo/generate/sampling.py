@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import require
 from ligerzoo.generate.processors import (
     BiasedSequences,
+    Constraints,
     ForcedTokens,
     History,
     RepeatedNgrams,
@@ -103,6 +104,7 @@ class Sampler:
         self._banned = BiasedSequences(rows, device, lambda options: options.is_banning, lambda spec: spec.banned)
         self._forced = ForcedTokens(rows, device)
         self._ngrams = RepeatedNgrams(rows, device)
+        self._constraints = Constraints(rows, vocab_size, device)
         self._functions: list[UserProcessors] = []
         self._options = [_FREE] * rows
         self._lengths: list[int | None] = [None] * rows  # tokens of each row; None if no option depends on them
@@ -130,12 +132,19 @@ class Sampler:
         return self._features.has_functions
 
     @property
+    def has_constraints(self) -> bool:
+        """Whether a row has a `constraint`. Its tokens must be known, see `observe`, before the next `prepare`."""
+        return bool(self._constraints.states)
+
+    @property
     def graph_key(self) -> tuple[object, ...] | None:
         """Equal keys have equal kernels and memory. None if a `logits_processor` prevents the capture of `draw`."""
         return None if self.has_functions else (*self._features, self._allocations)
 
-    def check(self, options: SamplingOptions) -> None:
-        """Raises LigerzooError if an option does not fit the vocabulary."""
+    def check(self, options: SamplingOptions, eos_token_ids: Collection[int] = ()) -> None:
+        """Raises LigerzooError if an option does not fit the vocabulary, or the tokens that end a row."""
+        can_end = options.constraint is None or bool(eos_token_ids)
+        require(can_end, "eos_token_id", "none", "a token that ends a row, with a constraint")
         for name, sequences in {
             "bad_words_ids": options.bad_words_ids or (),
             "sequence_bias": [tokens for tokens, _ in options.biases],
@@ -178,7 +187,7 @@ class Sampler:
         Raises:
             LigerzooError: an option does not fit the vocabulary, or the generator is on another device.
         """
-        self.check(options)
+        self.check(options, eos_token_ids)
         index = upload(list(rows), self._device)
         if generator is not None:
             check_generator(generator, self._device)
@@ -186,6 +195,7 @@ class Sampler:
             seeds = draw_seeds(len(rows), self._device, generator)
         self._leave_functions(rows)
         spec = RowSpec(
+            rows=rows,
             prompts=prompts,
             options=options,
             attention_mask=attention_mask,
@@ -223,12 +233,12 @@ class Sampler:
         self._update()
 
     def clone(self) -> Sampler:
-        """Returns an independent copy, which draws the same tokens from the same logits, without `logits_processor`."""
+        """Returns an independent copy, which draws the same tokens from the same logits, without what the host does."""
         clone = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, RowState):
                 setattr(clone, name, copy.copy(value))
-        clone._functions = []
+        clone._functions, clone._constraints.states = [], {}
         clone.select_rows(range(self.rows))  # copies the tensors
         return clone
 
@@ -252,11 +262,22 @@ class Sampler:
         self.select_rows([row])
         self._parameters.broken |= is_broken
 
+    def observe(self, tokens: Mapping[int, int]) -> None:
+        """Hands the newest tokens of rows, which the host has read, to their constraints."""
+        for row, token in tokens.items():
+            if row in self._constraints.states:
+                self._constraints.states[row].append(token)
+
     def prepare(self) -> None:
-        """Counts the step, and makes room for its tokens. Call it before each `draw` or replay of a captured one."""
+        """Counts the step, makes room for its tokens, and asks the constraints which are allowed.
+
+        Call it before each `draw` or replay of a captured one.
+        """
         self._lengths = [None if length is None else length + 1 for length in self._lengths]
         longest = max((length for length in self._lengths if length is not None), default=0)
         self._allocations += self._history.reserve(longest)
+        if self.has_constraints:
+            self._constraints.update()
 
     def draw(self, logits: Tensor) -> SampledTokens:
         """Chooses a token of each row from the logits (R, V), and updates the rows in place.
@@ -304,7 +325,7 @@ class Sampler:
         return sampled._replace(logps=logps, sampling_logps=own.where(is_sampled, sampled.sampling_logps))
 
     def _process(self, scores: Tensor) -> Tensor:
-        """Applies the repetition penalty, bans and functions of the rows to scores (R, V), which stay unchanged."""
+        """Applies the penalties, bans, constraints and functions of the rows to scores (R, V), which stay unchanged."""
         for processor in self._active:
             scores = processor(scores, self._history, self._parameters.counts)
         if self._functions:
@@ -323,8 +344,9 @@ class Sampler:
     def _update(self) -> None:
         """Updates what the rows need together."""
         options = self._options
-        processors = self._biased, self._penalty, self._ngrams, self._banned, self._forced
-        is_active = tuple(any(map(processor.is_used_by, options)) for processor in processors)
+        penalties = self._biased, self._penalty, self._ngrams, self._banned
+        processors: tuple[ScoreProcessor, ...] = *penalties, self._constraints, self._forced
+        is_active = tuple(processor.is_used(options) for processor in processors)
         temperatures = {float(row.temperature) for row in options if row.do_sample}
         filters = any(row.is_filtering for row in options)
         is_shared = self._exact and len(temperatures) == 1 and not (filters or any(is_active) or self._functions)

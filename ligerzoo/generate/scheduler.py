@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, integer, or_none
@@ -43,22 +44,33 @@ def score(logits: Tensor, tokens: Tensor) -> Tensor:
     return packed_logps(tokens, logps)
 
 
-def with_top_logps(packed: Tensor, logits: Tensor) -> Tensor:
-    """Appends the most likely tokens to packed log-probabilities, (2, n), of logits (n, V).
+def with_top_logps(packed: Tensor, logits: Tensor, given: Tensor | None = None, *, finds_top: bool = True) -> Tensor:
+    """Appends the most likely tokens, or given ones, to packed log-probabilities, (2, n), of logits (n, V).
+
+    Args:
+        packed: see `packed_logps`.
+        logits: (n, V).
+        given: (n, K) token ids that replace the most likely ones; -1 where they do not. None for none.
+        finds_top: whether the most likely tokens are needed.
 
     Returns:
-        (2 + 2K, n): the packed rows, the ids of the K most likely tokens, and their log-probabilities. Tokens with the
-        logit of the given one have its log-probability, to the bit.
+        (2 + 2K, n): the packed rows, the ids of K tokens, and their log-probabilities. Tokens with the logit of the
+        packed one have its log-probability, to the bit.
     """
     logits = logits.float()
-    top, ids = logits.topk(min(MAX_TOP_LOGPS, logits.shape[1]))
-    given = logits.gather(1, packed[0].long()[:, None])
-    logps = torch.where(top == given, packed[1][:, None], (top - logits.logsumexp(-1, keepdim=True)).double())
+    count = min(MAX_TOP_LOGPS, logits.shape[1]) if finds_top else 0
+    ids = logits.topk(count).indices
+    if given is not None:
+        width = max(count, given.shape[1])
+        given = F.pad(given, (0, width - given.shape[1]), value=-1)
+        ids = given.where(given >= 0, F.pad(ids, (0, width - count)))
+    values, own = logits.gather(1, ids), logits.gather(1, packed[0].long()[:, None])
+    logps = torch.where(values == own, packed[1][:, None], (values - logits.logsumexp(-1, keepdim=True)).double())
     return torch.cat([packed, ids.T.double(), logps.T])
 
 
 def unpack(rows: Sequence[Sequence[float]], columns: Sequence[int], count: int) -> Scored:
-    """Returns some columns of what `with_top_logps` or `packed_logps` returned, with the `count` most likely tokens."""
+    """Returns some columns of what `with_top_logps` or `packed_logps` returned, with `count` tokens of each."""
     tokens, logps, *top = rows
     ids, top_logps = top[: len(top) // 2][:count], top[len(top) // 2 :][:count]
     likely = [{int(a[i]): b[i] for a, b in zip(ids, top_logps, strict=True)} for i in columns] if count else []
@@ -75,7 +87,7 @@ class ChunkedPrefill:
 
     def __init__(self, model: nn.Module, options: CacheOptions, request: Request, row: int) -> None:
         self.request, self.row, self._prompt = request, row, request.context
-        self._scores, self._has_top = request.needs_prompt_logps, request.options.top_logps > 0
+        self._scores, self._request_options = request.needs_prompt_logps, request.options
         self.cache = options.new_cache(model)
         self.logits: Tensor | None = None
         self._model: Any = model._call_impl
@@ -98,9 +110,13 @@ class ChunkedPrefill:
             self.logits = output.logits[:, -1].float()
         if not self._scores:
             return None
-        logits, following = output.logits[0, : len(ids) - 1], ids[1:]
+        logits, following, given = output.logits[0, : len(ids) - 1], ids[1:], self._request_options.logp_token_ids
         scored = score(logits, following)
-        return with_top_logps(scored, logits) if self._has_top else scored
+        if given:
+            return with_top_logps(
+                scored, logits, upload([given], self._device).expand(len(logits), -1), finds_top=False
+            )
+        return with_top_logps(scored, logits) if self._request_options.top_logps else scored
 
     @property
     def columns(self) -> Tensor:
@@ -126,7 +142,7 @@ class Update:
         finish_reason: "stop" after an end-of-sequence token or stop string, "length" after `max_new_tokens` tokens,
             None while the request runs.
         top_logps: for each token, the `top_logps` most likely token ids at its position and their log-probabilities,
-            the most likely first; empty if the request asks for none.
+            the most likely first, or those of `logp_token_ids`; empty if the request asks for none.
         is_prompt: whether these are tokens of the prompt, in order, without the first one, which nothing predicts.
             The updates of a request with `prompt_logps` begin with them.
     """
@@ -172,8 +188,9 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
             `use_model_defaults`, and those of `SamplingOptions`. As in `generate`, generation_config.json has the
             defaults of those that are None. Further, `top_logps` is the number of the most likely tokens to return with
-            each token, up to 20, and `prompt_logps` says whether to return the log-probabilities of the prompt; then
-            `max_new_tokens` may be 0.
+            each token, up to 20; `logp_token_ids` are up to 128 tokens to return instead of these, whose
+            log-probabilities are those of the whole vocabulary; and `prompt_logps` says whether to return the
+            log-probabilities of the prompt; then `max_new_tokens` may be 0.
 
     Attributes:
         device: device of the model.
@@ -217,6 +234,8 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         self._running: dict[int, Request] = {}  # by row
         self._prefill: ChunkedPrefill | None = None
         self._in_chunks = self.device.type == "cpu"
+        self._logp_tokens = torch.zeros(batch_size, 0, dtype=torch.int64, device=self.device)  # (R, K), or -1
+        self._broken: list[int] = []  # requests whose end `step` has to report
         self._added = 0
 
     @property
@@ -263,7 +282,7 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         parsed = RequestOptions(self._model, **{**self._given, **options}) if options else self.defaults
         tokens = as_prompt(prompt, self._model, name)
         with parsed.naming_file():
-            self._sampler.check(parsed.sampling)
+            self._sampler.check(parsed.sampling, parsed.eos_token_ids)
             request = Request(tokens, parsed)
         if self.max_length is not None and request.max_length > self.max_length:
             got = f"{len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}"
@@ -302,18 +321,20 @@ class Scheduler(Engine[Tensor, _Step, Update]):
         """
         try:
             with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-                return super().step()
-        except BrokenLogitsError:
-            raise
+                updates = super().step()
         except BaseException:  # the host and the KV cache may hold different tokens
             self.close()
             raise
+        if self._broken:
+            self._updates, broken, self._broken = updates, self._broken, []
+            raise BrokenLogitsError(broken)
+        return updates
 
     def close(self) -> None:
         """Removes all requests, and keeps the captured graph for later calls."""
         self._slots.close()
         self._reads.clear()
-        for state in (self._requests, self._waiting, self._running, self._updates):
+        for state in (self._requests, self._waiting, self._running, self._updates, self._broken):
             state.clear()
         self._prefill = None
         self._sampler.release(range(self._sampler.rows))
@@ -348,6 +369,7 @@ class Scheduler(Engine[Tensor, _Step, Update]):
                     prompt_length=len(request.prompt),
                     max_new_tokens=request.max_new_tokens,
                 )
+                self._set_logp_tokens(row, options.logp_token_ids)
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
             logits[upload(list(rows), self.device)] = first
@@ -362,13 +384,22 @@ class Scheduler(Engine[Tensor, _Step, Update]):
 
     def _append(self, logits: Tensor, chosen: Tensor, result: Tensor) -> None:
         self._newest = chosen
-        if any(request.options.top_logps for request in self._running.values()):
-            result = with_top_logps(result, logits)
+        options = [request.options for request in self._running.values()]
+        finds_top, given = any(one.top_logps for one in options), any(one.logp_token_ids for one in options)
+        if finds_top or given:
+            result = with_top_logps(result, logits, self._logp_tokens if given else None, finds_top=finds_top)
         self._reads.push(_Step({request.index: [row] for row, request in self._running.items()}), result)
         for row, request in list(self._running.items()):
             request.started += 1
             if request.started == request.max_new_tokens:
                 self._leave(row)
+
+    def _set_logp_tokens(self, row: int, ids: Sequence[int]) -> None:
+        """Sets the tokens whose log-probabilities a row returns."""
+        more = max(0, len(ids) - self._logp_tokens.shape[1])
+        self._logp_tokens = F.pad(self._logp_tokens, (0, more), value=-1)
+        if width := self._logp_tokens.shape[1]:
+            self._logp_tokens[row] = upload([*ids, *[-1] * (width - len(ids))], self.device)
 
     def _started(self) -> Iterator[tuple[dict[int, Request], Tensor]]:
         """Starts requests: yields them by row, and the logits of their first new tokens, (n, V) fp32."""
@@ -442,21 +473,22 @@ class Scheduler(Engine[Tensor, _Step, Update]):
             self._leave(row)
 
     def _handle(self, label: _Step, values: Sequence[Sequence[float]]) -> None:
-        broken = []
         for index, columns in label.columns.items():
             if (request := self._requests.get(index)) is None:  # finished or cancelled
                 continue
-            tokens, logps, top = unpack(values, columns, request.options.top_logps)
+            tokens, logps, top = unpack(
+                values, columns, len(request.options.logp_token_ids) or request.options.top_logps
+            )
             if any(map(math.isnan, logps)):
-                broken.append(index)
+                self._broken.append(index)
                 self._finish(index)
                 continue
+            if not label.is_prompt and self._running.get(columns[0]) is request:
+                self._sampler.observe({columns[0]: tokens[0]})
             reason = request.count_scored(len(tokens)) if label.is_prompt else request.append(*tokens)
             self._updates.append(Update(index, tokens, logps, reason, top, label.is_prompt))
             if reason is not None:
                 self._finish(index)
-        if broken:
-            raise BrokenLogitsError(broken)
 
     def _finish(self, index: int) -> None:
         self._requests.pop(index, None)

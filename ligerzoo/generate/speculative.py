@@ -21,6 +21,7 @@ from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.rows import BatchRows, choose_rows
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.kernels.sampling import SampledTokens
+from ligerzoo.sampling_options import SamplingOptions
 
 
 class Drafter(AbstractContextManager["Drafter"]):
@@ -178,12 +179,13 @@ class DraftOptions:
             return self.num_assistant_tokens or _DRAFT_TOKENS
         return self.prompt_lookup_num_tokens or 0
 
-    def check(self, model: SupportsGenerate, prompts: Prompts, use_cache: object) -> None:
+    def check(self, model: SupportsGenerate, prompts: Prompts, sampling: SamplingOptions, use_cache: object) -> None:
         """Raises LigerzooError if the drafts of these options cannot be verified in this call of `generate`.
 
         Args:
             model: the model that verifies the drafts.
             prompts: the prompts of the call.
+            sampling: its options of sampling.
             use_cache: as given.
         """
         copies, cache = prompts.copies, prompts.cache
@@ -192,6 +194,8 @@ class DraftOptions:
         where = "inputs_embeds" if prompts.inputs.is_floating_point() else "input_ids"
         require(prompts.rows == 1, where, f"{prompts.rows} prompts with {option}", "one prompt", plain)
         require(copies == 1, "num_return_sequences", f"{copies} with {option}", "1", plain)
+        got = f"a {type_name(sampling.constraint)} with {option}"
+        require(sampling.constraint is None, "constraint", got, "None", plain)
         require(use_cache is not False, "use_cache", f"False with {option}", "True", plain)
         has_cache = hasattr(model, "new_cache")
         expected = f"a ligerzoo.models.CausalLM, with {option}"

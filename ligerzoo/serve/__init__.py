@@ -6,6 +6,8 @@
     limits        what one client cannot take from others: threads, memory, connections
     protocol      JSON of the endpoints: requests -> calls, continuations -> responses
     fields        JSON, and checks of its fields
+    tools         functions that the model may call, and its calls of them
+    schemas       the JSON schema that an answer must match
     options       sampling options of one request, and what a client may choose
     prompts       texts and conversations -> checked token ids
     engine_thread the thread that drives the scheduler for asynchronous callers

@@ -155,7 +155,13 @@ class Outputs:
 
     def __init__(self, call: Call, encoder: PromptEncoder) -> None:
         self._continuations = [
-            Continuation(encoder.tokenizer, call.options.stop, echoed=echoed, continues_text=call.continues_text)
+            Continuation(
+                encoder.tokenizer,
+                call.options.stop,
+                echoed=echoed,
+                continues_text=call.continues_text,
+                shown=call.tools.shown if call.tools else None,
+            )
             for echoed in call.echoed or repeat(None, len(call.prompts))
             for _ in range(call.delivery.n)
         ]

@@ -79,6 +79,7 @@ class Continuation:
         echoed: the texts of the prompt's tokens, which precede the text; None if it is not echoed. The updates must
             begin with those of the prompt.
         continues_text: whether the prompt is a text to continue: the space that it may begin with is kept.
+        shown: special tokens that are part of the text, and their names.
 
     Attributes:
         num_tokens: number of tokens so far, with the token that ended the continuation.
@@ -92,7 +93,9 @@ class Continuation:
         keeps_stop: bool = False,
         echoed: Sequence[str] | None = None,
         continues_text: bool = False,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
+        self._shown = shown or {}
         special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._stop_ids = {special[text] for text in stop if text in special}
         self._stop = [text for text in stop if text not in special]
@@ -116,7 +119,10 @@ class Continuation:
                 self._flush()
                 self._append("", token, logp, top_logps)
                 return self._finish("stop")
-            self._append(self._decoder.push(token), token, logp, top_logps)
+            text = self._decoder.push(token)
+            if token in self._shown:
+                text += self._decoder.flush() + self._shown[token]
+            self._append(text, token, logp, top_logps)
             if (end := self._end_at_stop()) is not None:
                 return self._cut(end)
         if update.finish_reason is not None:

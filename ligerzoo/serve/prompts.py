@@ -28,9 +28,15 @@ _PART = instances(
     '{"type": "text", "text": "..."}',
     lambda part: OBJECT.accepts(part) and part.get("type") == "text" and STRING.accepts(part.get("text")),
 )
+MAX_TOOLS = 128
+TOOLS = instances(
+    f"a list of up to {MAX_TOOLS} objects",
+    lambda value: is_array(value) and len(value) <= MAX_TOOLS and all(map(OBJECT.accepts, value)),
+)
 _NO_IMAGES = "Images are not supported: use `ligerzoo generate --image`."
 
-CHAT_FIELDS = ("messages", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "special_tokens")
+_FLAGS = ("add_generation_prompt", "continue_final_message")
+CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "special_tokens", *_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class ChatPrompt:
 
     Attributes:
         messages: what the client sent, unchecked.
+        tools: the functions that the model may call, as the client sent them; None for none.
         variables: further variables of the chat template.
         add_generation_prompt: whether the prompt ends with the beginning of an answer.
         continue_final_message: whether the model continues the last message instead.
@@ -47,6 +54,7 @@ class ChatPrompt:
     """
 
     messages: object
+    tools: Sequence[Fields] | None = None
     variables: Fields = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -54,7 +62,9 @@ class ChatPrompt:
 
     @classmethod
     def read(cls, fields: Fields) -> Self:
-        """Reads the fields `CHAT_FIELDS`. Both flags may also be in `chat_template_kwargs`.
+        """Reads the fields `CHAT_FIELDS`, and whether `tool_choice` is "none".
+
+        Both flags may also be in `chat_template_kwargs`.
 
         Raises:
             LigerzooError: a field is invalid. The messages are not looked at.
@@ -63,8 +73,11 @@ class ChatPrompt:
         special_tokens: SpecialTokens = read(fields, "special_tokens", _SPECIAL_TOKENS, "text")
         continues = _given_once(fields, variables, "continue_final_message", default=False)
         begins = _given_once(fields, variables, "add_generation_prompt", default=not continues)
-        variables = {name: value for name, value in variables.items() if name not in CHAT_FIELDS}
-        return cls(fields.get("messages"), variables, begins, continues, special_tokens)
+        variables = {name: value for name, value in variables.items() if name not in _FLAGS}
+        tools: Sequence[Fields] | None = read(fields, "tools", TOOLS, None)
+        if fields.get("tool_choice") == "none" or not tools:
+            tools = None
+        return cls(fields.get("messages"), tools, variables, begins, continues, special_tokens)
 
 
 def _given_once(fields: Fields, variables: Fields, name: str, *, default: bool) -> bool:
@@ -117,7 +130,7 @@ class PromptEncoder:
 
     def encode_chat(self, messages: object, variables: Fields | None = None, **options: Any) -> list[int]:
         """Returns the ids of a conversation: `encode_prompt` of a `ChatPrompt` with these fields."""
-        return self.encode_prompt(ChatPrompt(messages, variables or {}, **options))
+        return self.encode_prompt(ChatPrompt(messages, variables=variables or {}, **options))
 
     def encode_prompt(self, chat: ChatPrompt) -> list[int]:
         """Returns the ids of a conversation; see `render`.

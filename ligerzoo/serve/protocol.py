@@ -2,8 +2,9 @@
 
 /v1/chat/completions and /v1/completions are OpenAI's. A field that would change the result and is not supported is
 refused by name, unless it has its neutral value. Fields that are not OpenAI's: `top_k`, `min_p` and further options of
-`options.VALUES`, and, for chats, vLLM's `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`,
-and `special_tokens`. /tokenize and /detokenize are vLLM's.
+`options.VALUES`; vLLM's `logprob_token_ids` and, for completions, `response_format`; and, for chats, vLLM's
+`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`, and `special_tokens`. /tokenize and
+/detokenize are vLLM's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import ClassVar, NamedTuple
 from ligerzoo.checks import instances, integer, is_integer
 from ligerzoo.entries import is_array
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Request
-from ligerzoo.generate.prompts import MAX_TOP_LOGPS
+from ligerzoo.generate import Grammar, Request
+from ligerzoo.generate.prompts import MAX_LOGP_TOKENS, MAX_TOP_LOGPS
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
 from ligerzoo.serve.engine_thread import EngineThread
 from ligerzoo.serve.fields import (
@@ -37,6 +38,8 @@ from ligerzoo.serve.fields import (
 )
 from ligerzoo.serve.options import VALUES, ClientOptions
 from ligerzoo.serve.prompts import CHAT_FIELDS, ChatPrompt, PromptEncoder
+from ligerzoo.serve.schemas import SCHEMA, read_schema
+from ligerzoo.serve.tools import ToolCallParser, Tools, whole_calls
 
 MAX_CHOICES = 128
 MIN_LOGP = -9999.0
@@ -47,13 +50,16 @@ _CACHING = ("prompt_cache_key", "prompt_cache_retention")
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "service_tier", *_CACHING)
 """Fields that change no result."""
 
-_COMMON = ("model", "n", "stream", "stream_options", "logprobs", "max_tokens", *_SAMPLING, *WITHOUT_EFFECT)
+_OUTPUT = ("n", "stream", "stream_options", "logprobs", "logprob_token_ids", "max_tokens", "response_format")
+_COMMON = ("model", *_OUTPUT, *_SAMPLING, *WITHOUT_EFFECT)
 
 _TOP_LOGPROBS = integer(0, MAX_TOP_LOGPS)
 _OPTIONAL_TOP_LOGPROBS = _TOP_LOGPROBS._replace(expected=f"null, or {_TOP_LOGPROBS.expected}")
 _CHOICES = integer(1, MAX_CHOICES)
+_LOGPROB_TOKENS = instances(
+    f"a list of up to {MAX_LOGP_TOKENS} token ids", lambda value: IDS.accepts(value) and len(value) <= MAX_LOGP_TOKENS
+)
 _PENALTY = "Use repetition_penalty."
-_TOOLS = "Describe the functions in a message, and parse the answer."
 _NEUTRAL: Neutral = {
     "presence_penalty": ((0,), _PENALTY),
     "frequency_penalty": ((0,), _PENALTY),
@@ -62,12 +68,8 @@ _NEUTRAL: Neutral = {
 }
 _NEUTRAL_CHAT: Neutral = {
     **_NEUTRAL,
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "parallel_tool_calls": ((True, False), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
-    "response_format": (({"type": "text"},), "Describe the format in a message."),
+    "functions": (([],), "Use tools."),
+    "function_call": (("none", "auto"), "Use tool_choice."),
     "modalities": ((["text"],), None),
     "audio": ((), None),
     "prediction": ((), None),
@@ -118,8 +120,10 @@ class Call:
         delivery: how many continuations, and how.
         top_logprobs: number of the most likely tokens whose log-probabilities the response has with each token; None
             for a response without log-probabilities.
+        logprob_token_ids: tokens whose log-probabilities it has instead; empty for those of the most likely.
         echoed: the texts of the tokens of each prompt, which precede the continuations; None if they do not.
         continues_text: whether a prompt is a text to continue, not one to answer.
+        tools: the functions that the model may call; None for no functions.
     """
 
     model: str
@@ -127,8 +131,10 @@ class Call:
     options: ClientOptions
     delivery: Delivery
     top_logprobs: int | None
+    logprob_token_ids: Sequence[int] = ()
     echoed: list[list[str]] | None = None
     continues_text: bool = False
+    tools: Tools | None = None
 
     def requests(self, encoder: PromptEncoder, engine: EngineThread) -> list[Request]:
         """Returns the requests for the engine: `n` for each prompt.
@@ -143,7 +149,8 @@ class Call:
             for choice in range(self.delivery.n):
                 given = options.for_scheduler(engine.device, choice)
                 top, scored = self.top_logprobs or 0, self.echoed is not None
-                requests.append(engine.request(prompt, **given, top_logps=top, prompt_logps=scored))
+                given |= {"top_logps": top, "logp_token_ids": self.logprob_token_ids or None, "prompt_logps": scored}
+                requests.append(engine.request(prompt, **given))
         return requests
 
     def usage(self, completion_tokens: int) -> dict[str, int]:
@@ -192,7 +199,7 @@ class Endpoint(ABC):
         return {
             **self._head,
             "object": self.response_type,
-            "choices": [self._choice(i, piece, self._whole(piece.text)) for i, piece in enumerate(choices)],
+            "choices": [self._choice(i, piece, self._whole(i, piece)) for i, piece in enumerate(choices)],
             "usage": self._call.usage(completion_tokens),
         }
 
@@ -202,7 +209,7 @@ class Endpoint(ABC):
 
     def chunk(self, index: int, piece: Piece) -> Json:
         """Returns the chunk of a stream for a part of a continuation."""
-        return self._chunk([self._choice(index, piece, self._part(piece.text))], None)
+        return self._chunk([self._choice(index, piece, self._part(index, piece))], None)
 
     def closing(self, completion_tokens: int) -> list[Json]:
         """Returns the chunks that follow the text of a stream."""
@@ -217,9 +224,9 @@ class Endpoint(ABC):
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     @abstractmethod
-    def _whole(self, text: str) -> Json: ...
+    def _whole(self, index: int, piece: Piece) -> Json: ...
     @abstractmethod
-    def _part(self, text: str) -> Json: ...
+    def _part(self, index: int, piece: Piece) -> Json: ...
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenText]) -> Json: ...
 
@@ -228,7 +235,12 @@ class Chat(Endpoint):
     """/v1/chat/completions."""
 
     prefix, response_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    fields = ("max_completion_tokens", "top_logprobs", *CHAT_FIELDS, *_COMMON)
+    tool_fields = ("tool_choice", "parallel_tool_calls")
+    fields = ("max_completion_tokens", "top_logprobs", *tool_fields, *CHAT_FIELDS, *_COMMON)
+
+    def __init__(self, call: Call, texts: TokenTexts) -> None:
+        super().__init__(call, texts)
+        self._parsers = [ToolCallParser(call.tools.form) for _ in range(call.delivery.n)] if call.tools else []
 
     @classmethod
     def read(cls, fields: Fields, encoder: PromptEncoder, max_requests: int) -> Call:
@@ -241,13 +253,20 @@ class Chat(Endpoint):
         chat = ChatPrompt.read(fields)
         delivery, options = Delivery.read(fields), _options(fields, dict.fromkeys(limits, "max_new_tokens"))
         _check_count(delivery.n, max_requests)
+        schema, tools = read_schema(fields), Tools.read(fields, encoder.tokenizer)
+        if tools is not None:
+            options = options.updated(constraint=tools.constraint(schema, encoder.tokenizer))
+        elif schema is not None:
+            options = options.updated(constraint=Grammar.json_schema(schema, encoder.tokenizer, where=SCHEMA))
         return Call(
             model=str(fields["model"]),
             prompts=[encoder.encode_prompt(chat)],
             options=options,
             delivery=delivery,
             top_logprobs=top if has_logprobs else None,
+            logprob_token_ids=_logprob_token_ids(fields, encoder, has_logprobs=has_logprobs),
             continues_text=chat.continue_final_message,
+            tools=tools,
         )
 
     def opening(self) -> list[Json]:
@@ -255,11 +274,24 @@ class Chat(Endpoint):
         choices = (self._choice(i, Piece("", [], None), beginning) for i in range(self._call.delivery.n))
         return [self._chunk([choice], None) for choice in choices]
 
-    def _whole(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _choice(self, index: int, piece: Piece, text: Json) -> Json:
+        choice = super()._choice(index, piece, text)
+        has_calls = bool(self._parsers) and self._parsers[index].count > 0
+        return {**choice, "finish_reason": "tool_calls"} if has_calls and piece.finish_reason == "stop" else choice
 
-    def _part(self, text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    def _whole(self, index: int, piece: Piece) -> Json:
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self._parsers:
+            content, deltas = self._parsers[index].push(piece.text, is_last=True)
+            calls = {"tool_calls": whole_calls(deltas)} if deltas else {}
+            message |= {"content": content or (None if deltas else ""), **calls}
+        return {"message": message}
+
+    def _part(self, index: int, piece: Piece) -> Json:
+        content, deltas = piece.text, list[Json]()
+        if self._parsers:
+            content, deltas = self._parsers[index].push(piece.text, is_last=piece.finish_reason is not None)
+        return {"delta": {**({"content": content} if content else {}), **({"tool_calls": deltas} if deltas else {})}}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Json:
         content = [
@@ -299,6 +331,8 @@ class TextCompletion(Endpoint):
         given = checked(fields.get("prompt"), "prompt", PROMPTS)
         prompts: list[str | list[int]] = [given] if is_prompt(given) else given
         _check_count(len(prompts) * delivery.n, max_requests)
+        if (schema := read_schema(fields)) is not None:
+            options = options.updated(constraint=Grammar.json_schema(schema, encoder.tokenizer, where=SCHEMA))
         encoded = [encoder.encode(prompt) if isinstance(prompt, str) else encoder.check(prompt) for prompt in prompts]
         echoed = [encoder.texts(*pair) for pair in zip(prompts, encoded, strict=True)] if echoes else None
         return Call(
@@ -307,20 +341,22 @@ class TextCompletion(Endpoint):
             options=options.updated(max_new_tokens=0) if is_echo_alone else options,
             delivery=delivery,
             top_logprobs=top,
+            logprob_token_ids=_logprob_token_ids(fields, encoder, has_logprobs=top is not None),
             echoed=echoed,
             continues_text=True,
         )
 
-    def _whole(self, text: str) -> Json:
-        return {"text": text}
+    def _whole(self, index: int, piece: Piece) -> Json:
+        return {"text": piece.text}
 
     _part = _whole
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Json:
+        has_top = self._call.top_logprobs or self._call.logprob_token_ids
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_bounded(token.logp) for token in tokens],
-            "top_logprobs": [self._likely(token) for token in tokens] if self._call.top_logprobs else None,
+            "top_logprobs": [self._likely(token) for token in tokens] if has_top else None,
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -338,6 +374,15 @@ def _options(fields: Fields, limits: Mapping[str, str]) -> ClientOptions:
     """Reads the options of sampling; `limits` are the names of further fields, and what these are called here."""
     names = {**{name: name for name in _SAMPLING}, **limits}
     return ClientOptions.from_json(fields, names).updated(do_sample=True)  # the API samples by default
+
+
+def _logprob_token_ids(fields: Fields, encoder: PromptEncoder, *, has_logprobs: bool) -> list[int]:
+    """Reads the tokens whose log-probabilities replace those of the most likely; the name is vLLM's."""
+    ids = read(fields, "logprob_token_ids", _LOGPROB_TOKENS, list[int]())
+    check_field(has_logprobs or not ids, "logprob_token_ids", ids, "no such field without logprobs")
+    unknown = next((token_id for token_id in ids if token_id >= encoder.vocab_size), None)
+    check_field(unknown is None, "logprob_token_ids", unknown, f"token ids below {encoder.vocab_size}")
+    return ids
 
 
 def _check_count(count: int, max_requests: int) -> None:
@@ -361,7 +406,6 @@ PROMPTS = instances(
 _TOKENIZE_FIELDS = ("model", "add_special_tokens", "return_token_strs")
 _NEUTRAL_TOKENIZE: Neutral = {
     "chat_template": ((), "The option --chat-template of the server replaces the chat template."),
-    "tools": (([],), "Describe the functions in a message."),
     "mm_processor_kwargs": (({},), None),
 }
 

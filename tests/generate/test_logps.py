@@ -114,6 +114,35 @@ def test_only_requests_that_ask_cost_time(model: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("late")
+def test_given_tokens_replace_the_most_likely_ones(model: Any) -> None:
+    """Each request has those that it names, or the most likely ones, or none, whatever the others have."""
+    asked: list[dict[str, Any]] = [
+        {"top_logps": 3}, {"logp_token_ids": [5, 0, 5, VOCAB - 1]}, {}, {"logp_token_ids": range(30), "top_logps": 2}
+    ]  # fmt: skip
+    asked = [{**options, "logp_token_ids": list(options.get("logp_token_ids", [])) or None} for options in asked]
+    prompt = [3, 1, 4, 1, 5]
+    with Scheduler(model, batch_size=2, prompt_logps=True, **OPTIONS) as scheduler:
+        for options in asked:
+            scheduler.add(prompt, **options)
+        updates: list[Any] = []
+        while not scheduler.is_idle:
+            updates += scheduler.step()
+    for index, options in enumerate(asked):
+        found = _completion([update for update in updates if update.index == index])
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + found.tokens], device=model.device)).logits[0, :-1].float()
+        likely = [*found.prompt_top_logps, *found.top_logps]
+        if not options["logp_token_ids"]:
+            assert [len(one) for one in likely] == [options.get("top_logps", 0)] * len(likely)
+            assert len(likely) == len(logits) * ("top_logps" in options)
+            continue
+        ids = list(dict.fromkeys(options["logp_token_ids"]))
+        for one, row in zip(likely, logits.log_softmax(-1)[:, ids].tolist(), strict=True):
+            assert list(one) == ids
+            assert list(one.values()) == pytest.approx(row, abs=1e-3)
+
+
+@pytest.mark.usefixtures("late")
 def test_a_scored_prompt_may_be_cancelled(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks_of(5, monkeypatch)
     with Scheduler(model, batch_size=2, prompt_logps=True, **OPTIONS) as scheduler:
@@ -163,6 +192,8 @@ def test_a_small_vocabulary_has_fewer_tokens() -> None:
         ({"top_logps": 21}, "top_logps: invalid value; got 21; expected an integer from 0 to 20"),
         ({"top_logps": True}, "top_logps: invalid value; got True"),
         ({"prompt_logps": 1}, "prompt_logps"),
+        ({"logp_token_ids": []}, "logp_token_ids: invalid value; got []; expected a list of 1 to 128 token ids"),
+        ({"logp_token_ids": [10**6]}, "logp_token_ids: invalid value; got 1000000; expected token ids below"),
         ({"max_new_tokens": 0}, "max_new_tokens: invalid value; got 0; expected an integer, 1 or more"),
         ({"max_new_tokens": -1, "prompt_logps": True}, "max_new_tokens: invalid value; got -1; expected an integer, 0"),
     ],

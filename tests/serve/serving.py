@@ -21,7 +21,12 @@ from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.tokenizer import Tokenizer
 
 TEMPLATE = (
-    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>\n"
+    "{% endfor %}{% endfor %}"
     "{% if prefix %}{{ prefix }}{% endif %}"
 )
 

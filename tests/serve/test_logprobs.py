@@ -123,6 +123,37 @@ def test_chats(client: Any, served: Served, streams: bool, top: int) -> None:
             assert bytes(one.bytes) == alone
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_selected_tokens(client: Any, served: Served, streams: bool) -> None:
+    """They replace the most likely ones: in their order, at each position, normalized over the vocabulary."""
+    ids, selected = served.tokenizer.encode(PROMPT), [40, 7, 3000, 40, *range(900, 930)]
+    unique = list(dict.fromkeys(selected))
+    extra = {"logprob_token_ids": selected}
+    new = greedy(served, ids, 3)
+    rows = all_logps(served, ids + new)[:-1][:, unique].tolist()
+    texts = [client_text(served, token_id) for token_id in unique]
+    options = {"max_tokens": 3, "echo": True, "logprobs": 5, "extra_body": extra}
+    (choice,) = complete(client, streams=streams, prompt=PROMPT, **options)
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    for likely, row in zip(choice["logprobs"]["top_logprobs"][1:], rows, strict=True):
+        assert list(likely)[: len(unique)] == texts
+        assert list(likely.values())[: len(unique)] == pytest.approx(row, abs=2e-4)
+    response = client.chat.completions.create(
+        model="demo", temperature=0, messages=QUESTION, max_tokens=2, logprobs=True, stream=streams, extra_body=extra
+    )
+    chunks = [chunk.choices[0] for chunk in (response if streams else [response])]
+    prompt = served.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
+    rows = all_logps(served, prompt + greedy(served, prompt, 2))[len(prompt) - 1 : -1][:, unique].tolist()
+    content = [token for chunk in chunks for token in chunk.logprobs.content]
+    for token, row in zip(content, rows, strict=True):
+        assert [one.token for one in token.top_logprobs] == texts
+        assert [one.logprob for one in token.top_logprobs] == pytest.approx(row, abs=2e-4)
+
+
+def client_text(served: Served, token_id: int) -> str:
+    return served.tokenizer.token_bytes()(token_id).decode(errors="backslashreplace")
+
+
 def test_every_token_is_there(client: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the one that ends the sequence, those of a stop string and those of a part of a character."""
     ids = served.tokenizer.encode("import ")

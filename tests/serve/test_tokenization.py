@@ -64,7 +64,11 @@ def test_conversations(served: Served) -> None:
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt: unknown field"),
         ("/tokenize", {"prompt": "x", "special": 1}, "special: unknown field"),
         ("/tokenize", {"messages": []}, "messages: invalid value; got '[]'; expected a list of messages"),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools: not supported"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "tools": [5]},
+            "tools: invalid value; got '[5]'; expected a list of",
+        ),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "{{x}}"}, "chat_template: not supported"),
         ("/tokenize", {"prompt": "x", "model": 7}, "model: invalid value; got '7'; expected 'demo'"),
         ("/detokenize", {}, "tokens: invalid value; got 'None'; expected a list of token ids"),
