@@ -156,7 +156,7 @@ def test_help_and_argument_errors_do_not_import_torch() -> None:
         "demo --seed 1", "demo --vision --text x", "generate model --batch x", "generate model --batch x --prompt y",
         "generate model --prompt x --output y", "generate model --prompt x --resume",
         "generate model --prompt x --batch-size 2", "generate model --prompt x --max-cache-tokens 9",
-        "generate model --batch x --output y --image z",
+        "generate model --batch x --output y --image z", "generate model --batch x --output y --schema z",
         "generate model --batch x --output y --draft z", "generate model --prompt x --draft y --prompt-lookup 3",
         "generate model --prompt x --cache-dtype fp8", "serve model --cache-dtype float16",
     ],
@@ -695,6 +695,23 @@ def test_drafts_leave_the_continuation_unchanged(
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert set(drafters) == {PromptLookup if drafts[0] == "--prompt-lookup" else DraftModel}
+
+
+def test_generate_writes_json_of_a_schema(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", {"no": 1}]}')
+    command = ["generate", str(checkpoint), "--chat", "--prompt", "x", "--schema", str(schema)]
+    assert cli.main([*command, "--max-new-tokens", "30"]) == 0
+    assert json.loads(capsys.readouterr().out) in ("yes", {"no": 1})
+    schema.write_text('{"type": "strin"}')
+    assert cli.main(command) == 1
+    assert f"{schema}: not a supported grammar; got Invalid type: strin" in capsys.readouterr().err
+    schema.write_text("[]")
+    assert cli.main(command) == 1
+    assert f"{schema}: is not a JSON object" in capsys.readouterr().err
+    assert cli.main([*command[:-1], str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_generate_stops_after_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ from ligerzoo.sampling_options import OFFERS, SAMPLING_OPTIONS, infer_do_sample
 if TYPE_CHECKING:
     import torch
 
-    from ligerzoo.generate import ConversationCache
+    from ligerzoo.generate import ConversationCache, Grammar
     from ligerzoo.models import CausalLM
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.text.tokenizer import Tokenizer
@@ -83,6 +83,8 @@ written in the order in which they finish, with the number of the line. After an
     prompt.add_argument("--batch", type=Path, metavar="FILE", help="JSONL file with one prompt in each line")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     add_option(parser, "--image", str, "image to ask about; may be repeated", metavar="FILE", repeats=True)
+    schema = "file with a JSON schema; the continuation is JSON that matches it (needs `pip install ligerzoo[grammar]`)"
+    add_option(parser, "--schema", Path, schema, metavar="FILE")
     add_generation_options(parser, max_new_tokens=GENERATED_TOKENS)
     add_shared(parser, "--cache-dtype")
     batch = parser.add_argument_group("batch", "Options of --batch.")
@@ -94,8 +96,9 @@ written in the order in which they finish, with the number of the line. After an
 def check_batch(options: argparse.Namespace) -> None:
     """Completes the options of a batch. Raises SystemExit if one is missing, or given without --batch."""
     is_batch = options.batch is not None
+    refused: tuple[str, ...]
     if is_batch:
-        refused, only = ("chat", "image", "draft", "prompt_lookup"), "not allowed"
+        refused, only = ("chat", "image", "schema", "draft", "prompt_lookup"), "not allowed"
     else:
         refused, only = ("output", "resume", "batch_size", "max_cache_tokens"), "only allowed"
     for name in refused:
@@ -117,14 +120,24 @@ def generate(options: argparse.Namespace) -> int:
     else:
         tokenizer = load_tokenizer(choice)
         inputs = prepare_text(prompt, tokenizer, options.chat)
+    constraint = None if options.schema is None else grammar_of(options.schema, tokenizer)
     model = load_model(choice)
     decoding = decoding_options(options, model, GENERATED_TOKENS)
     decoding["cache_dtype"] = find_cache_dtype(options.cache_dtype)
+    decoding["constraint"] = constraint
     is_question = bool(options.image or options.chat)
     if not is_question and tokenizer.chat_templates:
         print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
     ContinuationPrinter(model, tokenizer, decoding).print(inputs, skip_prompt=is_question)
     return 0
+
+
+def grammar_of(schema: Path, tokenizer: Tokenizer) -> Grammar:
+    """Returns the grammar of JSON that matches the schema in a file."""
+    from ligerzoo.files.untrusted import read_json
+    from ligerzoo.generate import Grammar
+
+    return Grammar.json_schema(read_json(schema), tokenizer, where=str(schema))
 
 
 def add_chat(subparsers: Subparsers) -> None:
