@@ -6,7 +6,8 @@ Each family of losses has its file, with the formulas and their papers: `dpo`, `
 `kto`, `grpo` (with PPO) and `distillation`. `objective` evaluates a loss over log-probabilities chunk by chunk;
 `modules` wraps the functions as modules that take a model, and `token_losses` those of `ligerzoo.kernels` over tokens.
 
-`contrastive` has the loss of embeddings, without a head. It never holds all similarities at once.
+`contrastive` has the loss of embeddings, without a head. It never holds all similarities at once. `reward` has that of
+reward models, over numbers.
 """
 
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from ligerzoo.losses.modules import (
 from ligerzoo.losses.objective import LossOutput
 from ligerzoo.losses.options import HeadOptions, LogpOptions
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
+from ligerzoo.losses.reward import reward_loss
 from ligerzoo.losses.sampler_ratios import sampler_correction
 from ligerzoo.losses.token_losses import (
     CrossEntropyLoss,
@@ -81,6 +83,7 @@ __all__ = [
     "model_token_logps",
     "orpo_loss",
     "ppo_clip_loss",
+    "reward_loss",
     "sampler_correction",
     "sequence_logps",
     "simpo_loss",

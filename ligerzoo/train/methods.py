@@ -214,7 +214,10 @@ class OPDRunOptions(RolloutRunOptions, TeacherRunOptions):
 class GRPORunOptions(RolloutRunOptions):
     """Group relative policy optimization."""
 
-    reward: str = option("Python file with a function `reward`, or FILE.py:NAME; see ligerzoo.train.rewards")
+    reward: str = option(
+        "Python file with a function `reward`, or FILE.py:NAME, see ligerzoo.train.rewards; or the directory of a "
+        "reward model, as --method reward trains it"
+    )
     method: Literal["grpo"] = option("name of the recipe", "grpo")
     num_samples: Count = option("completions that are sampled of each prompt, at least 2", 8)
     old_logps: Literal["sampler", "recomputed"] = option(
@@ -257,6 +260,45 @@ class GRPORunOptions(RolloutRunOptions):
             return GRPO(variant=self.loss_type, is_kl_corrected=self.beta > 0, **given)
         except ValueError as error:
             raise ConfigError(str(error), where="option loss_type") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRunOptions(BatchOptions):
+    """Reward models."""
+
+    model: str = option(
+        "checkpoint in Hugging Face format: a directory or a hub id, of a language model, which gets a head, or of a "
+        "sequence classifier with one label"
+    )
+    data: tuple[str, ...] = option(
+        "file with pairs (prompt, chosen, rejected, and optionally margin); several are one data set"
+    )
+    method: Literal["reward"] = option("learns which of two completions is preferred, as a reward model", "reward")
+    center_weight: NotNegative = option("weight of the squared sum of a pair's rewards, which keeps them near 0", 0.0)
+    seq_length: Count = option(
+        "tokens in a row; both sequences of a pair share a row, with other pairs if they fit", 2048
+    )
+    activation_budget: Budget = changeable("none: the memory of a step is not predicted", "none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = MeshSizes.parse(self.mesh or "")
+        is_divided = max(sizes.context, sizes.tensor, sizes.expert) > 1
+        refuse_options((is_divided, "option mesh", "of reward models has the axes replicate and shard only", sizes))
+
+    @property
+    def model_class(self) -> type[LanguageModel]:
+        from ligerzoo.models import SequenceClassifier
+
+        return SequenceClassifier
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        return {"num_labels": 1}
+
+    @property
+    def new_modules(self) -> tuple[str, ...]:
+        return ("score",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,6 +444,7 @@ METHODS = {
     "distill": Method("ligerzoo.train.recipes.distill", DistillRunOptions),
     "grpo": Method("ligerzoo.train.recipes.grpo", GRPORunOptions, "prompt"),
     "opd": Method("ligerzoo.train.recipes.opd", OPDRunOptions, "prompt"),
+    "reward": Method("ligerzoo.train.recipes.reward", RewardRunOptions, "preference"),
     "mlm": Method("ligerzoo.train.recipes.mlm", MLMRunOptions),
     "contrastive": Method("ligerzoo.train.recipes.contrastive", ContrastiveRunOptions, "pair"),
 }

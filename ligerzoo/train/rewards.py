@@ -34,9 +34,12 @@ from ligerzoo.train.completions import SampledCompletion, sampling_numbers
 
 DEFAULT_NAME = "reward"
 _ARGUMENTS = ("prompts", "completions", "completion_ids", "records")
+_EXPECTED = "FILE.py, FILE.py:NAME, or the directory of a reward model"
 _EPSILON = 1e-4  # added to the standard deviation of a group, as in TRL
 
 Scale = Literal["group", "batch", "none"]
+Score = Callable[[Sequence[SampledCompletion]], list[SampledCompletion]]
+"""Returns completions with their rewards."""
 
 
 class RewardFunction:
@@ -92,7 +95,7 @@ class RewardFunction:
         records = [one.prompt.record for one in completions]
         arguments: dict[str, list[Any]] = {
             "prompts": [record["prompt"] for record in records],
-            "completions": list(map(_completion, completions)),
+            "completions": list(map(completion_of, completions)),
             "completion_ids": [one.tokens for one in completions],
         }
         named = {parameter.name for parameter in self._parameters if parameter.kind is not parameter.VAR_KEYWORD}
@@ -173,7 +176,7 @@ def mean_reward(completions: Sequence[SampledCompletion]) -> dict[str, float]:
     return {"reward": statistics.fmean(one.reward for one in completions)}
 
 
-def _completion(completion: SampledCompletion) -> Any:
+def completion_of(completion: SampledCompletion) -> Any:
     """Returns a completion as TRL passes it: like its prompt, as a text or as messages."""
     if is_text(completion.prompt.record["prompt"]):
         return completion.text
@@ -182,9 +185,9 @@ def _completion(completion: SampledCompletion) -> Any:
 
 def _import(file: Path) -> ModuleType:
     if not file.is_file():
-        raise ConfigError("there is no such file", where="option reward", got=file, expected="FILE.py or FILE.py:NAME")
+        raise ConfigError("there is no such file", where="option reward", got=file, expected=_EXPECTED)
     if file.suffix != ".py":
-        raise ConfigError("not a Python file", where="option reward", got=file, expected="FILE.py or FILE.py:NAME")
+        raise ConfigError("not a Python file", where="option reward", got=file, expected=_EXPECTED)
     spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None

@@ -36,6 +36,7 @@ from ligerzoo.train.completions import (
 from ligerzoo.train.data import PromptSample
 from ligerzoo.train.log import cut_log, writing
 from ligerzoo.train.methods import RolloutRunOptions
+from ligerzoo.train.rewards import Score
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts, padding_token
 from ligerzoo.train.throughput import Stopwatch
@@ -93,9 +94,6 @@ def _in_bfloat16(model: CausalLM) -> CausalLM:
 
 def _tensors(model: CausalLM) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
-
-
-Score = Callable[[Sequence[SampledCompletion]], list[SampledCompletion]]
 
 
 class Rollouts:

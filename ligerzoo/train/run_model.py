@@ -235,12 +235,13 @@ def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
     """Returns what changes the model before it is sharded: adapters are added, or parts are frozen. None: nothing."""
     if options.lora_rank is not None:
         rank, alpha = options.lora_rank, options.lora_alpha or 2 * options.lora_rank
-        dropout = options.adapter_dropout
-        return lambda model: add_lora(model, rank, alpha, options.lora_targets, dropout=dropout, dora=options.dora)
+        more: dict[str, Any] = {"dropout": options.adapter_dropout, "dora": options.dora}
+        return lambda model: add_lora(model, rank, alpha, options.lora_targets, trained=options.new_modules, **more)
     if options.train_only is not None:
         parts = options.train_only
         return lambda model: freeze_all_but(model, parts)
-    return None
+    # A sharded model reads all its parameters from files.
+    return (lambda model: None) if options.new_modules else None
 
 
 def plan_memory(

@@ -185,6 +185,11 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
         return CausalLM
 
     @property
+    def new_modules(self) -> tuple[str, ...]:
+        """Modules that MODEL may lack, which get random weights. With adapters they train in full."""
+        return ()
+
+    @property
     def adapter_dropout(self) -> float:
         """Dropout of the inputs of adapters."""
         return 0.0

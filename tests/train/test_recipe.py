@@ -307,7 +307,7 @@ def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     "record, remedy",
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Use --method dpo, orpo, simpo or cpo."),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Use --method dpo, orpo, simpo, cpo or reward."),
         ({"prompt": "a", "completion": "b", "label": False}, "Use --method kto."),
         ({"prompt": "a"}, "Use --method grpo or opd."),
     ],

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.checks import is_text
-from ligerzoo.entries import BOOLEAN, LIST, OBJECT, STRING, Entries, Reader, is_array, is_object, list_of
+from ligerzoo.entries import BOOLEAN, LIST, NUMBER, OBJECT, STRING, Entries, Reader, is_array, is_object, list_of
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
 from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
@@ -33,7 +34,7 @@ class _Names(NamedTuple):
 
 
 FIELDS: dict[Kind, _Names] = {
-    "preference": _Names(("chosen", "rejected"), ("prompt", *_TEMPLATE_FIELDS)),
+    "preference": _Names(("chosen", "rejected"), ("prompt", "margin", *_TEMPLATE_FIELDS)),
     "labelled": _Names(("prompt", "completion", "label"), _TEMPLATE_FIELDS),
     "chat": _Names(("messages",), (*_TEMPLATE_FIELDS, "images")),
     "completion": _Names(("prompt", "completion"), (*_TEMPLATE_FIELDS, "images")),
@@ -227,6 +228,18 @@ def flag_field(record: Fields, name: str) -> bool:
         DataError: it is something else.
     """
     return _read(BOOLEAN, record[name], name)
+
+
+def number_field(record: Fields, name: str, default: float) -> float:
+    """Returns a field that is a finite number, or the default without it.
+
+    Raises:
+        DataError: it is something else.
+    """
+    number = _read(NUMBER, record.get(name, default), name)
+    if not math.isfinite(number):
+        raise DataError(f"the field {name!r} is not finite", got=number, expected="a number")
+    return number
 
 
 class PairTexts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ligerzoo.entries import is_array
 from ligerzoo.errors import DataError, quote
@@ -14,6 +15,7 @@ from ligerzoo.train.data.fields import (
     check_record,
     flag_field,
     messages_field,
+    number_field,
     refused_images,
     template_fields,
     text_field,
@@ -167,14 +169,17 @@ class SampleEncoder:
 
     def _preference(self, fields: Fields, source: Source) -> PreferenceSample:
         chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
+        margin = number_field(fields, "margin", 0.0)
         if chosen == rejected:
             raise DataError("chosen and rejected are equal", got=quote(chosen))
         if is_array(chosen) and not is_array(prompt):
             shared = _shared_messages(fields)
-            return PreferenceSample(*(self._conversation(fields, (name,), source, shared) for name in _PAIR))
+            chosen, rejected = (self._conversation(fields, (name,), source, shared) for name in _PAIR)
+            return PreferenceSample(chosen, rejected, margin)
         if prompt is None:
             raise DataError("the field 'prompt' is missing", expected="prompt, chosen and rejected")
-        return PreferenceSample(*(self._completion(fields, name, source) for name in _PAIR))
+        chosen, rejected = (self._completion(fields, name, source) for name in _PAIR)
+        return PreferenceSample(chosen, rejected, margin)
 
     def _prompt(self, fields: Fields, source: Source) -> list[int]:
         if not is_array(fields["prompt"]):
@@ -240,7 +245,7 @@ def _truncated(sample: TrainedSample, length: int) -> TrainedSample:
         case PreferenceSample():
             shorter = min(len(segment.input_ids) for segment in sample.segments)
             longest = max(length - shorter, length // 2)
-            return PreferenceSample(sample.chosen.cut(longest), sample.rejected.cut(longest))
+            return replace(sample, chosen=sample.chosen.cut(longest), rejected=sample.rejected.cut(longest))
         case LabelledSample():
             return LabelledSample(sample.sample.cut(length), sample.is_desirable)
 

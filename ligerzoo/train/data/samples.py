@@ -140,10 +140,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class PreferenceSample:
-    """A prompt with a chosen and a rejected completion; only the completions have labels."""
+    """A prompt with a chosen and a rejected completion; only the completions have labels.
+
+    Attributes:
+        margin: by how much a reward model should prefer the chosen one.
+    """
 
     chosen: Sample
     rejected: Sample
+    margin: float = 0.0
 
     @property
     def source(self) -> Source:
@@ -237,7 +242,8 @@ def as_state(sample: TrainedSample) -> list[Any]:
             images = list(map(list, sample.images))
             return ["sample", sample.input_ids, sample.labels, list(sample.source), *images]
         case PreferenceSample():
-            return ["preference", as_state(sample.chosen), as_state(sample.rejected)]
+            margin = [sample.margin] if sample.margin else []
+            return ["preference", as_state(sample.chosen), as_state(sample.rejected), *margin]
         case LabelledSample():
             return ["labelled", as_state(sample.sample), sample.is_desirable]
 
@@ -247,8 +253,8 @@ def from_state(state: list[Any]) -> TrainedSample:
     match state:
         case ["sample", *_]:
             return _sequence(state)
-        case ["preference", chosen, rejected]:
-            return PreferenceSample(_sequence(chosen), _sequence(rejected))
+        case ["preference", chosen, rejected, *margin]:
+            return PreferenceSample(_sequence(chosen), _sequence(rejected), *margin)
         case ["labelled", sample, is_desirable]:
             return LabelledSample(_sequence(sample), is_desirable)
         case _:

@@ -23,7 +23,8 @@ from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
 from ligerzoo.train.options import run_script
-from ligerzoo.train.rewards import RewardFunction, mean_reward, summarize, with_advantages
+from ligerzoo.train.reward_model import open_reward
+from ligerzoo.train.rewards import mean_reward, summarize, with_advantages
 from ligerzoo.train.rollouts import Rollouts
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts
@@ -35,7 +36,7 @@ DEFAULTS: dict[str, Any] = {}
 def main(options: GRPORunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options) as run:
-        reward = RewardFunction(options.reward)
+        reward = open_reward(options.reward, run.device)
         data = RunPrompts(options, run.tokenizer, run.meta_model)
         needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
         run.prepare(data, frozen=run.meta_model if needs_copy else None)
