@@ -135,11 +135,6 @@ def _read_qwen_moe(raw: Entries) -> Entries:
     return {**raw, **switched_window(raw)}
 
 
-def _read_olmoe(raw: Entries) -> Entries:
-    """Returns the entries of config.json without a sliding window."""
-    return {**raw, "num_experts": first_given(raw, "num_local_experts", "num_experts"), "sliding_window": None}
-
-
 def _read_llama4(raw: Entries) -> Entries:
     """Returns the entries of config.json. An empty list of layers without rotary positions counts as absent."""
     experts, flags = first_given(raw, "num_local_experts", "num_experts"), raw.get("no_rope_layers")
@@ -150,10 +145,6 @@ def _without_dense_size(config: object, entries: dict[str, object]) -> dict[str,
     return {name: value for name, value in entries.items() if name != "intermediate_size"}
 
 
-def _without_window(config: object, entries: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in entries.items() if name != "sliding_window"}
-
-
 def _write_qwen_moe(config: object, entries: dict[str, object]) -> dict[str, object]:
     return {**entries, "use_sliding_window": entries["sliding_window"] is not None}
 
@@ -161,18 +152,6 @@ def _write_qwen_moe(config: object, entries: dict[str, object]) -> dict[str, obj
 def _read_qwen3_moe(raw: Entries) -> Entries:
     """`num_local_experts`, written by transformers 5, takes precedence over `num_experts`."""
     return {**_read_qwen_moe(raw), "num_experts": first_given(raw, "num_local_experts", "num_experts")}
-
-
-def _read_ernie_moe(raw: Entries) -> Entries:
-    """Returns the entries of config.json under the names of our fields, without a sliding window."""
-    experts = first_given(raw, "moe_num_experts", "num_experts")
-    chosen = first_given(raw, "moe_k", "num_experts_per_tok")
-    return {**raw, "num_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
-
-
-def _write_ernie_moe(config: object, entries: dict[str, object]) -> dict[str, object]:
-    del entries["sliding_window"]
-    return written_as(num_experts="moe_num_experts", num_experts_per_tok="moe_k")(config, entries)
 
 
 def _read_routed_experts(raw: Entries) -> Entries:
@@ -239,7 +218,6 @@ def _read_granite_hybrid(raw: Entries) -> Entries:
 def _write_granite_hybrid(config: object, entries: dict[str, object]) -> dict[str, object]:
     names, types = {kind: name for name, kind in _GRANITE_TYPES.items()}, entries["layer_types"]
     entries = _write_mamba(config, written_as(num_experts="num_local_experts")(config, entries))
-    del entries["sliding_window"]
     return {**entries, "layer_types": [names[kind] for kind in types] if is_array(types) else None}
 
 
@@ -369,8 +347,10 @@ _MOE = (
         "ernie4_5_moe",
         "Ernie4_5_MoeForCausalLM",
         accepted={"moe_gate": ("topk",), "moe_use_aux_free": (True,), "compression_ratio": (1.0,)},
-        read_entries=_read_ernie_moe,
-        write_entries=_write_ernie_moe,
+        read_entries=first_spelling(
+            num_experts=("moe_num_experts", "num_experts"), num_experts_per_tok=("moe_k", "num_experts_per_tok")
+        ),
+        write_entries=written_as(num_experts="moe_num_experts", num_experts_per_tok="moe_k"),
         layouts=lambda config: (
             Layout((Rename("mlp.moe_statics.e_score_correction_bias", ROUTER_BIAS), *PER_EXPERT)),
             Layout((Rename("mlp.gate.moe_statics.e_score_correction_bias", ROUTER_BIAS),)),
@@ -460,8 +440,7 @@ _MOE = (
     Architecture(
         "olmoe",
         accepted={"clip_qkv": (None,)},
-        read_entries=_read_olmoe,
-        write_entries=_without_window,
+        read_entries=first_spelling(num_experts=("num_local_experts", "num_experts")),
         layouts=expert_layouts,
     ),
     Architecture("qwen2_moe", read_entries=_read_qwen_moe, write_entries=_write_qwen_moe, layouts=expert_layouts),

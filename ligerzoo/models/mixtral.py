@@ -23,6 +23,7 @@ class MixtralConfig(MoEConfig):
 
     Attributes:
         intermediate_size: intermediate features of each expert.
+        sliding_window: tokens that a token attends to, including itself; None for full attention.
         router_jitter_noise: multiplicative input noise of MoE layers in training, in [0, 1); see
             `ligerzoo.layers.MoE`.
     """
@@ -32,6 +33,7 @@ class MixtralConfig(MoEConfig):
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1e6
+    sliding_window: int | None = None
     router_jitter_noise: float = 0.0
 
     def validate(self) -> None:

@@ -60,11 +60,9 @@ class MoEConfig(RoutedConfig):
     With `output_router_logits`, the loss includes the load-balancing loss, `aux_loss`.
 
     Attributes:
-        sliding_window: tokens that a token attends to, including itself; None for full attention.
         router_aux_loss_coef: factor of the load-balancing loss when it is added.
     """
 
-    sliding_window: int | None = None
     router_aux_loss_coef: float = 0.001
 
 

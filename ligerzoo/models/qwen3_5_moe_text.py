@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ligerzoo.layers import Decoder, LMHead, RotaryEmbedding, SharedExpertMoE
-from ligerzoo.models.config import refuse_unless
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig, shared_expert_moe
 
@@ -34,11 +33,6 @@ class Qwen3_5MoeTextConfig(GatedDeltaConfig, MoEConfig):
     shared_expert_intermediate_size: int = 512
     num_experts: int = 256
     num_experts_per_tok: int = 8
-
-    def validate(self) -> None:
-        super().validate()
-        window = self.sliding_window
-        refuse_unless(window is None, "sliding_window", window, "None", "not supported")
 
 
 class Qwen3_5MoeText(MoECausalLM):

@@ -25,6 +25,7 @@ class Qwen3MoeConfig(SparseStepMoEConfig):
     """Configuration of Qwen3-MoE. Defaults: those of transformers' Qwen3MoeConfig.
 
     Attributes:
+        sliding_window: tokens that a token attends to, including itself; None for full attention.
         attention_bias: add biases to the query, key, value and output projections.
     """
 
@@ -32,6 +33,7 @@ class Qwen3MoeConfig(SparseStepMoEConfig):
     num_key_value_heads: int | None = 4
     num_experts: int = 128
     num_experts_per_tok: int = 8
+    sliding_window: int | None = None
     attention_bias: bool = False
 
 

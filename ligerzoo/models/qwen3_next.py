@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ligerzoo.layers import GatedMLP, LMHead, SharedExpertMoE
-from ligerzoo.models.config import refuse_unless
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
@@ -36,11 +35,6 @@ class Qwen3NextConfig(GatedDeltaConfig, SparseStepMoEConfig):
     num_experts: int = 512
     num_experts_per_tok: int = 10
     norm_topk_prob: bool = True
-
-    def validate(self) -> None:
-        super().validate()
-        window = self.sliding_window
-        refuse_unless(window is None, "sliding_window", window, "None", "not supported")
 
 
 class Qwen3Next(MoECausalLM):

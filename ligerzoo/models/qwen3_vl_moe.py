@@ -28,7 +28,7 @@ from ligerzoo.models.qwen3_vision import (
 class Qwen3VLMoeConfig(SparseStepMoEConfig, Qwen3VisionLMConfig):
     """Configuration of Qwen3-VL-MoE. Defaults: those of transformers' Qwen3VLMoeTextConfig.
 
-    `norm_topk_prob` must be true, and `sliding_window` None.
+    `norm_topk_prob` must be true.
     """
 
     intermediate_size: int = 5632
@@ -44,9 +44,8 @@ class Qwen3VLMoeConfig(SparseStepMoEConfig, Qwen3VisionLMConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name, only in (("norm_topk_prob", True), ("sliding_window", None)):
-            value = getattr(self, name)
-            refuse_unless(value == only, name, value, repr(only), "not supported by Qwen3-VL-MoE")
+        value = self.norm_topk_prob
+        refuse_unless(value is True, "norm_topk_prob", value, "True", "not supported by Qwen3-VL-MoE")
 
 
 class Qwen3VLMoe(Qwen3VisionLM, MoECausalLM):

@@ -186,7 +186,8 @@ def test_round_trip(row: Tiny, tmp_path: Path) -> None:
             assert_same_vision(config.vision_config, theirs.vision_config)
         elif not name.startswith("rope_") and has(meant, name):
             entries = {**row.config.get("text_config", {}), **row.config}
-            expected = entries.get(name) if name in TOKEN_IDS else value_of(meant, name)
+            is_explicit = name in TOKEN_IDS and name in {**written.get("text_config", {}), **written}
+            expected = entries.get(name) if is_explicit else value_of(meant, name)
             assert value_of(theirs, name) == expected, name
     if hasattr(config, "window"):
         assert value_of(theirs, "sliding_window") == value_of(meant, "sliding_window")
