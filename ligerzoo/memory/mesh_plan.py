@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import gcd
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ from ligerzoo.layers.plain import find_modules
 from ligerzoo.memory.divided import DividedModel, divided
 from ligerzoo.memory.network import Transfer, members_of, transfers_of, uses_copy_engines
 from ligerzoo.memory.plan import WORDS, ActivationPlan, choose_plan
-from ligerzoo.memory.sharding import Sharding, sharding_of
-from ligerzoo.memory.simulation import StepCount, StepMemory, count_step, gib, step_memory
+from ligerzoo.memory.repetition import StepCount, kinds_of
+from ligerzoo.memory.sharding import Sharding
+from ligerzoo.memory.simulation import HeldMemory, StepMemory, count_step, gib, held_memory, step_memory
 from ligerzoo.memory.step_time import StepTime, step_time
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models.causal_lm import CausalLM
@@ -139,6 +140,12 @@ class SimulatedSteps:
     setting: TrainingSetting
     rates: GPURates
     _counts: dict[tuple[Recompute, ...], StepCount] = field(default_factory=dict)
+    _held: dict[tuple[MeshSizes, int, bool], HeldMemory] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Of the blocks, see `kinds_of`."""
+        return kinds_of(list(self.divided.model.model.layers))
 
     @property
     def blocks(self) -> int:
@@ -148,16 +155,26 @@ class SimulatedSteps:
         """Returns the step in which backward recomputes some levels of blocks."""
         key = tuple(levels)
         if key not in self._counts:
-            self._counts[key] = count_step(self.divided.model, self.setting, key)
+            self._counts[key] = count_step(self.divided.model, self.setting, key, self.kinds)
         return self._counts[key]
 
     def memory(
         self, setting: TrainingSetting, levels: Sequence[Recompute], *, keeps_gathered: bool = False
     ) -> StepMemory:
         """Returns the memory of a step on the mesh of a setting."""
-        engines = uses_copy_engines(setting.sizes, self.rates.gpus_per_host)
-        count = self.count(levels)
-        return step_memory(self.divided.model, setting, count, keeps_gathered=keeps_gathered, copy_engines=engines)
+        return step_memory(self.count(levels), self.held(setting, keeps_gathered=keeps_gathered))
+
+    def held(self, setting: TrainingSetting, *, keeps_gathered: bool = False) -> HeldMemory:
+        """Returns what a step holds on the mesh of a setting, whatever backward recomputes."""
+        key = setting.sizes, setting.gpus, keeps_gathered
+        if key not in self._held:
+            self._held[key] = held_memory(
+                self.divided.model,
+                setting,
+                keeps_gathered=keeps_gathered,
+                copy_engines=uses_copy_engines(setting.sizes, self.rates.gpus_per_host),
+            )
+        return self._held[key]
 
     def uniform(self, setting: TrainingSetting, level: Recompute) -> ActivationPlan:
         """Returns the step in which backward recomputes one level of all blocks."""
@@ -173,9 +190,9 @@ class SimulatedSteps:
 
     def plan(self, setting: TrainingSetting, activations: ActivationPlan) -> MeshPlan:
         """Returns what a step sends and how long it takes."""
-        sizes, model, count = setting.sizes, self.divided.model, self.count(activations.levels)
+        sizes, count = setting.sizes, self.count(activations.levels)
         engines = uses_copy_engines(sizes, self.rates.gpus_per_host)
-        sharding = sharding_of(model, sizes, activations.keeps_gathered) if setting.gpus > 1 else None
+        sharding = self.held(setting, keeps_gathered=activations.keeps_gathered).sharding
         members = members_of(sizes, self.rates.gpus_per_host)
         transfers = transfers_of(count.collectives, self.divided.axes, sharding, members, engines)
         updated = self._updated(activations, sharding)

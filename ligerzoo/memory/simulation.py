@@ -6,7 +6,7 @@ counted, not fitted. Stated as constants are only `CUBLAS_WORKSPACE`, the bytes 
 for communication.
 
 A step is counted once for all ways to shard its weights with FSDP2: `count_step` runs it, and `step_memory` adds what
-FSDP2 holds.
+FSDP2 holds, `held_memory`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,19 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.network import reduced_bytes, uses_copy_engines
+from ligerzoo.memory.repetition import (
+    Boundary,
+    Gap,
+    Moment,
+    StepCount,
+    filled,
+    find_gaps,
+    kinds_of,
+    leaving_out,
+    run_values,
+)
 from ligerzoo.memory.sharding import Sharding, ShardingGroup, divided_experts, sharding_of, shared_by
-from ligerzoo.memory.tracker import Collective, Tracker, Work, allocated_bytes
+from ligerzoo.memory.tracker import Tracker, allocated_bytes
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModelWithHead
 from ligerzoo.optimizer_table import OPTIMIZERS, check_optimizer, imported
@@ -180,64 +191,46 @@ def simulate(
 
     The model is divided as on the mesh of the setting, see `ligerzoo.memory.divided`.
     """
-    return step_memory(model, setting, count_step(model, setting, levels), keeps_gathered=keeps_gathered)
+    return step_memory(count_step(model, setting, levels), held_memory(model, setting, keeps_gathered=keeps_gathered))
 
 
-class Moment(NamedTuple):
-    """The most memory between two gradients.
-
-    Attributes:
-        dynamic: bytes that exist, without weights and finished gradients.
-        activations: those that blocks keep for backward.
-        gradients: bytes of finished gradients before they are sharded.
-        of_experts: those of experts that are divided over processes.
-    """
-
-    dynamic: int
-    activations: int
-    gradients: int
-    of_experts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCount:
-    """A training step of one process, before FSDP2 shards its weights.
-
-    Attributes:
-        moments: the most memory between gradients.
-        kept: what each block keeps for backward, its input included.
-        forward: work of the forward, and of the fused loss head with its gradients.
-        backward: work of the backward.
-        collectives: those of divided layers.
-    """
-
-    moments: tuple[Moment, ...]
-    kept: tuple[int, ...]
-    forward: Work
-    backward: Work
-    collectives: tuple[Collective, ...]
-
-
-def count_step(model: CausalLM, setting: TrainingSetting, levels: Sequence[Recompute]) -> StepCount:
-    """Runs a step on meta.
+def count_step(
+    model: CausalLM, setting: TrainingSetting, levels: Sequence[Recompute], kinds: Sequence[int] | None = None
+) -> StepCount:
+    """Runs a step on meta, or the part of it that `ligerzoo.memory.repetition` cannot derive.
 
     Args:
         model: on meta, as it is trained, and divided as on the mesh of the setting.
         setting: how.
         levels: what backward recomputes of each block; empty for nothing.
+        kinds: of the blocks, see `kinds_of`; None to find them.
 
     Raises:
         SimulationError: a layer does not run on the meta device.
     """
+    kinds = kinds_of(list(model.model.layers)) if kinds is None else kinds
+    levels = tuple(levels) or (Recompute.NOTHING,) * len(model.model.layers)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    accumulated = trained if setting.accumulate else []
+    if gaps := find_gaps(kinds, levels):
+        count = _Count(divided_experts(model), accumulated, gaps)
+        with leaving_out(model.model, gaps):
+            found = _run_step(model, setting, run_values(levels, gaps), count)
+        if (whole := filled(found, gaps, count.entered, count.left)) is not None:
+            return whole
+    return _run_step(model, setting, levels, _Count(divided_experts(model), accumulated))
+
+
+def _run_step(model: CausalLM, setting: TrainingSetting, levels: Sequence[Recompute], count: _Count) -> StepCount:
+    """Runs a step on meta of the blocks that a model has."""
     model.model.activation_plan = tuple(levels)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    count = _Count(divided_experts(model), trained if setting.accumulate else ())
     existing = (*model.parameters(), *model.buffers())
     with simulated_gpu(HOPPER), Tracker(existing, count.on_peak) as tracker:
         count.tracker = tracker
         handles = [model.model.register_forward_hook(lambda *_: tracker.mark())]
-        handles += [layer.register_forward_pre_hook(count.enter_block) for layer in model.model.layers]
-        handles += [model.model.norm.register_forward_pre_hook(count.enter_block)]
+        parts = *model.model.layers, model.model.norm
+        handles += [part.register_forward_pre_hook(partial(count.enter, i)) for i, part in enumerate(parts)]
         if setting.gpus > 1 and not model.shares_head:  # the head is gathered until its backward
             handles.append(model.get_output_embeddings().register_forward_pre_hook(partial(_hold_head, tracker)))
         handles += [
@@ -262,30 +255,45 @@ def count_step(model: CausalLM, setting: TrainingSetting, levels: Sequence[Recom
             for parameter in trained:
                 parameter.grad = None
         count.end_moment()
-    live = count.live[: len(model.model.layers) + 1]  # checkpointed blocks run again
     return StepCount(
         moments=tuple(count.moments),
-        kept=tuple(after - before for before, after in pairwise(live)),
+        kept=tuple(after.live - before.live for before, after in pairwise(count.entered)),
         forward=forward,
         backward=tracker.work - forward,
         collectives=tuple(tracker.collectives),
     )
 
 
-def step_memory(
-    model: CausalLM,
-    setting: TrainingSetting,
-    count: StepCount,
-    *,
-    keeps_gathered: bool = False,
-    copy_engines: bool | None = None,
-) -> StepMemory:
-    """Returns the memory of a step whose weights FSDP2 shards over the mesh of the setting.
+class HeldMemory(NamedTuple):
+    """Bytes of a GPU that do not depend on what backward recomputes, with FSDP2 over a mesh.
+
+    Attributes:
+        shares: processes that share weights, and those that share divided experts.
+        own: this GPU's parameters and buffers.
+        gathered: blocks that FSDP2 has gathered.
+        gradients: all gradients.
+        temporaries: what the optimizer, or the reduction of the last gradients, needs.
+        optimizer_states: states of the optimizer.
+        sharding: the groups of FSDP2; None with one GPU.
+    """
+
+    shares: tuple[int, int]
+    own: int
+    gathered: int
+    gradients: int
+    temporaries: int
+    optimizer_states: int
+    sharding: Sharding | None
+
+
+def held_memory(
+    model: CausalLM, setting: TrainingSetting, *, keeps_gathered: bool = False, copy_engines: bool | None = None
+) -> HeldMemory:
+    """Counts what a step holds whose weights FSDP2 shards over the mesh of the setting.
 
     Args:
         model: as for `count_step`.
         setting: how it is trained.
-        count: of a setting that may differ in `replicate` and `shard`.
         keeps_gathered: whether the weights of all blocks stay gathered from forward to backward.
         copy_engines: whether gradients travel in their own dtype between the GPUs of one host; NCCL adds them in fp32.
             None if the mesh fits hosts of 8.
@@ -297,18 +305,10 @@ def step_memory(
     weights, of_experts = shared_by(sizes) if setting.gpus > 1 else (1, 1)
     experts = divided_experts(model)
     shares: dict[Tensor, int] = {one: of_experts if one in experts else weights for one in model.parameters()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def finished(moment: Moment) -> int:
-        return (moment.gradients - moment.of_experts) // weights + moment.of_experts // of_experts
-
-    peak = max(count.moments, key=lambda moment: moment.dynamic + finished(moment))
-    gradients, activations = finished(peak), peak.activations
-    workspace = peak.dynamic - activations
-    all_gradients = sum(_allocated(one) // shares[one] for one in trained)
+    trained = [parameter for parameter in shares if parameter.requires_grad]
     largest = max((local(one).numel() // shares[one] for one in trained), default=0)
     temporaries = OPTIMIZERS[setting.optimizer].temporaries * largest
-    own, gathered = _nbytes((*model.parameters(), *model.buffers())), 0
+    own, gathered, sharding = _nbytes((*shares, *model.buffers())), 0, None
     if setting.gpus > 1:
         sharding = sharding_of(model, sizes, keeps_gathered)
         reduced = partial(reduced_bytes, copy_engines=copy_engines)
@@ -324,16 +324,41 @@ def step_memory(
         own = sum(group.nbytes // group.count for group in sharding) + _nbytes(model.buffers())
         own += sharding.ends[0].nbytes if model.shares_head else 0  # gathered for the whole step
         gathered = _gathered_bytes(sharding, keeps_gathered, max(map(reduced, map(_whole, sharding.blocks))))
-    if all_gradients + temporaries > peak.dynamic + gradients + gathered:  # the peak is the end of backward or later
-        gradients, activations, workspace, gathered = all_gradients, 0, temporaries, 0
-    work = count.forward + count.backward
-    return StepMemory(
-        weights=own + gathered,
+    return HeldMemory(
+        shares=(weights, of_experts),
+        own=own,
+        gathered=gathered,
+        gradients=sum(_allocated(one) // shares[one] for one in trained),
+        temporaries=temporaries,
         optimizer_states=optimizer_bytes(model, setting.optimizer, shares),
+        sharding=sharding,
+    )
+
+
+def step_memory(count: StepCount, held: HeldMemory) -> StepMemory:
+    """Returns the memory of a step.
+
+    Args:
+        count: of a setting that may differ in `replicate` and `shard`.
+        held: on the mesh of the step.
+    """
+    weights, of_experts = held.shares
+
+    def finished(moment: Moment) -> int:
+        return (moment.gradients - moment.of_experts) // weights + moment.of_experts // of_experts
+
+    peak = max(count.moments, key=lambda moment: moment.dynamic + finished(moment))
+    gradients, activations, gathered = finished(peak), peak.activations, held.gathered
+    workspace = peak.dynamic - activations
+    if held.gradients + held.temporaries > peak.dynamic + gradients + gathered:  # the end of backward or later
+        gradients, activations, workspace, gathered = held.gradients, 0, held.temporaries, 0
+    return StepMemory(
+        weights=held.own + gathered,
+        optimizer_states=held.optimizer_states,
         gradients=gradients,
         activations=activations,
         workspace=workspace + CUBLAS_WORKSPACE,
-        flops=work.flops,
+        flops=(count.forward + count.backward).flops,
         kept=count.kept,
     )
 
@@ -350,29 +375,56 @@ class _Count:
     Args:
         experts: parameters of divided experts.
         accumulated: parameters that have gradients of earlier microbatches.
+        gaps: blocks that do not run, whose memory is held.
 
     Attributes:
         moments: those that have ended.
-        live: bytes that existed before each block ran, and after the last one.
+        entered: before each block ran, and after the last one.
+        left: after the backward of some blocks, by index.
     """
 
     tracker: Tracker
 
-    def __init__(self, experts: Iterable[Tensor], accumulated: Iterable[Tensor]) -> None:
+    def __init__(self, experts: Iterable[Tensor], accumulated: Iterable[Tensor], gaps: Sequence[Gap] = ()) -> None:
+        self.gaps = {gap.block: gap for gap in gaps}
+        self.watched = {gap.block - repeat * gap.period for gap in gaps for repeat in range(3)}
+        self.held: dict[int, int] = {}
         self.experts = set(experts)
         self.gradients = {False: 0, True: 0}
         for parameter in accumulated:
             self.gradients[parameter in self.experts] += _allocated(parameter)
         self.adds = not any(self.gradients.values())
         self.moments: list[Moment] = []
-        self.live: list[int] = []
+        self.entered: list[Boundary] = []
+        self.left: dict[int, Boundary] = {}
         self.marked = 0
 
     def on_peak(self) -> None:
         self.marked = self.tracker.marked
 
-    def enter_block(self, *_: object) -> None:
-        self.live.append(self.tracker.live)
+    def boundary(self) -> Boundary:
+        tracker = self.tracker
+        live = tracker.live - sum(self.held.values())
+        return Boundary(live, len(self.moments), tracker.work, len(tracker.collectives))
+
+    def enter(self, index: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Before a block runs; what blocks of a gap before it keep exists then."""
+        if index < len(self.entered):  # a checkpointed block runs again
+            return
+        self.entered.append(self.boundary())
+        if (gap := self.gaps.get(index)) is not None:
+            kept = self.entered[index].live - self.entered[index - gap.period].live
+            self.held[index] = gap.repeats * kept
+            self.tracker.hold(self.held[index])
+        if index in self.watched and inputs[0].requires_grad:
+            inputs[0].register_hook(partial(self.leave, index))  # type: ignore[no-untyped-call]
+
+    def leave(self, index: int, _: Tensor) -> None:
+        """When the gradient of the input of a block exists."""
+        self.left[index] = self.boundary()
+        if (nbytes := self.held.pop(index, 0)) != 0:
+            self.tracker.hold(-nbytes)
+            self.tracker.unmark(nbytes)
 
     def end_moment(self) -> None:
         peak = self.tracker.peak

@@ -123,6 +123,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live += nbytes
         self._record(self.live)
 
+    def unmark(self, nbytes: int) -> None:
+        """Counts bytes of `hold` as freed that were held when `mark` was called."""
+        self._marked_bytes -= nbytes
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
