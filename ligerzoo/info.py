@@ -18,7 +18,7 @@ from ligerzoo.convert.embedding_settings import read_settings
 from ligerzoo.convert.fields import SEQUENCE_SUFFIX, is_classifier, parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, first_names, quote
 from ligerzoo.files.checkpoint import Checkpoint, TensorInfo, weight_files
-from ligerzoo.files.layout import CONFIG_FILE, CONFIG_FILES, EMBEDDING_INPUTS, MODEL_FILES
+from ligerzoo.files.layout import CONFIG_FILE, CONFIG_FILES, EMBEDDING_INPUTS, MODEL_FILES, SINGLE_FILE
 from ligerzoo.files.locate import locate_files
 from ligerzoo.files.modules import module_files, read_modules
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 PARTS = {
+    "/": "dense modules",
     "visual.": "vision tower",
     "vision_tower.": "vision tower",
     "vision_model.": "vision tower",
@@ -158,9 +159,9 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         raw = read_json(directory / CONFIG_FILE)
         architecture = _find_architecture(raw)
         config = architecture.config_from_hf(raw) if architecture else None
-        stored = list(read_headers(name_or_path, directory))
+        embeddings, folders = _describe_embeddings(name_or_path, directory, config)
+        stored = list(read_headers(name_or_path, directory, folders))
         tokenizer = _describe_tokenizer(directory)
-        embeddings = _describe_embeddings(name_or_path, directory, config)
     if not stored:
         raise CheckpointError("no tensors", where=directory, expected="weights in .safetensors files")
     quantized, tensors = _describe_quantization(raw, architecture, stored, directory)
@@ -237,36 +238,44 @@ def _describe_architecture(raw: Mapping[str, Any], architecture: Architecture | 
     return f"model_type {quote(raw.get('model_type'))}, neither in ligerzoo.models nor registered in this process"
 
 
-def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorInfo]:
+def read_headers(name_or_path: str | Path, directory: Path, folders: Sequence[str] = ()) -> Iterable[TensorInfo]:
     """Returns the checkpoint's tensors from the headers of its weight files.
 
     Reads the files in the directory if they exist, or else a few kilobytes per file from the hub.
 
+    Args:
+        name_or_path: directory, or id of a repository on the hub.
+        directory: the directory, or that of its snapshot.
+        folders: directories in it with further weights, as in `Checkpoint`.
+
     Raises:
         CheckpointError: A header is missing or damaged, or cannot be downloaded.
     """
-    if Path(name_or_path).is_dir() or all((directory / file).exists() for file in weight_files(directory)):
-        with Checkpoint(directory, strict=False) as checkpoint:
+    own = [f"{folder}/{SINGLE_FILE}" for folder in folders]
+    if Path(name_or_path).is_dir() or all((directory / file).exists() for file in (*weight_files(directory), *own)):
+        with Checkpoint(directory, strict=False, folders=folders) as checkpoint:
             return checkpoint.tensors.values()
 
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
     try:  # from the commit of the configs
-        metadata = HfApi().get_safetensors_metadata(str(name_or_path), revision=directory.name)
+        api, repository, commit = HfApi(), str(name_or_path), directory.name
+        headers = dict(api.get_safetensors_metadata(repository, revision=commit).files_metadata)
+        headers |= {file: api.parse_safetensors_file_metadata(repository, file, revision=commit) for file in own}
     except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
         what = "headers of the weight files cannot be downloaded"
         remedy = "Check the network connection, and that the repository has safetensors files."
         raise CheckpointError(what, where=name_or_path, got=error, remedy=remedy) from error
     return [
-        TensorInfo(name, file, tuple(tensor.shape), tensor.dtype)
-        for file, header in metadata.files_metadata.items()
+        TensorInfo(file[: file.rfind("/") + 1] + name, file, tuple(tensor.shape), tensor.dtype)
+        for file, header in headers.items()
         for name, tensor in header.tensors.items()
     ]
 
 
-def _describe_embeddings(name_or_path: str | Path, directory: Path, config: object) -> Lines:
-    """Returns a line about the modules of sentence-transformers, if the checkpoint has some."""
+def _describe_embeddings(name_or_path: str | Path, directory: Path, config: object) -> tuple[Lines, Sequence[str]]:
+    """Returns a line about the modules of sentence-transformers, if there are some, and their folders with weights."""
     try:
         configs = [name for name in module_files(directory) if name.endswith(".json")]
         if configs:
@@ -274,14 +283,14 @@ def _describe_embeddings(name_or_path: str | Path, directory: Path, config: obje
         files = read_modules(directory, {})
         size = getattr(config, "hidden_size", None)
         if not files.modules or size is None:
-            return []
+            return [], ()
         settings = read_settings(files, size)
     except (CheckpointError, ConfigError) as error:
-        return [("embeddings", f"cannot be loaded: {error}")]
+        return [("embeddings", f"cannot be loaded: {error}")], ()
     texts = [", ".join(map(str, settings.stages)), settings.similarity]
     if settings.prompts:
         texts.append(f"prompts {first_names(sorted(settings.prompts))}")
-    return [("embeddings", "; ".join(texts))]
+    return [("embeddings", "; ".join(texts))], settings.folders
 
 
 def _describe_quantization(

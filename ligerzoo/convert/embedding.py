@@ -47,7 +47,7 @@ class EmbeddingArchitecture(Architecture):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        return tuple(stage.path for stage in self.settings.stages if stage.projections)
+        return self.settings.folders
 
     def build(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ligerzoo.dtensors import local
 from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.layers import Decoder
 from ligerzoo.memory.tracker import Collective, Work
 
 T = TypeVar("T")
@@ -122,10 +123,9 @@ def _omitted(keys: Sequence[tuple[int, Recompute]], period: int) -> int:
 
 
 @contextmanager
-def leaving_out(decoder: nn.Module, gaps: Sequence[Gap]) -> Iterator[None]:
+def leaving_out(decoder: Decoder, gaps: Sequence[Gap]) -> Iterator[None]:
     """Within this context, a decoder has the blocks that run only."""
     blocks = decoder.layers
-    assert isinstance(blocks, nn.ModuleList)
     decoder.layers = nn.ModuleList(run_values(list(blocks), gaps))
     try:
         yield
@@ -214,12 +214,12 @@ def filled(
     """
     moments, kept, forward, backward = list(count.moments), list(count.kept), count.forward, count.backward
     sent: list[tuple[int, tuple[Collective, ...]]] = []
-    for gap in gaps:  # backward reaches the last one first, so its moments keep their places
-        places = gap.block - 2 * gap.period, gap.block - gap.period, gap.block
-        if not left.keys() >= {*places}:
+    for gap in gaps:  # the moments of later ones come first, and keep their indices
+        around = gap.block - 2 * gap.period, gap.block - gap.period, gap.block
+        if not left.keys() >= {*around}:
             return None
-        second, third = (_between(count, entered[a], entered[b]) for a, b in pairwise(places))
-        third_back, second_back = (_between(count, left[a], left[b]) for a, b in pairwise(reversed(places)))
+        second, third = (_between(count, entered[a], entered[b]) for a, b in pairwise(around))
+        third_back, second_back = (_between(count, left[a], left[b]) for a, b in pairwise(reversed(around)))
         own, later = (moments[part.moments] for part in (second_back, third_back))
         pairs = [*zip(own, later, strict=False)]
         steps = {(b.dynamic - a.dynamic, b.activations - a.activations) for a, b in pairs[1:]}
@@ -230,7 +230,7 @@ def filled(
         gradients, of_experts = next(iter(grown), (0, 0))
 
         def moved(moment: Moment, above: int, done: int, kept: int = second.kept) -> Moment:
-            """Of a repeat with so many more repeats before it, and finished ones after it."""
+            """Moment of another repeat, with more repeats before it and more finished ones after it."""
             more = above * kept, above * kept, done * gradients, done * of_experts  # noqa: B023
             return Moment(*map(add, moment, more))
 
@@ -242,8 +242,8 @@ def filled(
         sent += [(entered[gap.block].collectives, second.collectives * gap.repeats)]
         sent += [(left[gap.block].collectives, second_back.collectives * gap.repeats)]
     collectives = list(count.collectives)
-    for place, chunk in sorted(sent, key=itemgetter(0), reverse=True):
-        collectives[place:place] = chunk
+    for index, chunk in sorted(sent, key=itemgetter(0), reverse=True):
+        collectives[index:index] = chunk
     for gap in reversed(gaps):
         kept[gap.block : gap.block] = kept[gap.block - gap.period : gap.block] * gap.repeats
     return StepCount(

@@ -135,6 +135,11 @@ class EmbeddingSettings:
     lowercase: bool = False
     dimensions: int | None = None
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Directories in a checkpoint's that may hold weights of stages."""
+        return tuple(stage.path for stage in self.stages if stage.projections)
+
     def __post_init__(self) -> None:
         where = type(self).__name__
         check(where, one_of(get_args(Similarity)), similarity=self.similarity)

@@ -1,6 +1,7 @@
 """The commands `embed` and `serve` with embedding models."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ligerzoo import AutoModelForEmbedding, adapters, cli
+from ligerzoo import AutoModelForEmbedding, adapters, cli, info
 from ligerzoo.info import describe
 from tests.embedding.test_embedding_model import write_new_model
 from tests.train.tiny_run import write_checkpoint
@@ -150,9 +154,25 @@ def test_serving_an_embedding_model(
         )
 
 
-def test_info_names_the_modules(directory: Path, tmp_path: Path) -> None:
+def test_info_names_the_modules(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "embeddings    mean+max, dense 24 (tanh), normalize; cosine; prompts 'query'" in describe(directory)
+    page, model = describe(directory), AutoModelForEmbedding.from_pretrained(directory)
+    dense = sum(weight.numel() for weight in model.stages.parameters())
+    assert re.search(rf"dense modules +{dense:,} ", page)
+    assert re.search(r"2_Dense/model\.safetensors  \S+ kB", page)
     copy = tmp_path / "copy"
     shutil.copytree(directory, copy)
+    headers = {}
+    for file in ("model.safetensors", "2_Dense/model.safetensors"):
+        with safe_open(copy / file, "pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        tensors = {name: TensorInfo(dtype="F32", shape=shape, data_offsets=(0, 0)) for name, shape in shapes.items()}
+        headers[file] = SafetensorsFileMetadata(metadata={}, tensors=tensors)
+        (copy / file).unlink()
+    root = SafetensorsRepoMetadata(None, False, {}, {"model.safetensors": headers["model.safetensors"]})
+    monkeypatch.setattr(info, "locate_files", lambda *_, **__: copy)
+    monkeypatch.setattr(HfApi, "get_safetensors_metadata", lambda *_, **__: root)
+    monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", lambda _, repo, file, **__: headers[file])
+    assert describe("some/embedder").splitlines()[1:] == page.splitlines()[1:]
     (copy / "1_Pooling/config.json").write_text('{"pooling_mode": "attention"}')
-    assert "embeddings    cannot be loaded: " in describe(copy)
+    assert "embeddings    cannot be loaded: " in describe("some/embedder")
