@@ -35,12 +35,23 @@ def available_device(device: str | torch.device | None, *, where: str = "argumen
     return chosen
 
 
-def hint_of_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns a line for the user if a device emulates a dtype: bfloat16 on a CPU without units for it."""
-    if dtype != torch.bfloat16 or device.type != "cpu":
-        return None
+def emulated_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes that a device emulates, several times slower than float32: bfloat16 on CPUs without units."""
+    if device.type != "cpu":
+        return ()
     units = [has_units for name, has_units in torch.cpu.get_capabilities().items() if "bf16" in name]
-    if not units or any(units):
+    return () if not units or any(units) else (torch.bfloat16,)
+
+
+def loads_as_float32(stored: torch.dtype) -> str:
+    """Returns a line for the user: weights are loaded in float32, because the device emulates the stored dtype."""
+    name = str(stored).removeprefix("torch.")
+    return f"This CPU has no units for {name}: the weights are loaded as float32. --dtype {name} keeps them."
+
+
+def hint_of_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns a line for the user if a device emulates a dtype that was chosen."""
+    if dtype not in emulated_dtypes(device):
         return None
     return "This CPU has no units for bfloat16: --dtype float32 is several times faster, and takes twice the memory."
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class LigerzooError(ValueError):
@@ -48,17 +51,96 @@ class LigerzooError(ValueError):
             message = f"{message.removesuffix('.')}. {remedy}"
         super().__init__(message)
 
+    @property
+    def errors(self) -> tuple[LigerzooError, ...]:
+        """The error itself; those of `SeveralErrors`."""
+        return (self,)
+
     def moved_to(self, where: object, remedy: str | None = None) -> Self:
         """Returns the error with another `where`, such as the argument that a value came from."""
-        moved = type(self).__new__(type(self))  # subclasses have other constructors
-        moved.__dict__.update(vars(self))
-        remedy = self.remedy or remedy
-        LigerzooError.__init__(moved, self.what, where=where, got=self.got, expected=self.expected, remedy=remedy)
-        return moved
+        return self.replaced(where=where, remedy=self.remedy or remedy)
+
+    def replaced(self, **parts: object) -> Self:
+        """Returns the error with other parts of its message."""
+        changed = type(self).__new__(type(self))  # subclasses have other constructors
+        changed.__dict__.update(vars(self))
+        names = ("what", "where", "got", "expected", "remedy")
+        given: dict[str, Any] = {name: parts.get(name, getattr(self, name)) for name in names}
+        LigerzooError.__init__(changed, **given)
+        return changed
 
 
 class WrongTypeError(LigerzooError, TypeError):
     """A value of a type that an argument does not accept."""
+
+
+class SeveralErrors(LigerzooError):
+    """Several problems of one input, each of which is an error. The message has a line for each."""
+
+    def __init__(self, errors: Iterable[LigerzooError]) -> None:
+        self._errors = tuple(one for error in errors for one in error.errors)
+        super().__init__("several problems")
+        self.args = ("\n".join(map(str, self._errors)),)
+
+    @property
+    def errors(self) -> tuple[LigerzooError, ...]:
+        """The problems."""
+        return self._errors
+
+
+class Problems:
+    """Errors that are raised together. As a context manager, it keeps an error of the block, if it collects."""
+
+    def __init__(self, *, collects: bool = True) -> None:
+        self.errors: list[LigerzooError] = []
+        self._collects = collects
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not self._collects or not isinstance(error, LigerzooError):
+            return False
+        self.errors.append(error)
+        return True
+
+    def result_of(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Returns the result of a function; None if it raises an error that is kept."""
+        with self:
+            return function(*args, **kwargs)
+        return None
+
+    def raise_if_any(self) -> None:
+        """Raises the error, or SeveralErrors if there is more than one."""
+        raise_all(self.errors)
+
+
+RAISED = Problems(collects=False)
+"""Raises each error at once."""
+
+
+def raise_all(errors: Iterable[LigerzooError]) -> None:
+    """Raises the error; SeveralErrors if there are several; nothing without any."""
+    found = [*{str(error): error for error in errors}.values()]
+    if found:
+        raise found[0] if len(found) == 1 else SeveralErrors(found)
+
+
+def lines_for_user(
+    error: Exception, words: Callable[[LigerzooError], LigerzooError] = lambda error: error
+) -> list[str]:
+    """Returns the lines of an error of input, of the system or of memory; none for others: bugs.
+
+    Args:
+        error: the error. `SeveralErrors` have a line for each.
+        words: returns an error of input in the words of the user's interface.
+    """
+    match error:
+        case LigerzooError():
+            return [" ".join(str(words(one)).split()) for one in error.errors]
+        case _:
+            line = line_for_user(error)
+            return [] if line is None else [line]
 
 
 def line_for_user(error: Exception) -> str | None:

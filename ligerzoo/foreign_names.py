@@ -293,6 +293,77 @@ _NAMES = {
     ),
 }
 
+_FLAGS = {
+    "MODEL": "model_name_or_path base_model model_name pretrained_model_name_or_path model_id checkpoint_dir",
+    "--tokenizer": "tokenizer_name tokenizer_name_or_path",
+    "--data": "dataset datasets dataset_name train_file train_data train_dataset data_path dataset_path data_files",
+    "--eval-data": "eval_dataset eval_file validation_file val_data test_data test_datasets val_set_size",
+    "--output": "output_dir out out_dir save_dir",
+    "--lr": "learning_rate optimizer_lr peak_lr",
+    "--schedule": "lr_scheduler_type lr_scheduler scheduler lr_schedule",
+    "--warmup": "warmup_ratio warmup_steps num_warmup_steps lr_warmup_steps",
+    "--batch-size": "per_device_train_batch_size micro_batch_size train_batch_size global_batch_size",
+    "--accumulate": "gradient_accumulation_steps grad_accum gradient_accumulation accumulate_steps",
+    "--epochs": "num_train_epochs num_epochs",
+    "--max-steps": "max_steps_per_epoch num_steps steps iters total_steps",
+    "--seq-length": "max_seq_length max_length sequence_len max_seq_len block_size cutoff_len model_max_length",
+    "--packing": "sample_packing packed",
+    "--packing none": "no_packing no_sample_packing",
+    "--train-on-prompt": "train_on_inputs train_on_input",
+    "--lora-rank": "lora_r r rank use_peft adapter peft",
+    "--lora-targets": "lora_target_modules target_modules lora_attn_modules",
+    "--dora": "use_dora peft_use_dora",
+    "--train-only": "unfrozen_parameters",
+    "--optimizer": "optim optimizer_name",
+    "--max-grad-norm": "clip_grad_norm gradient_clipping grad_clip gradient_clip_val",
+    "--optimizer-in-backward": "optimizer_in_bwd",
+    "--weight-decay": "wd",
+    "--dtype": "torch_dtype precision",
+    "--dtype bfloat16": "bf16",
+    "--dtype float32": "fp32",
+    "--dtype float16": "fp16 half",
+    "--activation-checkpointing": "gradient_checkpointing enable_activation_checkpointing grad_checkpoint",
+    "--resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_from",
+    "--eval-every": "eval_steps evaluation_strategy eval_strategy eval_interval val_interval",
+    "--save-every": "save_steps save_strategy save_interval checkpoint_every",
+    "--keep": "save_total_limit max_checkpoints",
+    "--tracker": "report_to log_with metric_logger",
+    "--tracker wandb": "wandb use_wandb wandb_project",
+    "--config": "config_file yaml",
+    "--method dpo": "dpo",
+    "--method": "rl stage task method_name",
+    "--variant": "loss_type",
+    "--gamma": "simpo_gamma gamma_beta_ratio",
+    "--nll-weight": "rpo_alpha cpo_alpha",
+    "--precompute-reference": "precompute_ref_log_probs",
+    "--reward": "reward_funcs reward_function reward_fn",
+    "--num-samples": "num_generations rollouts_per_prompt",
+    "--teacher": "teacher_model teacher_model_name_or_path",
+    "--divergence": "kd_loss",
+    "--mask-fraction": "mlm_probability",
+    "--mesh": "fsdp fsdp_config deepspeed tensor_parallel_size tensor_parallel_dim tp",
+    "--max-new-tokens": "max_completion_length max_length max_tokens n_predict num_tokens length",
+    "--temperature": "temp",
+    "--stop": "stop_strings stop_sequences stop_words",
+    "--draft": "assistant_model draft_model speculative_model",
+    "--prompt-lookup": "prompt_lookup_num_tokens",
+    "--chat-template": "template chat_template_path",
+    "--system": "system_prompt system_message",
+    "--batch": "input_file prompts_file",
+    "--api-key": "key token",
+    "--name": "served_model_name model_alias alias",
+    "--max-context": "max_model_len ctx_size n_ctx context_length",
+    "--max-cache-tokens": "gpu_memory_utilization",
+    "--adapter": "lora lora_modules peft_model adapter_name_or_path lora_path lora_dir",
+    "--import": "trust_remote_code plugin user_dir custom_module import_path",
+    "--device": "device_map",
+    "--tasks": "task eval_tasks",
+    "--pooling": "pooling_mode pooler",
+    "--dimensions": "truncate_dim dim",
+    "--normalize": "normalize_embeddings",
+}
+"""Our options of the command line, and those of other libraries. One may mean another option for another command."""
+
 _ENDINGS = {
     "RMSNorm": "ligerzoo.layers.RMSNorm",
     "RotaryEmbedding": "ligerzoo.layers.RotaryEmbedding",
@@ -372,6 +443,19 @@ def our_option(theirs: str, accepted: Collection[str]) -> str | None:
     """Returns a remedy with those of our options that a layer accepts for an option of another library's layer."""
     ours = [one for one, names in _LAYER_OPTIONS.items() if one in accepted and theirs in names.split()]
     return f"Use {' and '.join(ours)} instead of {theirs!r} of other libraries" if ours else our_name(theirs)
+
+
+def our_flag(theirs: str, accepted: Collection[str]) -> str | None:
+    """Returns our option of the command line for one of another library, possibly with its value; None if not known.
+
+    Args:
+        theirs: such as "--learning_rate", "per-device-train-batch-size" or "train.max_steps".
+        accepted: our options.
+    """
+    names = {theirs.lstrip("-").replace("-", "_").lower()}
+    names |= {name.rpartition(".")[2] for name in names} | {name.replace(".", "_") for name in names}
+    ours = (one for one, foreign in _FLAGS.items() if one.split()[0] in accepted and names & {*foreign.split()})
+    return next(ours, None)
 
 
 def our_public_name(theirs: str) -> str | None:

@@ -1,5 +1,6 @@
 """Commands that are given an adapter's directory: they run its base model with the adapter, or say what to do."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -74,6 +75,46 @@ def test_generate_and_evaluate(workplace: Path, base: str, capsys: pytest.Captur
     models = (["adapter"], ["base", "--adapter", "adapter"], ["base"])
     losses = [json.loads(output(["evaluate", *model, *options], capsys))["loss"] for model in models]
     assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "embed"])
+def test_the_adapter_is_an_option(
+    command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BASE --adapter DIR runs as DIR alone, with the adapter's tokenizer."""
+    write_adapter(Path("adapter"), "base")
+    Tokenizer.from_pretrained(ASSETS).save_pretrained("adapter")
+    (Path("adapter") / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    Path("texts.txt").write_text("def f\n")
+    if command == "serve":
+        pytest.importorskip("uvicorn")
+        from ligerzoo.serve.server import Server
+
+        monkeypatch.setattr(Server, "run_until_stopped", lambda self: None)
+    loaded: list[str] = []
+    load_adapter = adapters.load_adapter
+
+    def spy(model: Any, directory: str) -> list[str]:
+        loaded.append(directory)
+        return load_adapter(model, directory)
+
+    monkeypatch.setattr(adapters, "load_adapter", spy)
+    options = {
+        "generate": ["--chat", "--max-new-tokens", 6, "--prompt", "def "],
+        "chat": ["--max-new-tokens", 6],
+        "serve": ["--port", 0, "--device", "cpu"],
+        "embed": ["--pooling", "mean", "--input", "texts.txt", "--output"],
+    }[command]
+    printed = []
+    for index, model in enumerate((["adapter"], ["base", "--adapter", "adapter"])):
+        monkeypatch.setattr("sys.stdin", io.StringIO("def \n"))
+        more = [f"{index}.jsonl"] if command == "embed" else []
+        printed.append(output([command, *model, "--dtype", "float32", *options, *more], capsys))
+    assert loaded == ["adapter", "adapter"]
+    if command == "embed":
+        assert Path("0.jsonl").read_text() == Path("1.jsonl").read_text()
+    elif command != "serve":
+        assert printed[0] == printed[1] != ""
 
 
 def test_an_adapter_with_added_tokens(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ ARROWS = {
     "errors": ("", ""),
     "checks": ("errors", ""),
     "foreign_names": ("checks", ""),
+    "arguments": ("checks errors foreign_names", ""),
+    "own_code": ("errors", ""),
     "exports": ("foreign_names", ""),
     "tensor_checks": ("checks errors foreign_names", ""),
     "entries": ("checks errors", ""),
@@ -42,8 +44,9 @@ ARROWS = {
     "layers": ("checks errors exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks token_parts", ""),
     "train": (
-        "adapters checks convert device dtensors encoding entries errors exports files generate hub kernels layers "
-        "ligerzoo losses memory mesh_sizes models optimizer_table parallel tensor_checks terminal text vision",
+        "adapters arguments checks convert device dtensors encoding entries errors exports files generate hub kernels "
+        "layers ligerzoo losses memory mesh_sizes models optimizer_table own_code parallel tensor_checks terminal text "
+        "training_setting vision",
         "",
     ),
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models token_parts", ""),
@@ -68,15 +71,15 @@ ARROWS = {
     "demo": ("errors files generate models terminal text vision", "layers"),
     "serve": ("checks encoding entries errors generate models sampling_options text", ""),
     "cli": (
-        "checks errors ligerzoo sampling_options train training_setting",
-        "adapters demo device doctor files generate hub info integrations models serve text vision",
+        "arguments checks errors foreign_names ligerzoo own_code sampling_options train training_setting",
+        "adapters convert demo device doctor files generate hub info integrations models serve text vision",
     ),
     "__main__": ("cli", ""),
     "ligerzoo": ("exports", "hub text vision"),
 }
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-IMPORT_NAMES = {"pillow": "PIL"}
+IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml"}
 
 
 def declared(requirements: list[str]) -> set[str]:

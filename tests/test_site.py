@@ -49,8 +49,8 @@ def is_module(name: str) -> bool:
 
 def test_the_options_of_every_method_are_on_their_page() -> None:
     page = site.train_page()
-    options = {one.name for method in METHODS.values() for one in options_of(method.options)} - {"method"}
-    assert set(re.findall(r"^\| `--([\w-]+)` \|", page, re.MULTILINE)) == {name.replace("_", "-") for name in options}
+    options = {one.flag for method in METHODS.values() for one in options_of(method.options)} - {"--method"}
+    assert set(re.findall(r"^\| `(--[\w-]+)` \|", page, re.MULTILINE)) == options
 
 
 def test_every_page_is_in_one_shelf() -> None:

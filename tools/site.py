@@ -358,7 +358,7 @@ def _option_rows(options: Iterable) -> list[str]:
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for one in options:
         default = "required" if one.default is MISSING else f"`{one.default}`"
-        rows.append(f"| `--{one.name.replace('_', '-')}` | {default} | {one.description.replace('|', chr(92) + '|')} |")
+        rows.append(f"| `{one.flag}` | {default} | {one.description.replace('|', chr(92) + '|')} |")
     return [*rows, ""]
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ligerzoo import __version__
+from ligerzoo.arguments import Parser, in_flags
 from ligerzoo.cli.console import prepare_streams
 from ligerzoo.cli.convert import add_convert, add_fuse
 from ligerzoo.cli.demo import add_demo
@@ -21,10 +22,20 @@ from ligerzoo.cli.generate import add_chat, add_generate
 from ligerzoo.cli.info import add_info
 from ligerzoo.cli.parity import add_parity
 from ligerzoo.cli.serve import add_serve
-from ligerzoo.cli.train import add_config, add_tokenize, add_tokenizer, add_train, methods_with, training_method
-from ligerzoo.errors import did_you_mean, line_for_user
+from ligerzoo.cli.train import add_config, add_tokenize, add_tokenizer, add_train
+from ligerzoo.errors import lines_for_user
+from ligerzoo.own_code import import_own_code
 
 __all__ = ["main", "parse"]
+
+OTHER_NAMES = {
+    "assistant_model": "--draft",
+    "prompt_lookup_num_tokens": "--prompt-lookup",
+    "stop_strings": "--stop",
+    "truncate_dim": "--dimensions",
+    "torch_dtype": "--dtype",
+}
+"""Options of commands whose names in Python, and so in errors, are others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2 if the arguments are invalid, with code 0 after --help and --version.
     """
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (None if closed; print would use stdout)
-    debug = False
+    debug, flags = False, dict[str, str]()
     try:
         try:
             options = parse(arguments)
-            debug = options.debug
+            debug, flags = options.debug, {**OTHER_NAMES, **options.parser.flags}
             prepare_streams()
+            import_own_code(getattr(options, "import_", ()))
             code: int = options.run(options)
             return code
         finally:
@@ -61,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         bug = f"{type(error).__name__}: {' '.join(str(error).split())} (use --debug for the traceback)"
-        print("ligerzoo: error:", line_for_user(error) or bug, file=sys.stderr)
+        for line in lines_for_user(error, lambda one: in_flags(one, flags)) or [bug]:
+            print("ligerzoo: error:", line, file=sys.stderr)
         return 1
 
 
@@ -74,7 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         SystemExit: the arguments are invalid, or ask for help.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ligerzoo",
         description="Load, run and convert transformer checkpoints in Hugging Face format.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -95,16 +108,9 @@ environment:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_command in (add_info, add_generate, add_chat, add_embed, add_serve, add_convert, add_fuse, add_demo):
         add_command(subparsers)
-    add_train(subparsers, training_method(arguments))
+    add_train(subparsers, sys.argv[1:] if arguments is None else arguments)
     for add_command in (add_evaluate, add_parity, add_doctor, add_tokenizer, add_tokenize, add_config):
         add_command(subparsers)
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        nearest = did_you_mean(flag, options.parser._option_string_actions)
-        remedy = nearest or f"`{options.parser.prog} --help` lists the options."
-        if options.parser.prog == "ligerzoo train" and (methods := methods_with(flag)):
-            remedy = f"{flag} is an option of --method {', '.join(methods)}."
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}. {remedy}")
+    options = parser.parse_args(arguments)
     options.check(options)
     return options

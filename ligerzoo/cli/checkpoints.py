@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligerzoo.checks import is_text
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import ConfigError, LigerzooError
 
 if TYPE_CHECKING:
     import torch
@@ -54,22 +54,36 @@ class ModelChoice:
 
 
 def find_base_model(choice: ModelChoice) -> ModelChoice:
-    """Returns the choice of the base model and the adapter if the model is an adapter; else the same choice.
+    """Returns the choice of the base model and its adapter, if the model is an adapter or there is one.
 
     The tokenizer is the adapter's if it has one, such as after adding tokens.
 
     Raises:
-        CheckpointError: there is no such directory, or no such repository on the hub.
+        CheckpointError: there is no such directory, or no such repository on the hub; or the adapter is of a kind that
+            cannot be loaded.
         LigerzooError: adapter_config.json names no base model, or one that is not found here.
     """
     from ligerzoo.files.layout import ADAPTER_CONFIG_FILE, CONFIG_FILE, CONFIG_FILES
     from ligerzoo.files.locate import locate_files
+
+    directory = locate_files(choice.model, CONFIG_FILES, revision=choice.revision)
+    if (directory / ADAPTER_CONFIG_FILE).is_file() and not (directory / CONFIG_FILE).exists():
+        base, revision = _base_of(directory, choice)
+        directory = directory if Path(choice.model).is_dir() else _download_adapter(choice.model, directory.name)
+        return _with_adapter(replace(choice, model=base, revision=revision), directory)
+    if choice.adapter is None:
+        return choice
+    if Path(choice.adapter).is_dir():
+        return _with_adapter(choice, Path(choice.adapter))
+    commit = locate_files(choice.adapter, [ADAPTER_CONFIG_FILE]).name
+    return _with_adapter(choice, _download_adapter(choice.adapter, commit))
+
+
+def _base_of(directory: Path, choice: ModelChoice) -> tuple[str, str | None]:
+    """Returns the base model that an adapter names, and its revision."""
+    from ligerzoo.files.layout import ADAPTER_CONFIG_FILE
     from ligerzoo.files.untrusted import read_json
 
-    model, revision = choice.model, choice.revision
-    directory = locate_files(model, CONFIG_FILES, revision=revision)
-    if not (directory / ADAPTER_CONFIG_FILE).is_file() or (directory / CONFIG_FILE).exists():
-        return choice
     raw = read_json(directory / ADAPTER_CONFIG_FILE)
     base, problem = raw.get("base_model_name_or_path"), None
     if choice.adapter is not None:
@@ -81,17 +95,26 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
     elif not Path(base).is_dir() and (base.startswith((".", "/", "~")) or base.count("/") != 1):
         problem = "the base model of the adapter is not here"
     if problem:
-        where, got = f"{model}, base_model_name_or_path", repr(base)[:200]
-        remedy = f"Merge them and use the result: `ligerzoo fuse BASE {model} OUTPUT`."
+        where, got, name = f"{choice.model}, base_model_name_or_path", repr(base)[:200], choice.model
+        remedy = f"Name the base: `BASE --adapter {name}`. Or merge them: `ligerzoo fuse BASE {name} OUTPUT`."
         raise LigerzooError(problem, where=where, got=got, remedy=remedy)
-    if not Path(model).is_dir():
-        directory, revision = _download_adapter(model, directory.name), None
-    if revision is None and is_text(raw.get("revision")):
-        revision = raw["revision"]
+    revision = choice.revision if Path(choice.model).is_dir() else None
+    return str(base), str(raw["revision"]) if revision is None and is_text(raw.get("revision")) else revision
+
+
+def _with_adapter(choice: ModelChoice, directory: Path) -> ModelChoice:
+    """Returns the choice with an adapter, whose tokenizer is used if it has one.
+
+    Raises:
+        CheckpointError: adapter_config.json is missing, or describes what cannot be loaded.
+    """
+    from ligerzoo.adapters.peft_config import read_adapter_config
+
+    read_adapter_config(directory)  # before a large base model is loaded
     tokenizer = choice.tokenizer
     if tokenizer is None and (directory / "tokenizer.json").exists():
         tokenizer = str(directory)
-    return replace(choice, model=str(base), revision=revision, tokenizer=tokenizer, adapter=str(directory))
+    return replace(choice, tokenizer=tokenizer, adapter=str(directory))
 
 
 def _download_adapter(repository: str, commit: str) -> Path:
@@ -109,14 +132,14 @@ def model_name(name_or_path: str) -> str:
 
 
 def load_model(choice: ModelChoice) -> CausalLM:
-    """Loads the model and its adapter; says if the stored dtype is slow on the device."""
+    """Loads the model and its adapter, and says if the dtype is not the stored one."""
     model = load_weights(choice)
-    _complete(model, choice)
+    _add_adapter(model, choice)
     return model
 
 
 def load_embedding_model(choice: ModelChoice, **options: object) -> EmbeddingModel:
-    """Loads an embedding model and its adapter; says if the stored dtype is slow on the device.
+    """Loads an embedding model and its adapter, and says if the dtype is not the stored one.
 
     Args:
         choice: the model.
@@ -124,34 +147,55 @@ def load_embedding_model(choice: ModelChoice, **options: object) -> EmbeddingMod
     """
     from ligerzoo.hub import AutoModelForEmbedding
 
-    source = {"revision": choice.revision, "dtype": choice.dtype, "device": find_device(choice.device)}
+    dtype, device = _dtype_of(choice, AutoModelForEmbedding.from_pretrained), find_device(choice.device)
+    source = {"revision": choice.revision, "dtype": dtype, "device": device}
     model = AutoModelForEmbedding.from_pretrained(choice.model, **source, **options)  # type: ignore[arg-type]
-    _complete(model, choice)
+    _add_adapter(model, choice)
     if choice.tokenizer is not None:
         model.tokenizer = load_tokenizer(choice)
     return model
 
 
-def _complete(model: LanguageModel, choice: ModelChoice) -> None:
-    """Loads the adapter; says if the stored dtype is slow on the device."""
-    from ligerzoo.device import hint_of_dtype
+def load_weights(choice: ModelChoice) -> CausalLM:
+    """Loads the model without its adapter, and says if the dtype is not the stored one."""
+    from ligerzoo.convert import OTHER_ARCHITECTURE
+    from ligerzoo.hub import AutoModel
 
-    if choice.dtype == "auto" and (hint := hint_of_dtype(model.dtype, model.device)) is not None:
-        print(hint, file=sys.stderr)
+    try:
+        dtype, device = _dtype_of(choice, AutoModel.from_pretrained), find_device(choice.device)
+        return AutoModel.from_pretrained(choice.model, revision=choice.revision, dtype=dtype, device=device)
+    except ConfigError as error:
+        if error.what != OTHER_ARCHITECTURE:
+            raise
+        remedy = "Encoders have embeddings and fill in masked tokens: `ligerzoo embed`, AutoModelForMaskedLM."
+        raise error.replaced(remedy=remedy) from error
+
+
+def _dtype_of(choice: ModelChoice, load: Callable[..., LanguageModel]) -> str:
+    """Returns the dtype of the weights: float32 if none is chosen and the device would emulate the stored one.
+
+    Args:
+        choice: the model.
+        load: the function that loads it.
+    """
+    from ligerzoo.device import emulated_dtypes, loads_as_float32
+
+    if choice.dtype == "auto" and (emulated := emulated_dtypes(find_device(choice.device))):
+        stored = load(choice.model, revision=choice.revision, device="meta").dtype
+        if stored in emulated:
+            print(loads_as_float32(stored), file=sys.stderr)
+            return "float32"
+    return choice.dtype
+
+
+def _add_adapter(model: LanguageModel, choice: ModelChoice) -> None:
+    """Loads the adapter, if there is one."""
     if choice.adapter is not None:
         from ligerzoo.adapters import load_adapter
         from ligerzoo.adapters.loading import resize_for_adapter
 
         resize_for_adapter(model, choice.adapter)
         load_adapter(model, choice.adapter)
-
-
-def load_weights(choice: ModelChoice) -> CausalLM:
-    """Loads the model without its adapter."""
-    from ligerzoo.hub import AutoModel
-
-    device = find_device(choice.device)
-    return AutoModel.from_pretrained(choice.model, revision=choice.revision, dtype=choice.dtype, device=device)
 
 
 def embedding_rows(model: CausalLM) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from ligerzoo.arguments import expanded_path
 from ligerzoo.cli.checkpoints import find_preprocessor, new_directory
-from ligerzoo.cli.options import MODEL_HELP, Subparsers, add_parser, add_shared
+from ligerzoo.cli.options import MODEL_HELP, PATH, Subparsers, add_parser, add_shared
 
 
 def add_convert(subparsers: Subparsers) -> None:
@@ -23,8 +23,8 @@ examples:
 
 Also copies the tokenizer and the processor. The model's files appear at once, when all of them are complete.""",
     )
-    add_shared(parser, "model", "--revision")
-    parser.add_argument("target", metavar="TARGET", type=Path, help="new or empty directory")
+    add_shared(parser, "model", "--revision", "--import")
+    parser.add_argument("target", metavar="TARGET", type=expanded_path, help="new or empty directory")
     parser.add_argument(
         "--to", choices=("hf", "native"), default="hf", help="tensor names: Hugging Face's (default) or ligerzoo's"
     )
@@ -58,10 +58,10 @@ examples:
 The adapter has PEFT's files, adapter_config.json and adapter_model.safetensors. The sums are computed in fp32 and
 rounded once, to the dtype of the base. Also copies the tokenizer and the processor of the base.""",
     )
-    parser.add_argument("base", metavar="BASE", help=MODEL_HELP)
-    parser.add_argument("adapter", metavar="ADAPTER", help="directory or hub id of an adapter of PEFT")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="new or empty directory")
-    add_shared(parser, "--max-shard-size")
+    parser.add_argument("base", metavar="BASE", type=PATH, help=MODEL_HELP)
+    parser.add_argument("adapter", metavar="ADAPTER", type=PATH, help="directory or hub id of an adapter of PEFT")
+    parser.add_argument("output", metavar="OUTPUT", type=expanded_path, help="new or empty directory")
+    add_shared(parser, "--import", "--max-shard-size")
 
 
 def fuse(options: argparse.Namespace) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from ligerzoo.arguments import expanded_path
 from ligerzoo.cli.options import SEED, Subparsers, add_parser
 
 
@@ -24,7 +24,9 @@ to describe drawings of shapes and digits. The demo checks each of its steps. Th
         check=check_seed,
     )
     subject = parser.add_mutually_exclusive_group()
-    subject.add_argument("--text", type=Path, metavar="FILE", help="text to train on, at least about 10,000 characters")
+    subject.add_argument(
+        "--text", type=expanded_path, metavar="FILE", help="text to train on, at least about 10,000 characters"
+    )
     subject.add_argument(
         "--vision", action="store_true", help="run the demo of a model that reads images (needs Pillow)"
     )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ligerzoo.cli.checkpoints import ModelChoice, find_device, load_model, model_name
-from ligerzoo.cli.options import AT_LEAST_1, MODEL_HELP, SEED, Subparsers, add_option, add_parser, add_shared
+from ligerzoo.cli.options import AT_LEAST_1, MODEL_HELP, PATH, SEED, Subparsers, add_option, add_parser, add_shared
 
 if TYPE_CHECKING:
     from ligerzoo.models import CausalLM
@@ -31,8 +31,8 @@ examples:
 Exits with 1 if a check fails. Without MODEL, 2 layers each of Llama 3.2 1B, Qwen3 8B and Qwen3 30B-A3B are examined,
 with random weights; on a CPU, smaller ones. Takes less than two minutes on a GPU. See docs/doctor.md.""",
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    add_shared(parser, "--revision", "--dtype", "--device")
+    parser.add_argument("model", metavar="MODEL", nargs="?", type=PATH, help=MODEL_HELP)
+    add_shared(parser, "--revision", "--import", "--dtype", "--device")
     add = partial(add_option, parser)
     add("--placements", AT_LEAST_1, "texts that are sampled exactly, and computed again as in training", TEXTS)
     add("--seed", SEED, "seed of inputs, lengths and prompts", 0)

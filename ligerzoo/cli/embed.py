@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ligerzoo.arguments import expanded_path
 from ligerzoo.checks import is_text
 from ligerzoo.cli.checkpoints import ModelChoice, find_base_model, load_embedding_model
 from ligerzoo.cli.console import standard_input
 from ligerzoo.cli.options import (
     AT_LEAST_1,
     DEFAULT_BATCH_SIZE,
+    PATH,
     Subparsers,
     add_option,
     add_parser,
@@ -60,22 +62,22 @@ the input, in their order. A .jsonl file gets an object for each line: {"line": 
 output appears under its name when it is complete.""",
         check=check_output,
     )
-    add_shared(parser, "model", "--revision")
-    add = partial(add_option, parser)
-    parser.add_argument("--input", required=True, metavar="FILE", help='texts, one per line; "-" reads standard input')
+    add_shared(parser, "model", "--revision", "--adapter", "--import", "--dtype", "--device")
+    texts, add = parser.group("texts"), partial(add_option, parser.group("embeddings"))
+    lines = 'texts, one per line; "-" reads standard input'
+    texts.add_argument("--input", required=True, type=PATH, metavar="FILE", help=lines)
     output = "new file for the embeddings, .safetensors or .jsonl"
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=output)
-    add("--field", str, "field of the text in lines of a .jsonl file", "text", metavar="NAME")
-    prompt = parser.add_mutually_exclusive_group()
+    texts.add_argument("--output", required=True, type=expanded_path, metavar="FILE", help=output)
+    add_option(texts, "--field", str, "field of the text in lines of a .jsonl file", "text", metavar="NAME")
+    prompt = texts.add_mutually_exclusive_group()
     add_option(prompt, "--prompt-name", str, "name of the model's prompt that is put before each text", metavar="NAME")
     add_option(prompt, "--prompt", str, "text that is put before each text", metavar="TEXT")
     pooling = "how to pool the hidden states, such as mean or lasttoken (default: what modules.json says)"
     add("--pooling", str, pooling, metavar="MODE")
     add("--dimensions", AT_LEAST_1, "number of features, the first ones (default: the model's)")
-    parser.add_argument("--normalize", action="store_true", help="scale embeddings to length 1")
+    parser.group("embeddings").add_argument("--normalize", action="store_true", help="scale embeddings to length 1")
     add("--max-length", AT_LEAST_1, "tokens of a text; the rest is left out (default: the model's)")
     add("--batch-size", AT_LEAST_1, "texts that are computed together", DEFAULT_BATCH_SIZE)
-    add_shared(parser, "--dtype", "--device")
 
 
 def check_output(options: argparse.Namespace) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ligerzoo.cli.checkpoints import ModelChoice, find_base_model, find_device, load_model, load_tokenizer, package_of
 from ligerzoo.cli.console import warnings_as_lines
-from ligerzoo.cli.options import AT_LEAST_1, AT_LEAST_2, Subparsers, add_option, add_parser, add_shared
+from ligerzoo.cli.options import AT_LEAST_1, AT_LEAST_2, PATH, Subparsers, add_option, add_parser, add_shared
+from ligerzoo.errors import raise_all
 
 if TYPE_CHECKING:
     from ligerzoo.models import CausalLM
@@ -36,25 +37,25 @@ given their prompts. For preference pairs, the accuracy is the share of pairs wh
 --tasks needs lm-eval (`pip install ligerzoo[integrations]`).""",
         check=check_subject,
     )
-    add_shared(parser, "model", "--revision")
-    add = partial(add_option, parser)
+    add_shared(parser, "model", "--revision", "--adapter", "--import", "--dtype", "--device")
+    add_option(parser.group("model"), "--tokenizer", PATH, "checkpoint of the tokenizer (default: MODEL)", None, "DIR")
+    data, add = parser.group("data"), partial(add_option, parser.group("data"))
     described = {
         ("--data", "DATA"): "held-out data: files, a directory, a saved dataset, or org/name:split of the hub",
         ("--map", "FIELD=COLUMN"): "columns by our names of fields, such as prompt=question",
     }
     for (flag, metavar), text in described.items():
-        parser.add_argument(flag, metavar=metavar, help=text, action="extend", nargs="+", default=[])
+        data.add_argument(flag, metavar=metavar, type=PATH, help=text, action="extend", nargs="+", default=[])
     kinds = ("auto", *DATA_KINDS)
-    parser.add_argument("--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)")
-    add("--adapter", str, "directory or hub id of a LoRA adapter of PEFT", metavar="DIR")
-    add("--tokenizer", str, "checkpoint of the tokenizer (default: MODEL)", metavar="DIR")
+    parser.group("data").add_argument(
+        "--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)"
+    )
     add("--seq-length", AT_LEAST_2, "the most tokens of a sequence (default: up to 2048)", metavar="T")
     add("--batch-size", AT_LEAST_1, "rows of a batch", 8, metavar="B")
-    add_shared(parser, "--dtype", "--device")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    tasks = parser.add_argument_group("tasks of lm-eval")
+    tasks = parser.group("tasks of lm-eval")
     add_option(tasks, "--tasks", str, "names of tasks, separated by commas", metavar="NAMES")
-    add_option(tasks, "--task-directory", str, "directory with YAML files of further tasks", metavar="DIR")
+    add_option(tasks, "--task-directory", PATH, "directory with YAML files of further tasks", metavar="DIR")
     add_option(tasks, "--limit", AT_LEAST_1, "use the first N records of each task only")
 
 
@@ -87,7 +88,7 @@ def evaluate(options: argparse.Namespace) -> int:
             report = check_data(**data, embedding_rows=rows)
             for note in report.notes:
                 print(note, file=sys.stderr)
-            report.raise_if_bad()
+            raise_all(report.errors)
     model = load_model(choice)
     found: dict[str, Any] = {}
     if data:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ligerzoo.arguments import Parser, expanded_path
 from ligerzoo.checks import argument_type
 from ligerzoo.cli.checkpoints import (
     ModelChoice,
@@ -25,6 +26,7 @@ from ligerzoo.cli.options import (
     COUNT,
     DEFAULT_BATCH_SIZE,
     GENERATED_TOKENS,
+    PATH,
     SEED,
     STOP,
     Subparsers,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
     Inputs = dict[str, torch.Tensor]
 
+_MODEL = ("model", "--revision", "--adapter", "--import", "--dtype", "--device")
+
 
 def add_generate(subparsers: Subparsers) -> None:
     parser = add_parser(
@@ -59,6 +63,8 @@ examples:
   ligerzoo generate path/to/checkpoint --prompt - < prompt.txt
   ligerzoo generate HuggingFaceTB/SmolLM2-360M-Instruct --chat --prompt "What is a liger?"
   ligerzoo generate Qwen/Qwen2-VL-2B-Instruct --image cat.png --prompt "What is the cat doing?"
+  ligerzoo generate path/to/adapter --prompt "The capital of France is"
+  ligerzoo generate path/to/checkpoint --import my_model.py --prompt "The capital of France is"
   ligerzoo generate path/to/checkpoint --batch prompts.jsonl --output results.jsonl
 
 Options that are left out have the values of the checkpoint's generation_config.json; many chat models sample by
@@ -77,18 +83,18 @@ A line may have an "id", and options that replace those of the command line. All
 written in the order in which they finish, with the number of the line. After an interruption, --resume continues.""",
         check=check_batch,
     )
-    add_shared(parser, "model", "--revision")
-    prompt = parser.add_mutually_exclusive_group(required=True)
+    add_shared(parser, *_MODEL, "--cache-dtype")
+    inputs = parser.group("prompt")
+    prompt = inputs.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help='text to continue; "-" reads standard input')
-    prompt.add_argument("--batch", type=Path, metavar="FILE", help="JSONL file with one prompt in each line")
-    parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
-    add_option(parser, "--image", str, "image to ask about; may be repeated", metavar="FILE", repeats=True)
+    prompt.add_argument("--batch", type=expanded_path, metavar="FILE", help="JSONL file with one prompt in each line")
+    inputs.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
+    add_option(inputs, "--image", PATH, "image to ask about; may be repeated", metavar="FILE", repeats=True)
     schema = "file with a JSON schema; the continuation is JSON that matches it (needs `pip install ligerzoo[grammar]`)"
-    add_option(parser, "--schema", Path, schema, metavar="FILE")
+    add_option(inputs, "--schema", expanded_path, schema, metavar="FILE")
     add_generation_options(parser, max_new_tokens=GENERATED_TOKENS)
-    add_shared(parser, "--cache-dtype")
-    batch = parser.add_argument_group("batch", "Options of --batch.")
-    batch.add_argument("--output", type=Path, metavar="FILE", help="new JSONL file for the results")
+    batch = parser.group("batch", "Options of --batch.")
+    batch.add_argument("--output", type=expanded_path, metavar="FILE", help="new JSONL file for the results")
     batch.add_argument("--resume", action="store_true", help="continue the output file of an interrupted run")
     add_batching_options(batch, batch_size=None)
 
@@ -156,10 +162,10 @@ The model must have a chat template. The conversation ends with the input. If th
   /image FILE
 adds an image to the next question. Repeat it to add several.""",
     )
-    add_shared(parser, "model", "--revision")
-    image = "image for the first question; may be repeated"
-    add_option(parser, "--image", str, image, metavar="FILE", repeats=True)
-    parser.add_argument("--system", metavar="TEXT", help="system message: instructions for the whole conversation")
+    add_shared(parser, *_MODEL)
+    inputs, image = parser.group("prompt"), "image for the first question; may be repeated"
+    add_option(inputs, "--image", PATH, image, metavar="FILE", repeats=True)
+    inputs.add_argument("--system", metavar="TEXT", help="system message: instructions for the whole conversation")
     add_generation_options(parser, max_new_tokens=ANSWER_TOKENS)
 
 
@@ -188,14 +194,14 @@ def chat(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def add_generation_options(parser: Parser, max_new_tokens: int) -> None:
     length = f"largest number of new tokens (default: that of generation_config.json, or else {max_new_tokens})"
-    add_option(parser, "--max-new-tokens", COUNT, length)
-    add_shared(parser, "--dtype", "--device")
-    parser.add_argument(
+    ends = parser.group("length")
+    add_option(ends, "--max-new-tokens", COUNT, length)
+    ends.add_argument(
         "--stop", action="append", type=STOP, metavar="TEXT", help="stop after this text; may be repeated"
     )
-    sampling = parser.add_argument_group(
+    sampling = parser.group(
         "sampling", "The first four options enable sampling. Defaults are those of generation_config.json."
     )
     for name, offer in OFFERS.items():
@@ -203,9 +209,9 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
             flag = f"--{name.replace('_', '-')}"
             add_option(sampling, flag, argument_type(offer.values), offer.help, metavar=offer.metavar)
     add_option(sampling, "--seed", SEED, "seed of the random numbers that sampling draws", metavar="SEED")
-    group = parser.add_argument_group("speculative decoding", "Less time for each token, and the same result.")
+    group = parser.group("speculative decoding", "Less time for each token, and the same result.")
     drafts = group.add_mutually_exclusive_group()
-    add_option(drafts, "--draft", str, "smaller checkpoint of the same vocabulary", metavar="MODEL")
+    add_option(drafts, "--draft", PATH, "smaller checkpoint of the same vocabulary", metavar="MODEL")
     add_option(drafts, "--prompt-lookup", AT_LEAST_1, "draft N tokens from where the last ones have occurred")
 
 

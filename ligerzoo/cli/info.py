@@ -7,7 +7,7 @@ import json
 from dataclasses import fields
 
 from ligerzoo.checks import POSITIVE, TEXT, argument_type
-from ligerzoo.cli.options import MODEL_HELP, Subparsers, add_option, add_parser, add_shared
+from ligerzoo.cli.options import MODEL_HELP, PATH, Subparsers, add_option, add_parser, add_shared
 from ligerzoo.training_setting import Argument, GPURates, TrainingSetting
 
 _DTYPE = "dtype of the weights (default: that of config.json, or else bfloat16)"
@@ -47,10 +47,10 @@ docs/memory.md and docs/parallelism.md.""",
         check=check_training,
     )
     subject = parser.add_mutually_exclusive_group(required=True)
-    subject.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    subject.add_argument("model", metavar="MODEL", nargs="?", type=PATH, help=MODEL_HELP)
     subject.add_argument("--architectures", action="store_true", help="list all supported architectures instead")
-    add_shared(parser, "--revision")
-    training = parser.add_argument_group("training")
+    add_shared(parser, "--revision", "--import")
+    training = parser.group("training")
     training.add_argument("--train", action="store_true", help="predict the memory and time of training instead")
     training.add_argument("--json", action="store_true", help="print the prediction as JSON")
     for name, one in ARGUMENTS.items():

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
+from ligerzoo.arguments import LOCATION, Parser
 from ligerzoo.checks import TEXT, argument_type, integer
 
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 Command = Callable[[argparse.Namespace], int]
 
 DEFAULT_BATCH_SIZE = 32
@@ -25,6 +26,8 @@ AT_LEAST_1 = argument_type(integer(1, _LARGEST))
 AT_LEAST_2 = argument_type(integer(2, _LARGEST))
 SEED = argument_type(integer(0, 2**63 - 1))
 STOP = argument_type(TEXT)
+PATH = argument_type(LOCATION)
+"""The path of a file or directory, or a hub id."""
 
 
 def add_parser(
@@ -33,7 +36,7 @@ def add_parser(
     summary: str,
     epilog: str,
     check: Callable[[argparse.Namespace], None] = lambda options: None,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Adds the parser of a command.
 
     Args:
@@ -86,31 +89,56 @@ def add_option(
     parser.add_argument(flag, metavar=metavar, dest=dest, choices=choices, help=description + shown, **given)
 
 
-SHARED: Mapping[str, Mapping[str, Any]] = {
-    "model": {"metavar": "MODEL", "help": MODEL_HELP},
-    "--revision": {"help": "branch, tag or commit on the hub"},
-    "--dtype": {
-        "choices": ("auto", "float32", "bfloat16", "float16", "float64"),
-        "default": "auto",
-        "help": "dtype of the weights (default: as stored)",
-    },
-    "--device": {"help": "cpu, cuda or cuda:1 (default: the first GPU, else cpu)"},
-    "--cache-dtype": {
-        "choices": ("auto", "float8_e4m3fn"),
-        "default": "auto",
-        "help": "dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and "
-        "values)",
-    },
-    "--max-shard-size": {
-        "default": "5GB",
-        "metavar": "SIZE",
-        "help": "largest size of a weight file (default: %(default)s)",
-    },
+SHARED: Mapping[str, tuple[str | None, Mapping[str, Any]]] = {
+    "model": (None, {"metavar": "MODEL", "type": PATH, "help": MODEL_HELP}),
+    "--revision": ("model", {"help": "branch, tag or commit on the hub"}),
+    "--adapter": (
+        "model",
+        {
+            "type": PATH,
+            "metavar": "DIR",
+            "help": "directory or hub id of a LoRA adapter of PEFT; given as MODEL, it runs with its base",
+        },
+    ),
+    "--import": (
+        "model",
+        {
+            "type": PATH,
+            "action": "append",
+            "default": [],
+            "dest": "import_",
+            "metavar": "FILE.py",
+            "help": "Python file or module to import first, which may register own model classes; may be repeated",
+        },
+    ),
+    "--dtype": (
+        "model",
+        {
+            "choices": ("auto", "float32", "bfloat16", "float16", "float64"),
+            "default": "auto",
+            "help": "dtype of the weights (default: as stored)",
+        },
+    ),
+    "--device": ("model", {"help": "cpu, cuda or cuda:1 (default: the first GPU, else cpu)"}),
+    "--cache-dtype": (
+        "model",
+        {
+            "choices": ("auto", "float8_e4m3fn"),
+            "default": "auto",
+            "help": "dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and "
+            "values)",
+        },
+    ),
+    "--max-shard-size": (
+        "output",
+        {"default": "5GB", "metavar": "SIZE", "help": "largest size of a weight file (default: %(default)s)"},
+    ),
 }
-"""Arguments of several commands."""
+"""Arguments of several commands: their group, and their settings."""
 
 
-def add_shared(parser: argparse._ActionsContainer, *names: str) -> None:
+def add_shared(parser: Parser, *names: str) -> None:
     """Adds arguments of `SHARED`."""
     for name in names:
-        parser.add_argument(name, **SHARED[name])
+        group, settings = SHARED[name]
+        (parser if group is None else parser.group(group)).add_argument(name, **settings)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ligerzoo.checks import TEXT, argument_type
 from ligerzoo.cli.checkpoints import ModelChoice, find_device, find_preprocessor, package_of
 from ligerzoo.cli.generate import prepare_images
-from ligerzoo.cli.options import Subparsers, add_option, add_parser, add_shared
+from ligerzoo.cli.options import PATH, Subparsers, add_option, add_parser, add_shared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ Loads both models. Exits with 1 if they differ by more than rounding explains. S
     add = partial(add_option, parser)
     text = "text to compare on (default: a built-in one; without a tokenizer random tokens)"
     add("--text", argument_type(TEXT), text, metavar="TEXT")
-    add("--image", str, "image to compare on; may be repeated", metavar="FILE", repeats=True)
+    add("--image", PATH, "image to compare on; may be repeated", metavar="FILE", repeats=True)
     dtypes = ("float32", "bfloat16", "float16")  # norms of transformers are in fp32 in a model of fp64
     parser.add_argument(
         "--dtype", choices=dtypes, default="float32", help="dtype of both models (default: %(default)s)"

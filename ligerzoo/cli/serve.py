@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ligerzoo.arguments import expanded_path
 from ligerzoo.cli.checkpoints import (
     ModelChoice,
     embedding_rows,
@@ -55,6 +55,7 @@ def add_serve(subparsers: Subparsers) -> None:
 examples:
   ligerzoo serve HuggingFaceTB/SmolLM2-360M-Instruct
   ligerzoo serve path/to/checkpoint --port 8001 --name my-model --batch-size 64
+  ligerzoo serve path/to/base --adapter path/to/adapter
   ligerzoo serve BAAI/bge-small-en-v1.5
 
 A model of sentence-transformers, and one with --pooling, has /v1/embeddings only.
@@ -63,22 +64,28 @@ The server is for a laboratory: it has no users, encryption or rate limits, so i
 can reach it can use the model, unless it has a key. Needs the packages of `pip install ligerzoo[serve]`. Ctrl-C stops
 it.""",
     )
-    add_shared(parser, "model", "--revision")
-    add = partial(add_option, parser)
+    add_shared(parser, "model", "--revision", "--adapter", "--import", "--dtype", "--cache-dtype", "--device")
+    add = partial(add_option, parser.group("server"))
     add("--host", str, "address to listen on", "127.0.0.1", metavar="HOST")
     add("--port", PORT, "port; 0 finds a free one", 8000)
     allowed_host = "further name of the server that clients may use, such as lab.example.org; may be repeated"
     add("--allowed-host", str, allowed_host, metavar="NAME", repeats=True)
     add("--api-key", str, "key that clients must have (default: $LIGERZOO_API_KEY, else no key)", metavar="KEY")
     add("--name", str, "the model's name for clients (default: MODEL, of a directory its last part)", metavar="NAME")
-    add("--chat-template", Path, "jinja file instead of the model's template", metavar="FILE")
-    add_batching_options(parser, batch_size=DEFAULT_BATCH_SIZE)
+    add_option(
+        parser.group("model"),
+        "--chat-template",
+        expanded_path,
+        "jinja file instead of the model's template",
+        metavar="FILE",
+    )
+    add = partial(add_option, parser.group("requests"))
+    add_batching_options(parser.group("requests"), batch_size=DEFAULT_BATCH_SIZE)
     add("--max-queue", COUNT, "continuations, or texts to embed, that may wait; clients get status 503 for more", 256)
     add("--max-context", AT_LEAST_1, "tokens of prompt and continuation, or of a text to embed (default: the model's)")
     add("--max-body-mib", AT_LEAST_1, "largest request in MiB", 10)
     pooling = "embed texts, and pool their hidden states so, such as mean (default: what modules.json says, if any)"
-    add("--pooling", str, pooling, metavar="MODE")
-    add_shared(parser, "--dtype", "--cache-dtype", "--device")
+    add_option(parser.group("model"), "--pooling", str, pooling, metavar="MODE")
 
 
 def serve(options: argparse.Namespace) -> int:

@@ -8,19 +8,28 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from ligerzoo.arguments import expanded_path
+from ligerzoo.checks import one_of
 from ligerzoo.cli.checkpoints import new_directory
 from ligerzoo.cli.console import warnings_as_lines
-from ligerzoo.cli.options import AT_LEAST_1, Subparsers, add_option, add_parser
+from ligerzoo.cli.options import AT_LEAST_1, PATH, Subparsers, add_option, add_parser
 from ligerzoo.errors import LigerzooError
+from ligerzoo.foreign_names import our_flag
+from ligerzoo.train.command_line import ConfigFile, add_options, early_value
 from ligerzoo.train.methods import METHODS, printed_recipe
-from ligerzoo.train.options import add_arguments, options_of
+from ligerzoo.train.options import options_of
 
 DEFAULT_METHOD = "sft"
+TOKENIZER_HELP = "directory or hub id of the tokenizer"
 
 
-def add_train(subparsers: Subparsers, method: str) -> None:
+def add_train(subparsers: Subparsers, arguments: Sequence[str]) -> None:
+    """Adds the command, whose options depend on --method, and whose defaults on --config, among the arguments."""
+    is_chosen = arguments[:1] == ["train"]
+    file = ConfigFile(early_value("--config", arguments) if is_chosen else None)
+    given = (early_value("--method", arguments), file.value("method"))
+    method = next((name for name in given if name in METHODS), DEFAULT_METHOD)
     subjects = dict.fromkeys(str(one.options.__doc__).rstrip(".").lower() for one in METHODS.values())
-    options = {option.name: option for option in options_of(METHODS[method].options)}
     parser = add_parser(
         subparsers,
         train,
@@ -32,39 +41,53 @@ examples:
     --max-steps 1000 --lr 1e-3
   ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --dry-run
   ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --print-recipe > recipe.py
+  ligerzoo train --config run/run.yaml --output again
 
 The options depend on --method: `ligerzoo train --method METHOD --help` lists those of a method. --print-recipe prints
 the Python script that the command would run, to change and to run with `python`.
 Ctrl-C saves and stops; --resume continues. A second Ctrl-C stops at once.""",
     )
-    parser.add_argument("model", metavar="MODEL", help=options.pop("model").description)
+    needs_model = "model" not in file.entries
+    parser.set_defaults(check=lambda given: check_has_model(given) if needs_model else None)
+    parser.usage = "%(prog)s [MODEL] --data FILE --output DIR [OPTION ...]"
+    parser.other_hint = methods_with
+    options = {one.name: one for one in options_of(METHODS[method].options)}
+    options["method"] = options["method"]._replace(values=one_of(tuple(METHODS)))  # of a file, which --method replaces
     parser.add_argument(
-        "--method", choices=tuple(METHODS), default=DEFAULT_METHOD, help="what to train (default: %(default)s)"
+        "model",
+        metavar="MODEL",
+        nargs="?" if file.path else None,
+        default=argparse.SUPPRESS,
+        type=PATH,
+        help=options["model"].description,
     )
-    del options["method"]
-    add_arguments(parser, options.values())
+    parser.add_argument(
+        "--method", choices=tuple(METHODS), default=method, help=f"what to train (default: {DEFAULT_METHOD})"
+    )
+    of_file = add_options(parser, [*options.values()], file, without=("model", "method"))
+    parser.set_defaults(of_file=of_file)
     parser.add_argument("--print-recipe", action="store_true", help="print the script with these options, run nothing")
 
 
-def training_method(arguments: Sequence[str] | None) -> str:
-    """Returns the method of `ligerzoo train`, on which its other options depend."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--method", nargs="?")
-    method: str | None = parser.parse_known_args(arguments)[0].method
-    return method if method in METHODS else DEFAULT_METHOD
+def check_has_model(options: argparse.Namespace) -> None:
+    """Raises SystemExit if no model is given."""
+    if "model" not in options:
+        options.parser.error("the following arguments are required: MODEL")
 
 
-def methods_with(flag: str) -> list[str]:
-    """Returns the methods that have an option, such as `--variant`."""
-    option = flag.removeprefix("--").replace("-", "_")
-    return [name for name, one in METHODS.items() if any(option == given.name for given in options_of(one.options))]
+def methods_with(flag: str) -> str | None:
+    """Returns a remedy with the methods that have an option, such as `--variant`; None if no method has it."""
+    of_methods = {name: [given.flag for given in options_of(one.options)] for name, one in METHODS.items()}
+    flag = our_flag(flag, [one for flags in of_methods.values() for one in flags]) or flag
+    names = [name for name, flags in of_methods.items() if flag in flags]
+    return f"{flag} is an option of --method {', '.join(names)}." if names else None
 
 
 def train(options: argparse.Namespace) -> int:
     """Trains a model with the recipe of the method, or prints the recipe."""
     method = METHODS[options.method]
     names = {option.name for option in options_of(method.options)}
-    given = {name: value for name, value in vars(options).items() if name in names}
+    given = {**options.of_file, **{name: value for name, value in vars(options).items() if name in names}}
     if options.print_recipe:
         print(printed_recipe(options.method, given), end="")
         return 0
@@ -87,10 +110,10 @@ examples:
 Reads .txt files, and all texts of JSON Lines files: documents, prompts, completions and messages. Writes tokenizer.json
 and tokenizer_config.json, which transformers reads too, and a chat template in the format ChatML.""",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="text: .txt, .jsonl or a directory")
+    parser.add_argument("files", metavar="FILE", type=PATH, nargs="+", help="text: .txt, .jsonl or a directory")
     parser.add_argument("--vocab-size", type=AT_LEAST_1, required=True, metavar="N", help="number of tokens")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty directory")
-    add_option(parser, "--chat-template", str, "chatml, none, or a jinja file", "chatml", metavar="NAME")
+    parser.add_argument("--output", type=expanded_path, required=True, metavar="DIR", help="new or empty directory")
+    add_option(parser, "--chat-template", PATH, "chatml, none, or a jinja file", "chatml", metavar="NAME")
 
 
 def tokenizer(options: argparse.Namespace) -> int:
@@ -117,9 +140,9 @@ examples:
   ligerzoo tokenize corpus.txt --tokenizer tokenizer --output corpus.bin
   ligerzoo train my-model --method pretrain --data corpus.bin --output run --max-steps 1000 --lr 1e-3""",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="text: .txt, or .jsonl with the field text")
-    parser.add_argument("--tokenizer", required=True, metavar="DIR", help="directory or hub id of the tokenizer")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="new file NAME.bin")
+    parser.add_argument("files", metavar="FILE", type=PATH, nargs="+", help="text: .txt, or .jsonl")
+    parser.add_argument("--tokenizer", type=PATH, required=True, metavar="DIR", help=TOKENIZER_HELP)
+    parser.add_argument("--output", type=expanded_path, required=True, metavar="FILE", help="new file NAME.bin")
     parser.add_argument(
         "--text-unit", choices=("file", "line"), default="file", help="document of a .txt file (default: %(default)s)"
     )
@@ -156,8 +179,8 @@ which are those of a large model. Also copies the tokenizer.""",
     )
     parser.add_argument("model_type", metavar="MODEL_TYPE", help="architecture, such as llama or qwen3_moe")
     parser.add_argument("fields", metavar="FIELD=VALUE", nargs="+", help="fields of config.json; values are JSON")
-    parser.add_argument("--tokenizer", required=True, metavar="DIR", help="directory or hub id of the tokenizer")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty directory")
+    parser.add_argument("--tokenizer", type=PATH, required=True, metavar="DIR", help=TOKENIZER_HELP)
+    parser.add_argument("--output", type=expanded_path, required=True, metavar="DIR", help="new or empty directory")
 
 
 def config(options: argparse.Namespace) -> int:

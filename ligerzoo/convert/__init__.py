@@ -23,6 +23,9 @@ from ligerzoo.models.registry import ALIASES, ARCHITECTURES, ENCODERS, MODEL_CLA
 MODEL_TYPES = tuple(ARCHITECTURES)
 """Every `model_type` of the zoo but encoders'. Each is in `families`, or has a module here, imported when needed."""
 
+OTHER_ARCHITECTURE = "the checkpoint has another architecture"
+"""The problem of a checkpoint that is not of the class that loads it."""
+
 _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""
 
@@ -130,7 +133,7 @@ def architecture_to_load(
         config_class = architecture_for(model_class).config_class
         if issubclass(config_class, architecture.config_class):
             return architecture, config_class
-    what, got = "the checkpoint has another architecture", repr(architecture.model_type)
+    what, got = OTHER_ARCHITECTURE, repr(architecture.model_type)
     loaders = (f"{name}.from_pretrained" for name in (architecture.model_class.__name__, auto_class(architecture)))
     remedy = f"Load it with {' or '.join(loaders)}."
     raise ConfigError(what, where="model_type", got=got, expected=model_class.__name__, remedy=remedy)

@@ -123,8 +123,8 @@ def read_embedding(base: Architecture, raw: Entries, options: Entries, files: Mo
     if not files.modules and pooling is None:
         mode = "mean" if base.model_type in ENCODERS else "lasttoken"
         what, got = "it is unknown how to pool the hidden states of a text", "no modules.json of sentence-transformers"
-        remedy = f'Say how: from_pretrained(..., pooling="{mode}"), or another of {", ".join(POOLING_MODES)}.'
-        raise ConfigError(what, where=files.directory, got=got, remedy=remedy)
+        remedy = f'Pass pooling="{mode}", or another of {", ".join(POOLING_MODES)}.'
+        raise ConfigError(what, where="pooling", got=got, remedy=remedy)
     settings = read_settings(files, hidden_size(model)) if files.modules else EmbeddingSettings()
     if pooling is not None:
         stage, *others = settings.stages

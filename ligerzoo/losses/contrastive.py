@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.checks import FINITE, POSITIVE, check, integer, one_of, or_none
+from ligerzoo.checks import FINITE, POSITIVE, check, instances, integer, is_list, one_of, or_none
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import rms_norm
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
@@ -254,6 +254,7 @@ def check_contrastive_options(
     check(name, one_of(get_args(PartitionMode)), partition_mode=partition_mode)
     check(name, one_of(get_args(Similarity)), similarity=similarity)
     check(name, or_none(FINITE), margin=margin)
+    check(name, instances("""a list of directions, such as ("query_to_doc",)""", is_list), directions=directions)
     for direction in directions:
         check(name, one_of(get_args(Direction)), direction=direction)
     what = f"directions={tuple(directions)} with partition_mode={partition_mode!r}"

@@ -69,7 +69,7 @@ class ActivationPlan:
             end = first + len(list(group))
             name = f"block {first}" if first == end - 1 else f"blocks {first} to {end - 1}"
             kept = sum(self.step.kept[first:end])
-            lines.append(f"  {name:<17}{WORDS[level]:<38}{gib(kept):>8} GiB")
+            lines.append(f"  {name:<17}{WORDS[level]:<38}{gib(kept):>8} GiB kept")
             first = end
         if self.keeps_gathered:
             lines.append("  weights          gathered from forward to backward")
@@ -121,6 +121,27 @@ def plan_activations(
         batch_size=batch_size, seq_length=seq_length, optimizer=optimizer, accumulate=accumulate, gpus=gpus
     )
     return choose_plan(on_meta(model), setting, limit)
+
+
+def plan_checkpointing(model: CausalLM, setting: TrainingSetting) -> ActivationPlan:
+    """Returns the plan of a model whose blocks are all recomputed, with `gradient_checkpointing_enable`.
+
+    Args:
+        model: the model to train, on any device, as it will be trained.
+        setting: how.
+    """
+    simulated = on_meta(model)
+    whole = simulate(simulated, setting, ())
+    simulated.gradient_checkpointing_enable()
+    step = simulate(simulated, setting, ())
+    return ActivationPlan(
+        levels=(Recompute.BLOCK,) * len(model.model.layers),
+        batch_size=setting.batch_size,
+        seq_length=setting.seq_length,
+        step=step,
+        extra_flops=1 - whole.flops / step.flops,
+        budget=None,
+    )
 
 
 def choose_plan(

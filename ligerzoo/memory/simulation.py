@@ -105,9 +105,12 @@ class StepMemory:
         return self.weights + self.optimizer_states + self.gradients + self.activations + self.workspace
 
     def __str__(self) -> str:
-        parts = ("weights", "optimizer_states", "gradients", "activations", "workspace")
+        parts = ["weights", "optimizer_states", "gradients", "activations", "workspace"]
+        if not self.activations:
+            parts.remove("activations")
         listed = ", ".join(f"{name.replace('_', ' ')} {gib(getattr(self, name))}" for name in parts)
-        return f"{gib(self.peak)} GiB ({listed})"
+        when = "" if self.activations else ", after backward, which has freed the activations"
+        return f"{gib(self.peak)} GiB ({listed}){when}"
 
 
 def gib(nbytes: float) -> str:

@@ -21,7 +21,7 @@ def check_teacher(run: Run, options: TeacherRunOptions) -> CausalLM:
         ConfigError: The teacher has another vocabulary than the student.
     """
     check_same_tokens(run.tokenizer, options.teacher)
-    teacher = open_model(options.teacher, dtype=options.dtype, device=torch.device("meta"))
+    teacher = open_model(options.teacher, dtype=options.dtype, device=torch.device("meta"), trained_on=run.device)
     if (mesh := processes.mesh()) is not None:
         check_mesh(teacher, mesh)
     extra = fit_vocabulary(teacher, run.meta_model.config.vocab_size, options.teacher)

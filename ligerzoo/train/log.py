@@ -44,6 +44,9 @@ from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
 
+COLUMNS = 100
+"""The most characters of the live line."""
+
 STOPPED = 130
 """Exit code of a run that Ctrl-C or SIGTERM has stopped, as a shell reports SIGINT."""
 
@@ -154,7 +157,15 @@ class RunLog:
                 cut_log(self.path, first_step, has_all_steps=True)
                 self._file = self.path.open("a", encoding="utf-8")
         is_silent = None if processes.is_main() else True  # None: shown on a terminal only
-        self._progress = tqdm(total=steps, initial=first_step, unit="step", disable=is_silent, dynamic_ncols=True)
+        count = f"{steps}/{steps} [00:00:00<00:00:00], "
+        self._width = len(count)
+        self._progress = tqdm(
+            total=steps,
+            initial=first_step,
+            disable=is_silent,
+            dynamic_ncols=True,
+            bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+        )
         self._last = DeviceTime(model.device)
 
     def step(
@@ -258,26 +269,13 @@ class RunLog:
             self._report(entry)
 
     def _show(self, entry: Entry) -> None:
-        loss, norm = entry["loss"], entry.get("grad_norm")
-        parts = [
-            *(f"{name} {entry[name]:.4g}" for name in self._shown),
-            "loss not finite" if loss is None else f"loss {loss:.4f}",
-            f"{entry['tokens_per_second']:,.0f} tokens/s",
-            f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "",
-            f"trained {entry['trained_tokens']:,}",
-            f"images {entry['images']:,}" if "images" in entry else "",
-            f"padding {entry['padding']:.1%}",
-            "" if norm is None else f"grad norm {norm:.2f}",
-            f"lr {entry['lr']:.2e}",
-            f"{entry['memory_gib']:.1f} GiB",
-        ]
-        line = ", ".join(filter(None, parts))
-        self._progress.set_postfix_str(line, refresh=False)
+        printed = f"step {entry['step']} of {self._steps}: "
+        self._progress.set_postfix_str(live_line(entry, self._shown, COLUMNS - self._width), refresh=False)
         self._progress.update()
         is_last = entry["step"] == self._steps
         if self._progress.disable and (is_last or time.perf_counter() - self._printed > SECONDS_BETWEEN_LINES):
             self._printed = time.perf_counter()
-            self.say(f"step {entry['step']} of {self._steps}: {line}")
+            self.say(printed + live_line(entry, self._shown, COLUMNS - len(printed)))
 
     def __enter__(self) -> Self:
         return self
@@ -291,6 +289,35 @@ class RunLog:
             if self._file is not None:
                 with writing(self.path):  # writes again what could not be written
                     self._file.close()
+
+
+def live_line(entry: Entry, shown: Sequence[str], columns: int) -> str:
+    """Returns the numbers of a step that fit in a line, the most important ones first.
+
+    Args:
+        entry: the step in the log.
+        shown: metrics that the line begins with.
+        columns: the most characters.
+    """
+    loss, norm = entry["loss"], entry.get("grad_norm")
+    parts = [
+        *(f"{name} {entry[name]:.4g}" for name in shown),
+        "loss not finite" if loss is None else f"loss {loss:.4f}",
+        "" if norm is None else f"grad norm {norm:.2f}",
+        f"lr {entry['lr']:.1e}",
+        f"{entry['tokens_per_second']:,.0f} tokens/s",
+        f"MFU {entry['mfu']:.0%}" if entry["mfu"] is not None else "",
+        f"{entry['memory_gib']:.1f} GiB",
+        f"padding {entry['padding']:.0%}",
+        f"images {entry['images']:,}" if "images" in entry else "",
+    ]
+    line = ""
+    for part in filter(None, parts):
+        longer = f"{line}, {part}" if line else part
+        if len(longer) > columns:
+            break
+        line = longer
+    return line
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

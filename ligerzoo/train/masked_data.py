@@ -73,7 +73,8 @@ class MaskedData(RunData):
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their rows."""
         rows = processes.data_ranks() * self.per_step * self._rows
-        return f"{steps:,} steps of {rows} rows of up to {self._seq_length} tokens; padding is not computed"
+        count = f"{steps:,} step{'s' * (steps != 1)}"
+        return f"{count} of {rows} rows of up to {self._seq_length} tokens; padding is not computed"
 
     def masked(self, batches: Sequence[Batch], step: int) -> list[MaskedBatch]:
         """Returns the micro-batches of a step of this process with masks; step 0 is the evaluation data."""

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from ligerzoo.errors import ConfigError
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.train.data_options import EncodingOptions, Packing, TooLong, TrainAnswers
-from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, PositiveFraction, changeable, option
+from ligerzoo.train.options import (
+    Budget,
+    Count,
+    Fraction,
+    Location,
+    NotNegative,
+    Positive,
+    PositiveFraction,
+    changeable,
+    option,
+)
 from ligerzoo.train.run_options import BatchOptions, RunOptions, refuse_options
 
 if TYPE_CHECKING:
@@ -23,7 +33,7 @@ if TYPE_CHECKING:
 class SFTRunOptions(BatchOptions):
     """Pretraining and supervised fine-tuning."""
 
-    model: str = option(
+    model: Location = option(
         "checkpoint in Hugging Face format: a directory or a hub id; with --method pretrain also a config.json, or a "
         "directory without weights, for random weights"
     )
@@ -60,7 +70,7 @@ def _given(options: RunOptions, names: Sequence[str]) -> dict[str, Any]:
 class PreferenceRunOptions(BatchOptions):
     """Preferences."""
 
-    data: tuple[str, ...] = option(
+    data: tuple[Location, ...] = option(
         "data as for sft, with pairs (prompt, chosen, rejected) or, for kto, with prompt, completion and label"
     )
     method: Literal["dpo", "kto", "orpo", "simpo", "cpo"] = option(
@@ -123,7 +133,7 @@ class TeacherRunOptions(RunOptions):
 
     loss_options: ClassVar[tuple[str, ...]] = ("divergence", "beta", "temperature")
 
-    teacher: str = option("checkpoint of the teacher, with the same tokenizer")
+    teacher: Location = option("checkpoint of the teacher, with the same tokenizer")
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"] = option(
         "divergence of the student from the teacher: forward_kl covers the teacher's modes, reverse_kl seeks them, jsd "
         "is between",
@@ -152,7 +162,7 @@ class DistillRunOptions(BatchOptions, TeacherRunOptions):
 
     loss_options: ClassVar[tuple[str, ...]] = (*TeacherRunOptions.loss_options, "hard_weight")
 
-    model: str = option(
+    model: Location = option(
         "checkpoint of the student in Hugging Face format: a directory or a hub id; also a config.json, or a directory "
         "without weights, for random weights"
     )
@@ -166,7 +176,7 @@ class DistillRunOptions(BatchOptions, TeacherRunOptions):
 class RolloutRunOptions(RunOptions):
     """Sampling."""
 
-    data: tuple[str, ...] = option("data as for sft, with prompts")
+    data: tuple[Location, ...] = option("data as for sft, with prompts")
     prompts: Count = option("prompts in a step, of all processes", 8)
     num_samples: Count = option("completions that are sampled of each prompt", 8)
     max_new_tokens: Count = option("largest number of tokens of a completion", 512)
@@ -204,7 +214,7 @@ class RolloutRunOptions(RunOptions):
 class OPDRunOptions(RolloutRunOptions, TeacherRunOptions):
     """On-policy distillation."""
 
-    model: str = option("checkpoint of the student in Hugging Face format: a directory or a hub id")
+    model: Location = option("checkpoint of the student in Hugging Face format: a directory or a hub id")
     method: Literal["opd"] = option("learns from a teacher, on completions that the student samples", "opd")
     divergence: Literal["reverse_kl", "forward_kl", "jsd", "tvd"] = "reverse_kl"
     temperature: Positive = option("temperature of sampling; also divides the logits of both models in the loss", 1.0)
@@ -214,7 +224,7 @@ class OPDRunOptions(RolloutRunOptions, TeacherRunOptions):
 class GRPORunOptions(RolloutRunOptions):
     """Group relative policy optimization."""
 
-    reward: str = option(
+    reward: Location = option(
         "Python file with a function `reward`, or FILE.py:NAME, see ligerzoo.train.rewards; or the directory of a "
         "reward model, as --method reward trains it"
     )
@@ -305,12 +315,12 @@ class RewardRunOptions(BatchOptions):
 class MLMRunOptions(BatchOptions):
     """Masked tokens."""
 
-    model: str = option(
+    model: Location = option(
         "checkpoint of an encoder in Hugging Face format: a directory or a hub id; also a config.json, or a directory "
         "without weights, for random weights"
     )
     method: Literal["mlm"] = option("predicts masked tokens of texts, with an encoder", "mlm")
-    data: tuple[str, ...] = option("data as for sft, with texts")
+    data: tuple[Location, ...] = option("data as for sft, with texts")
     mask_fraction: PositiveFraction = option(
         "probability that a token is predicted, at least one in a row; ModernBERT was trained with 0.3", 0.15
     )
@@ -343,7 +353,7 @@ _CONTRASTIVE_LOSSES: dict[str, dict[str, object]] = {
 class ContrastiveRunOptions(RunOptions):
     """Contrastive learning of embeddings."""
 
-    data: tuple[str, ...] = option(
+    data: tuple[Location, ...] = option(
         "data as for sft, with pairs (query or anchor, positive) and optional hard negatives (negative, negative_1, "
         "..., negatives)"
     )

@@ -6,7 +6,7 @@
         lr: Positive = 1e-6  # another default of an option of RunOptions
 
 A field is `str`, `bool`, one of the types below, `Literal[...]`, or `tuple[str, ...]` for one or more values. With
-`| None` it may be None.
+`| None` it may be None. A trailing underscore, as in `import_`, is not part of the option's name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+import os
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from ligerzoo.arguments import LOCATION, Parser
 from ligerzoo.checks import (
     AT_LEAST_1,
     FLAG,
@@ -31,9 +32,8 @@ from ligerzoo.checks import (
     argument_type,
     integer,
 )
-from ligerzoo.errors import ConfigError, line_for_user
-
-T = TypeVar("T")
+from ligerzoo.errors import ConfigError, raise_all
+from ligerzoo.exports import renamed
 
 
 def _is_budget(value: str) -> bool:
@@ -49,6 +49,7 @@ Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE._replace(expected="a number, 0 or more")]
 Fraction = Annotated[float, FRACTION]
 PositiveFraction = Annotated[float, POSITIVE_FRACTION]
+Location = Annotated[str, LOCATION]
 Budget = Annotated[str, TEXT._replace(expected='a positive number of GiB, "auto" or "none"', contains=_is_budget)]
 
 
@@ -95,11 +96,17 @@ class Option(NamedTuple):
     is_tuple: bool
 
     @property
+    def flag(self) -> str:
+        """The option on the command line, such as "--seq-length"."""
+        return f"--{self.name.strip('_').replace('_', '-')}"
+
+    @property
     def metavar(self) -> str:
         """A letter or word for the value in the help."""
         if self.name in _METAVARS:
             return _METAVARS[self.name]
-        return {str: "TEXT", int: "N"}.get(self.values.parse, "X")  # type: ignore[call-overload, no-any-return]
+        words: dict[object, str] = {str: "TEXT", int: "N", os.path.expanduser: "PATH"}
+        return words.get(self.values.parse, "X")
 
 
 def options_of(options_class: type) -> tuple[Option, ...]:
@@ -127,7 +134,8 @@ def options_of(options_class: type) -> tuple[Option, ...]:
 
 
 def check_options(options: Any) -> None:
-    """Raises ConfigError if a value of a dataclass of options is not one that its annotation describes."""
+    """Raises ConfigError for each value of a dataclass of options that its annotation does not describe."""
+    problems = []
     for one in options_of(type(options)):
         value, accepts, expected = getattr(options, one.name), one.values.accepts, one.values.expected
         if value is None and one.is_optional:
@@ -137,28 +145,30 @@ def check_options(options: Any) -> None:
             is_valid = isinstance(value, tuple) and value != () and all(map(accepts, value))
             expected = 'a tuple of texts, such as ("train.jsonl",)'
         if not is_valid:
-            raise ConfigError("invalid value", where=f"option {one.name}", got=repr(value), expected=expected)
+            problems.append(
+                ConfigError("invalid value", where=f"option {one.name}", got=repr(value), expected=expected)
+            )
+    raise_all(problems)
 
 
-def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+def add_arguments(parser: Parser, options: Iterable[Option]) -> None:
     """Adds an argument for each option, such as `--seq-length` for the field `seq_length`, in groups.
 
     The parsed namespace has an attribute for each option that was given, and none for the others.
     """
-    groups: dict[str, Any] = {}
     for one in options:
-        group = groups[one.group] = groups.get(one.group) or parser.add_argument_group(one.group)
         is_said = one.default in (dataclasses.MISSING, None, False) or "(default: " in one.description
         default = "" if is_said else f" (default: {one.default})"
         given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{one.description}{default}".replace("%", "%%")}
+        given["dest"] = one.name
         if one.values is FLAG:
-            given["action"] = "store_true"
+            given["action"] = argparse.BooleanOptionalAction
         else:
             given |= {"action": _Several, "nargs": "+"} if one.is_tuple else {}
             given["required"] = one.default is dataclasses.MISSING
             choices, parse = one.values.choices, argument_type(one.values)
             given |= {"choices": choices} if choices else {"type": parse, "metavar": one.metavar}
-        group.add_argument(f"--{one.name.replace('_', '-')}", **given)
+        parser.group(one.group).add_argument(one.flag, **given)
 
 
 class _Several(argparse.Action):
@@ -168,23 +178,4 @@ class _Several(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
 
 
-def run_script(main: Callable[[T], int], options_class: type[T], defaults: Mapping[str, Any]) -> int:
-    """Runs a recipe as a script, with the arguments of the command line. Returns the exit code.
-
-    Args:
-        main: the recipe. An error of the user that it raises is printed as one line.
-        options_class: the class of its options.
-        defaults: options of the script, which arguments replace.
-    """
-    parser = argparse.ArgumentParser(description="Runs this recipe; each option replaces its default in the file.")
-    add_arguments(
-        parser, (one._replace(default=defaults.get(one.name, one.default)) for one in options_of(options_class))
-    )
-    given = {**defaults, **vars(parser.parse_args())}
-    try:
-        return main(options_class(**given))
-    except Exception as error:
-        if (line := line_for_user(error)) is None:
-            raise
-        print(f"{parser.prog}: error: {line}", file=sys.stderr)
-        return 1
+__getattr__ = renamed(__name__, {"run_script": "ligerzoo.train.command_line.run_script"})

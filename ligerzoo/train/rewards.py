@@ -16,20 +16,17 @@ It gets those of these arguments that it names, or all if it has `**fields`:
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import statistics
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from ligerzoo.checks import is_text
 from ligerzoo.errors import ConfigError, LigerzooError, quote
+from ligerzoo.own_code import import_file, line_of, summary
 from ligerzoo.train.completions import SampledCompletion, sampling_numbers
 
 DEFAULT_NAME = "reward"
@@ -56,7 +53,12 @@ class RewardFunction:
         is_file = where.endswith(".py") or ":" not in where
         file, _, name = (where, "", DEFAULT_NAME) if is_file else where.rpartition(":")
         self._file, self._name = Path(file), f"{file}:{name}"
-        module = _import(self._file)
+        module = import_file(
+            self._file,
+            f"reward_function_{self._file.stem}",
+            where="option reward",
+            expected=_EXPECTED,
+        )
         function = getattr(module, name, None)
         if not callable(function):
             own = vars(module).items()
@@ -83,8 +85,8 @@ class RewardFunction:
         except LigerzooError:
             raise
         except (Exception, SystemExit) as error:
-            where = _line(self._file, error)
-            raise LigerzooError("the reward function failed", where=where, got=_summary(error)) from error
+            where = line_of(self._file, error)
+            raise LigerzooError("the reward function failed", where=where, got=summary(error)) from error
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or len(result) != len(completions):
             got = f"{len(result)} rewards" if isinstance(result, Sequence) else f"a {type(result).__name__}"
             expected = f"a list of {len(completions)} numbers, one for each completion"
@@ -181,33 +183,3 @@ def completion_of(completion: SampledCompletion) -> Any:
     if is_text(completion.prompt.record["prompt"]):
         return completion.text
     return [{"role": "assistant", "content": completion.text}]
-
-
-def _import(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ConfigError("there is no such file", where="option reward", got=file, expected=_EXPECTED)
-    if file.suffix != ".py":
-        raise ConfigError("not a Python file", where="option reward", got=file, expected=_EXPECTED)
-    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    if str(file.resolve().parent) not in sys.path:
-        sys.path.append(str(file.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError("cannot be imported", where=_line(file, error), got=_summary(error)) from error
-    return module
-
-
-def _line(file: Path, error: BaseException) -> str:
-    """Returns FILE:LINE of the last line of the file that an exception passed."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.absolute()]
-    line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
-    return str(file) if line is None else f"{file}:{line}"
-
-
-def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

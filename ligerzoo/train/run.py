@@ -18,12 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligerzoo import parallel
+from ligerzoo.errors import LigerzooError, Problems, SeveralErrors
 from ligerzoo.memory import ActivationPlan
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models import CausalLM
+from ligerzoo.own_code import import_own_code
 from ligerzoo.parallel import failing_together
 from ligerzoo.parallel.liveness import ending_together
 from ligerzoo.train import processes, run_model
+from ligerzoo.train.command_line import CONFIG_FILE, write_options
+from ligerzoo.train.data.open import check_files
 from ligerzoo.train.log import CountedBatch, RunLog
 from ligerzoo.train.metrics import num_items
 from ligerzoo.train.optimizer_step import OptimizerStep, describe_update
@@ -64,6 +68,7 @@ class Run:
         processor: the processor of a model that reads images; otherwise the tokenizer.
         tokenizer: the tokenizer.
         meta_model: the model as it is trained, on the meta device.
+        problems: what a dry run has found; other runs stop at the first problem.
         model: the model; from `open_model` on.
         optimizer_step: updates the weights; from `open_model` on.
         state: the checkpoints.
@@ -77,33 +82,56 @@ class Run:
 
     def __init__(self, options: RunOptions, *, new: bool = False) -> None:
         self.options, self.output, self._new, self.exit_code = options, Path(options.output), new, 0
-        self._step = 0
+        self.problems = Problems(collects=options.dry_run)
+        self._step, self._can_plan = 0, True
         self._plan: ActivationPlan | None = None
 
     def __enter__(self) -> Self:
-        options, lock = self.options, None
-        check_tracker(options.tracker)
+        options, lock, problems = self.options, None, self.problems
+        with problems:
+            import_own_code(options.import_ or ())
+        with problems:
+            check_tracker(options.tracker)
         with ExitStack() as stack:
             was_joined = dist.is_initialized()
             self.device = parallel.start_processes(options.device).device
             if not was_joined:
                 stack.callback(parallel.stop_processes)
             stack.enter_context(ending_together())
-            options.check_device(self.device.type)
+            with problems:
+                options.check_device(self.device.type)
             stack.enter_context(processes.over_mesh(MeshSizes.parse(options.mesh or ""), self.device))
-            with failing_together(f"opening {self.output}"):
+            with problems, failing_together(f"opening {self.output}"):
                 refuse_output(self.output)
                 if processes.is_main() and not options.dry_run:
                     lock = stack.enter_context(locked_output(self.output))
-            self.state = stack.enter_context(RunState(self.output, options, lock=lock))
-            self.processor = run_model.open_processor(options, self.state)
-            self.tokenizer = tokenizer_of(self.processor)
-            self.meta_model = run_model.open_meta_model(options, self.state, new=self._new)
+            self.state = stack.enter_context(RunState(self.output, options, lock=lock, problems=problems))
+            with problems:
+                self.processor = run_model.open_processor(options, self.state)
+                self.tokenizer = tokenizer_of(self.processor)
+            with problems:
+                self.meta_model = run_model.open_meta_model(options, self.state, self.device, new=self._new)
+            is_open = hasattr(self, "meta_model")
+            similar = None if is_open else run_model.similar_meta_model(options)
+            self._can_plan = is_open or run_model.lacks_weights(options.model)
+            if similar is not None:
+                self.meta_model = similar
+            if not hasattr(self, "processor") or not hasattr(self, "meta_model"):
+                for paths in filter(None, (options.data, options.eval_data)):
+                    with problems:
+                        check_files(paths)
+                problems.raise_if_any()
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)  # raises the error of a process that has died
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._stack.__exit__(kind, error, traceback)  # raises the error of a process that has died
+        earlier = self.problems.errors
+        match error:
+            case SeveralErrors():
+                pass
+            case LigerzooError() if earlier and error not in earlier:
+                raise SeveralErrors([*earlier, error]) from None
 
     def prepare(self, data: RunData | RunPrompts | RunPairs, *, frozen: CausalLM | None = None) -> None:
         """Plans the steps and their memory, and prints the plan and the first samples. A dry run reads all data.
@@ -112,23 +140,46 @@ class Run:
             data: the data that is trained.
             frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
         """
-        options = self.options
+        options, problems = self.options, self.problems
         data.per_step = self.state.micro_batches or data.per_step  # other processes may continue the run
-        self._data, self._batches, self._steps = data, data.training(), data.count_steps()
-        self._plan = run_model.plan_memory(
-            options, self.meta_model, self.device, frozen=frozen, accumulate=data.accumulates, images=data.has_images
-        )
-        done = f"; {self.state.step:,} steps are done" if self.state.step else ""
-        if options.resume and not self.state.step:
-            done = f"; --resume found no checkpoint in {self.output}, so step 1 is the first"
+        with problems:
+            data.check_evaluation()
+        report = problems.result_of(data.read_all) if options.dry_run else None
+        if report is not None:
+            problems.errors += report.errors
         processes.say(run_model.describe_model(self.meta_model, self.device))
-        processes.say(f"{data.describe_steps(self._steps)}{done}")
+        is_readable = not options.dry_run or (report is not None and not report.errors)
+        if is_readable:
+            with problems:
+                self._data, self._batches, self._steps = data, data.training(), data.count_steps()
+                processes.say(f"{data.describe_steps(self._steps)}{self._describe_resume()}")
+                if (warning := data.few_steps(self._steps)) is not None:
+                    processes.say(warning)
         processes.say(describe_update(options, self.meta_model))
-        if self._plan is not None:
-            processes.say(self._plan)
-        data.show()
-        if options.dry_run and data.check().images:
-            run_model.refuse_budget_of_images(options)
+        if self._can_plan:
+            images = not options.dry_run and data.has_images if report is None else report.images > 0
+            with problems:
+                self._plan = run_model.plan_memory(
+                    options,
+                    self.meta_model,
+                    self.device,
+                    frozen=frozen,
+                    accumulate=data.accumulates,
+                    images=images,
+                )
+                if self._plan is not None:
+                    processes.say(self._plan)
+        if is_readable:
+            data.show()
+        if report is not None:
+            processes.say(report.summary)
+        problems.raise_if_any()
+
+    def _describe_resume(self) -> str:
+        done, options = self.state.step, self.options
+        if options.resume and not done:
+            return f"; --resume found no checkpoint in {self.output}, so step 1 is the first"
+        return f"; {done:,} steps are done" if done else ""
 
     def open_model(self) -> CausalLM:
         """Opens the model and the optimizer, as the last checkpoint has them, if any."""
@@ -185,6 +236,9 @@ class Run:
         """
         options, state, step, last = self.options, self.state, self.optimizer_step, self._steps
         tracker = open_tracker(options.tracker, self.output, dataclasses.asdict(options))
+        with failing_together(f"writing {CONFIG_FILE}"):
+            if processes.is_main():
+                write_options(self.output, options)
         loop = self._stack.enter_context(ExitStack())
         stop = loop.enter_context(StopRequest())
         log = self.log = RunLog(
@@ -226,7 +280,8 @@ class Run:
         loop.close()  # writes the last step
         with step.averaged():
             state.finish(
-                self._trained, ("log.jsonl", "samples.jsonl", *(f"{name}.svg" for name in (*metrics[:1], "loss")))
+                self._trained,
+                ("log.jsonl", CONFIG_FILE, "samples.jsonl", *(f"{name}.svg" for name in (*metrics[:1], "loss"))),
             )
 
 

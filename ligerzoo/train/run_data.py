@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from ligerzoo import Tokenizer
-from ligerzoo.errors import ConfigError, DataError
+from ligerzoo.errors import ConfigError, DataError, raise_all
 from ligerzoo.models import CausalLM
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
@@ -36,6 +36,9 @@ from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
 from ligerzoo.train.methods import ContrastiveRunOptions, RolloutRunOptions, methods_for
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor, tokenizer_of
+
+FEW_STEPS = 10
+"""A run of fewer steps than this, as the data gives them, is probably not what the user wants."""
 
 
 class RunSamples:
@@ -100,25 +103,39 @@ class RunSamples:
         for sample in self.shown:
             processes.say(format_sample(sample, self._tokenizer, max_tokens=500))
 
-    def check(self) -> DataReport:
-        """Reads all data, and prints and returns a summary.
+    def check_evaluation(self) -> None:
+        """Checks the evaluation data, and the options that depend on the data.
 
         Raises:
-            DataError: A record is malformed or too long; names the first ones by file and line.
+            LigerzooError: A record is malformed or too long, or an option does not fit.
         """
-        report = self._check(self._paths)
-        processes.say(report)
-        return report
 
-    def _check(self, paths: tuple[str, ...]) -> DataReport:
-        """Reads all data of files, see `check_samples`.
+    def read_all(self) -> DataReport:
+        """Reads all data that is trained, and reports what is wrong with it.
 
         Raises:
-            DataError: See `check` and `samples`.
+            DataError: See `samples`.
         """
-        report = check_samples(self.samples(paths, ONCE))
-        report.raise_if_bad()
-        return report
+        return check_samples(self.samples(self._paths, ONCE))
+
+    def few_steps(self, steps: int) -> str | None:
+        """Returns a warning if the data gives fewer steps than `FEW_STEPS`; None if it gives more, or for max_steps."""
+        if self._max_steps or steps >= FEW_STEPS:
+            return None
+        records, epochs = sum(1 for _ in self.samples(self._paths, ONCE)), self._order.epochs or 1
+        read = f"{_count(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} {_count(steps, 'step')}"
+        *others, last = [*self._for_more_steps, "a larger --epochs"]
+        remedies = " or ".join(filter(None, (", ".join(others), last)))
+        return f"warning: {_count(records, 'record')}{self._describe_rows()}: {read}; use {remedies}"
+
+    def _describe_rows(self) -> str:
+        """Returns how records become steps, for a warning."""
+        return ""
+
+    @property
+    def _for_more_steps(self) -> list[str]:
+        """Options that give more steps."""
+        return []
 
     def _count_steps(self, items: Iterable[object], per_step: int) -> int:
         """Returns the number of steps; reads all items if it depends on that.
@@ -162,6 +179,7 @@ class RunData(RunSamples):
     ) -> None:
         super().__init__(options, processor, model, kind)
         self.per_step, self._packing = options.accumulate, packing
+        self._can_pack_none = hasattr(options, "packing")
         self._eval_paths, self._seq_length = options.eval_data, options.seq_length
         self._shared: BatchArguments = {
             "batch_size": options.batch_size,
@@ -170,8 +188,13 @@ class RunData(RunSamples):
             "world_size": processes.data_ranks(),
             "pin_memory": pin_memory,
         }
-        if options.eval_data:
-            self._check(options.eval_data)
+
+    def check_evaluation(self) -> None:
+        if self._eval_paths:
+            report = check_samples(self.samples(self._eval_paths, ONCE))
+            raise_all(report.errors)
+            if not report.trained_tokens:
+                raise no_samples(", ".join(self._eval_paths))
 
     @property
     def accumulates(self) -> bool:
@@ -201,7 +224,7 @@ class RunData(RunSamples):
         world = processes.data_ranks()
         positions = world * math.prod(sizes)
         shape = " x ".join([*map(str, sizes), *([f"{world} processes"] if world > 1 else [])])
-        return f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all"
+        return f"{_count(steps, 'step')} of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all"
 
     def once(self, paths: tuple[str, ...]) -> PackedBatches | PaddedBatches:
         """Returns all batches of files in their order, such as evaluation data."""
@@ -213,11 +236,19 @@ class RunData(RunSamples):
         stream = self.samples(self._eval_paths, ONCE)
         return self.once(self._eval_paths), (_prompt(sample, stream) for sample in islice(stream, 2))
 
-    def _check(self, paths: tuple[str, ...]) -> DataReport:
-        report = super()._check(paths)
-        if not report.trained_tokens:
-            raise no_samples(", ".join(paths))
-        return report
+    def _describe_rows(self) -> str:
+        batches = self.batches(self._paths, self._order, read_images=False)
+        rows = processes.data_ranks() * sum(len(batch.rows) for batch in batches)
+        return "" if self._packing == "none" else f" pack into {_count(rows, 'row')} of {self._seq_length:,} tokens"
+
+    @property
+    def _for_more_steps(self) -> list[str]:
+        packs, many = self._can_pack_none and self._packing != "none", self._shared["batch_size"] > 1
+        return [
+            *(["--packing none"] if packs else []),
+            *(["a smaller --batch-size"] if many else []),
+            *(["a smaller --accumulate"] if self.per_step > 1 else []),
+        ]
 
 
 class RunPrompts(RunSamples):
@@ -229,14 +260,25 @@ class RunPrompts(RunSamples):
     Attributes:
         per_step: prompts of a step.
         accumulates: True, since the number of micro-batches depends on the completions.
-        held_out: the evaluation data.
     """
 
     def __init__(self, options: RolloutRunOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
         super().__init__(options, tokenizer, model, "prompt")
         self.per_step, self.accumulates, self._num_samples = options.prompts, True, options.num_samples
-        held_out: Any = self.samples(options.eval_data, ONCE) if options.eval_data else ()
-        self.held_out: list[PromptSample] = list(held_out)
+        self._eval_paths = options.eval_data
+
+    @cached_property
+    def held_out(self) -> list[PromptSample]:
+        """The evaluation data."""
+        held_out = self.samples(self._eval_paths, ONCE) if self._eval_paths else ()
+        return [cast(PromptSample, sample) for sample in held_out]
+
+    def check_evaluation(self) -> None:
+        _ = self.held_out
+
+    @property
+    def _for_more_steps(self) -> list[str]:
+        return ["a smaller --prompts"]
 
     def first(self, count: int) -> list[PromptSample]:
         """Returns the first prompts of the training."""
@@ -252,7 +294,7 @@ class RunPrompts(RunSamples):
 
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their completions."""
-        return f"{steps:,} steps of {self.per_step} prompts x {self._num_samples} completions"
+        return f"{_count(steps, 'step')} of {self.per_step} prompts x {self._num_samples} completions"
 
 
 class RunPairs(RunSamples):
@@ -265,7 +307,6 @@ class RunPairs(RunSamples):
     Attributes:
         per_step: pairs of a step, of all processes.
         accumulates: True, since the number of rows depends on the texts.
-        held_out: the evaluation data.
     """
 
     def __init__(self, options: ContrastiveRunOptions, tokenizer: Tokenizer, model: EmbeddingModel) -> None:
@@ -275,15 +316,27 @@ class RunPairs(RunSamples):
         query, document = options.prompts_of(model.settings)
         length = min(options.seq_length, model.max_length)
         self._encoding = replace(self._encoding, seq_length=length, query_prompt=query, document_prompt=document)
+        self._eval_paths, self._dims, self._size = options.eval_data, options.dims, model.embedding_size
+
+    @cached_property
+    def held_out(self) -> list[PairSample]:
+        """The evaluation data."""
+        held_out = self.samples(self._eval_paths, ONCE) if self._eval_paths else ()
+        return [cast(PairSample, sample) for sample in held_out]
+
+    def check_evaluation(self) -> None:
+        if self._dims is not None and max(self._dims) > self._size:
+            what, expected = "more features than embeddings have", f"at most {self._size}"
+            raise ConfigError(what, where="option dims", got=self._dims, expected=expected)
         found = sum(1 for _ in islice(self.samples(self._paths, ONCE), self.per_step))
         if found < self.per_step:
             what, remedy = "the data has fewer pairs than a step", f"For example --pairs {found}."
             raise ConfigError(what, where="option pairs", got=self.per_step, expected=f"at most {found}", remedy=remedy)
-        if options.dims is not None and max(options.dims) > (size := model.embedding_size):
-            what, expected = "more features than embeddings have", f"at most {size}"
-            raise ConfigError(what, where="option dims", got=options.dims, expected=expected)
-        held_out = self.samples(options.eval_data, ONCE) if options.eval_data else ()
-        self.held_out = [cast(PairSample, sample) for sample in held_out]
+        _ = self.held_out
+
+    @property
+    def _for_more_steps(self) -> list[str]:
+        return ["a smaller --pairs"]
 
     def training(self) -> SampleStream:
         """Returns the pairs that are trained."""
@@ -295,7 +348,7 @@ class RunPairs(RunSamples):
 
     def describe_steps(self, steps: int) -> str:
         """Returns the numbers of steps and of their pairs."""
-        return f"{steps:,} steps of {self.per_step} pairs"
+        return f"{_count(steps, 'step')} of {self.per_step} pairs"
 
 
 def _prompt(sample: AnySample, stream: SampleStream) -> Prompt:
@@ -305,6 +358,10 @@ def _prompt(sample: AnySample, stream: SampleStream) -> Prompt:
     if segment.images and stream.images is not None:
         return stream.images.prompt(segment.cut(continued_length(segment)))
     return prompt_of(segment)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 def padding_token(tokenizer: Tokenizer, embedding_rows: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -12,11 +13,15 @@ import torch
 
 from ligerzoo import Tokenizer
 from ligerzoo.adapters import add_lora, freeze_all_but
-from ligerzoo.device import hint_of_dtype
-from ligerzoo.errors import ConfigError
-from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
+from ligerzoo.convert import OTHER_ARCHITECTURE
+from ligerzoo.convert.fields import stored_dtype
+from ligerzoo.device import emulated_dtypes, hint_of_dtype, loads_as_float32
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.files.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub import AutoModel, AutoModelForMaskedLM, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
+from ligerzoo.memory.plan import plan_checkpointing
 from ligerzoo.memory.simulation import SimulationError
 from ligerzoo.models import CausalLM, MaskedLM
 from ligerzoo.models.language_model import LanguageModel
@@ -27,6 +32,7 @@ from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
+from ligerzoo.training_setting import TrainingSetting
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer, tokenizer_of
 
 
@@ -53,6 +59,7 @@ def open_model(
     param_dtype: torch.dtype | None = None,
     model_class: type[LanguageModel] = CausalLM,
     arguments: Mapping[str, Any] = MappingProxyType({}),
+    trained_on: torch.device | None = None,
 ) -> CausalLM:
     """Loads a checkpoint, or builds a model with random weights, in training mode. Several processes divide it.
 
@@ -67,6 +74,8 @@ def open_model(
         param_dtype: dtype in which several processes compute, see `shard_model`.
         model_class: class of the model.
         arguments: further arguments of its `from_pretrained`.
+        trained_on: where a model on the meta device will be trained; None for `device`. If that device emulates the
+            stored dtype, "auto" is float32.
     """
     directory, is_config, mesh = checkpoint_directory(model), lacks_weights(model), processes.mesh()
     is_alone = processes.world_size() == 1 or device.type == "meta"
@@ -83,6 +92,13 @@ def open_model(
                 built.init_weights()  # from the seed, as `initialize_sharded` does; constructors have another order
             return built
     else:
+        if dtype == "auto" and (emulated := emulated_dtypes(trained_on or device)):
+            stored = model_class.from_pretrained(model, dtype=dtype, device="meta", **arguments).dtype
+            stored = model_class.from_pretrained(model, dtype=dtype, device="meta", **arguments).dtype
+            if stored in emulated:
+                dtype = "float32"
+                if trained_on is not None:  # otherwise it has been said
+                    processes.say(loads_as_float32(stored))
 
         def build(device: torch.device) -> CausalLM:
             loaded = model_class.from_pretrained(model, dtype=dtype, device=device, **arguments)
@@ -120,10 +136,13 @@ def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
     return processor
 
 
-def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) -> CausalLM:
+def open_meta_model(
+    options: RunOptions, run: RunState, trained_on: torch.device | None = None, *, new: bool = False
+) -> CausalLM:
     """Returns the model on the meta device, for plans, after checks of what would go wrong without an error.
 
     Args:
+        trained_on: the device of the training.
         new: whether a config without weights is a new model, see `open_model`.
 
     Raises:
@@ -134,17 +153,52 @@ def open_meta_model(options: RunOptions, run: RunState, *, new: bool = False) ->
         remedy = "Train all weights of a new model."
         raise ConfigError(what, where="option lora_rank", got=options.model, expected=expected, remedy=remedy)
     source, adapt = _source(options, run), adaptation(options)
-    meta_model = open_model(
-        source,
-        dtype=options.dtype,
-        device=torch.device("meta"),
-        new=new,
-        adapt=adapt,
-        model_class=options.model_class,
-        arguments=options.model_arguments,
-    )
+    try:
+        meta_model = open_model(
+            source,
+            dtype=options.dtype,
+            device=torch.device("meta"),
+            new=new,
+            adapt=adapt,
+            model_class=options.model_class,
+            arguments=options.model_arguments,
+            trained_on=trained_on,
+        )
+    except ConfigError as error:
+        if error.what != OTHER_ARCHITECTURE:
+            raise
+        methods = "sft, or another one for causal language models" if options.model_class is MaskedLM else "mlm"
+        raise error.replaced(remedy=f"Train it with --method {methods}.") from error
     check_model(meta_model, options.optimizer)
     return meta_model
+
+
+def similar_meta_model(options: RunOptions) -> CausalLM | None:
+    """Returns a model on the meta device with which a dry run goes on although the one that trains cannot be opened.
+
+    It is that of MODEL's config.json, if there are no weights; or that of MODEL without adapters, and with all
+    parameters trained. None if that fails too.
+    """
+    path, dtype, is_new = Path(checkpoint_directory(options.model)) / CONFIG_FILE, str(options.dtype), False
+    adaptations: tuple[Callable[[CausalLM], object] | None, ...] = (None,)
+    if lacks_weights(options.model):
+        if not path.exists() or options.model_class not in (CausalLM, MaskedLM):
+            return None
+        is_new, adaptations = True, (adaptation(options), None)
+        if dtype == "auto":
+            dtype = str(stored_dtype(read_json(path)) or torch.float32).removeprefix("torch.")
+    for adapt in adaptations:
+        with suppress(LigerzooError):  # the first error says what is wrong
+            return open_model(
+                options.model,
+                dtype=dtype,
+                device=torch.device("meta"),
+                new=is_new,
+                adapt=adapt,
+                model_class=options.model_class,
+                arguments={} if is_new else options.model_arguments,
+            )
+    return None
 
 
 def check_model(model: CausalLM, optimizer: str) -> None:
@@ -235,13 +289,35 @@ def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
     """Returns what changes the model before it is sharded: adapters are added, or parts are frozen. None: nothing."""
     if options.lora_rank is not None:
         rank, alpha = options.lora_rank, options.lora_alpha or 2 * options.lora_rank
+        targets, trained = options.lora_targets, options.new_modules
         more: dict[str, Any] = {"dropout": options.adapter_dropout, "dora": options.dora}
-        return lambda model: add_lora(model, rank, alpha, options.lora_targets, trained=options.new_modules, **more)
+
+        def adapt(model: CausalLM) -> None:
+            with option_named("targets", "option lora_targets"):
+                add_lora(model, rank, alpha, targets, trained=trained, **more)
+
+        return adapt
     if options.train_only is not None:
         parts = options.train_only
-        return lambda model: freeze_all_but(model, parts)
+
+        def freeze(model: CausalLM) -> None:
+            with option_named("freeze_all_but", "option train_only"):
+                freeze_all_but(model, parts)
+
+        return freeze
     # A sharded model reads all its parameters from files.
     return (lambda model: None) if options.new_modules else None
+
+
+@contextmanager
+def option_named(argument: str, option: str) -> Iterator[None]:
+    """Moves an error about an argument, named in its `where`, to the option that sets it."""
+    try:
+        yield
+    except LigerzooError as error:
+        if argument not in str(error.where):
+            raise
+        raise error.moved_to(option) from error
 
 
 def plan_memory(
@@ -265,18 +341,27 @@ def plan_memory(
     Raises:
         ConfigError: a number of GiB with images.
     """
-    if options.activation_budget == "none" or options.mixed_precision or options.activation_checkpointing:
+    if options.activation_budget == "none" or options.mixed_precision:
         return None
     budget, count = options.activation_budget, processes.per_copy()
     if images:
         refuse_budget_of_images(options)
     averages = 4 * sum(weight.numel() for weight in meta_model.parameters() if weight.requires_grad)
     weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
+    setting = TrainingSetting(
+        batch_size=options.batch_size,
+        seq_length=-(-options.seq_length // processes.context_size()),
+        optimizer=options.optimizer,
+        accumulate=accumulate,
+        gpus=count,
+    )
     try:
+        if options.activation_checkpointing:
+            return plan_checkpointing(meta_model, setting)
         return plan_activations(
             meta_model,
-            batch_size=options.batch_size,
-            seq_length=-(-options.seq_length // processes.context_size()),
+            batch_size=setting.batch_size,
+            seq_length=setting.seq_length,
             budget="auto" if budget == "auto" else float(budget),
             optimizer=options.optimizer,
             accumulate=accumulate,
@@ -287,7 +372,8 @@ def plan_memory(
     except SimulationError as error:
         if budget != "auto":
             raise
-        processes.say(f"{error}. All activations are kept; --activation-checkpointing keeps fewer.")
+        kept = ". All activations are kept; --activation-checkpointing keeps fewer."
+        processes.say(f"{error}{'' if options.activation_checkpointing else kept}")
         return None
 
 

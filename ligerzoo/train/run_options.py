@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ligerzoo.checks import one_of
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, raise_all
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES
 from ligerzoo.train.data_options import EncodingOptions, TooLong
@@ -14,6 +14,7 @@ from ligerzoo.train.options import (
     Budget,
     Count,
     Fraction,
+    Location,
     NotNegative,
     Positive,
     Seed,
@@ -33,9 +34,13 @@ LARGEST_WARMUP_OF_WSD = 0.9
 class ModelOptions:
     """Model."""
 
-    model: str = option("checkpoint in Hugging Face format: a directory or a hub id")
-    tokenizer: str | None = option("checkpoint of the tokenizer (default: MODEL)", None)
-    chat_template: str | None = option(
+    model: Location = option("checkpoint in Hugging Face format: a directory or a hub id")
+    import_: tuple[Location, ...] | None = changeable(
+        "Python file or module that is imported first, which may register own model classes; may be repeated",
+        None,
+    )
+    tokenizer: Location | None = option("checkpoint of the tokenizer (default: MODEL)", None)
+    chat_template: Location | None = option(
         "jinja file with the chat template, instead of the tokenizer's; it is saved with the tokenizer", None
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option("dtype of the weights (default: as stored)", "auto")
@@ -50,12 +55,12 @@ class ModelOptions:
 class DataOptions:
     """Data."""
 
-    data: tuple[str, ...] = option(
+    data: tuple[Location, ...] = option(
         "training data: a file, directory or pattern, a saved dataset, or org/name:split of the hub, see docs/data.md; "
         "several are one data set, or have weights: a.jsonl:0.7 b.csv:0.3"
     )
     map: tuple[str, ...] | None = option("columns by our names of fields, such as prompt=question", None)
-    eval_data: tuple[str, ...] | None = changeable("evaluation data", None)
+    eval_data: tuple[Location, ...] | None = changeable("evaluation data", None)
     eval_every: Count = changeable("steps between evaluations", 100)
     seq_length: Count = option("tokens in a row", 2048)
     batch_size: Count = option("rows in a micro-batch of a process", 4)
@@ -118,7 +123,7 @@ class MemoryOptions:
 class StepOptions:
     """Steps, checkpoints and the log."""
 
-    output: str = changeable("directory for checkpoints, the log and the trained model or adapter")
+    output: Location = changeable("directory for checkpoints, the log and the trained model or adapter")
     max_steps: Count | None = changeable("number of steps; the data is repeated as needed (default: as --epochs)", None)
     epochs: Count | None = changeable("times that the data is read, without --max-steps (default: 1)", None)
     save_every: Count = changeable("steps between checkpoints; the last step is always saved", 500)
@@ -143,8 +148,8 @@ class RunOptions(StepOptions, MemoryOptions, OptimizerOptions, ParameterOptions,
         adapter_options = self.lora_alpha, self.adapter_dropout, self.lora_targets, self.dora
         refuse_options(
             (self.max_steps and self.epochs, "options max_steps and epochs", "only one of them may be given", None),
-            (self.mixed_precision and self.dtype != "float32", "option mixed_precision", "needs dtype float32",
-             f"dtype {self.dtype}"),
+            (self.mixed_precision and self.dtype != "float32", "option mixed_precision", "needs dtype=float32",
+             f"dtype={self.dtype}"),
             (any(adapter_options) and not self.lora_rank, "option lora_rank",
              "is needed by the other options of adapters", None),
             (self.lora_rank and self.train_only, "options lora_rank and train_only", "only one of them may be given",
@@ -222,9 +227,9 @@ class BatchOptions(RunOptions):
         where = "option optimizer_in_backward"
         refuse_options(
             (self.optimizer_in_backward and self.max_grad_norm, where,
-             "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {self.max_grad_norm}"),
-            (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate 1",
-             f"accumulate {self.accumulate}"),
+             "needs max_grad_norm=0, since gradients do not exist at one time", f"max_grad_norm={self.max_grad_norm}"),
+            (self.optimizer_in_backward and self.accumulate > 1, where, "needs accumulate=1",
+             f"accumulate={self.accumulate}"),
         )  # fmt: skip
 
     def rows_of_step(self, data_ranks: int) -> int | None:
@@ -252,7 +257,5 @@ class BatchOptions(RunOptions):
 
 
 def refuse_options(*cases: tuple[Any, str, str, Any]) -> None:
-    """Raises ConfigError for the first case that is wrong: (whether it is wrong, where, what, got)."""
-    for is_wrong, where, what, got in cases:
-        if is_wrong:
-            raise ConfigError(what, where=where, got=got)
+    """Raises ConfigError for each case that is wrong: (whether it is wrong, where, what, got)."""
+    raise_all(ConfigError(what, where=where, got=got) for is_wrong, where, what, got in cases if is_wrong)

@@ -30,7 +30,7 @@ import torch
 
 from ligerzoo import adapters
 from ligerzoo.dtensors import local
-from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.errors import RAISED, CheckpointError, ConfigError, Problems
 from ligerzoo.files.atomic import delete_directory, refuse_irreplaceable
 from ligerzoo.files.slots import delete_leftovers
 from ligerzoo.hub.saving import prepared
@@ -106,6 +106,7 @@ class RunState:
         options: the run's options, stored in each checkpoint. With `resume` the run that `output` holds continues;
             without checkpoints, it starts from the beginning.
         lock: the lock of `output`, in the main process; None in others, and in a dry run.
+        problems: keeps the errors of a dry run.
 
     Attributes:
         checkpoint: directory of the newest checkpoint, from which the run continues; None for a new run.
@@ -119,18 +120,26 @@ class RunState:
             divide among the processes; or the run has more than `max_steps` steps.
     """
 
-    def __init__(self, output: str | Path, options: RunOptions, *, lock: OutputLock | None = None) -> None:
+    def __init__(
+        self,
+        output: str | Path,
+        options: RunOptions,
+        *,
+        lock: OutputLock | None = None,
+        problems: Problems = RAISED,
+    ) -> None:
         self.output, self._keep, self._lock = Path(output), options.keep, lock
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
         self._resumed: RunCheckpoint | None = None
         self.step, ranks = 0, processes.data_ranks()
         self._thread, self._copies = SavingThread(), HostCopies()
-        self.rows = options.rows_of_step(ranks)
-        with failing_together(f"opening {output}"):
+        self.rows, self.micro_batches = options.rows_of_step(ranks), None
+        with problems, failing_together(f"opening {output}"):
             if not options.resume:
                 _refuse_earlier_run(self.output)
-        self.checkpoint = processes.gather(newest_checkpoint(self.output))[0]
-        with failing_together(f"opening {output}"):
+        newest = newest_checkpoint(self.output) if options.resume else None
+        self.checkpoint: Path | None = processes.gather(newest)[0]
+        with problems, failing_together(f"opening {output}"):
             if self.checkpoint is not None:
                 if not self.checkpoint.is_dir():
                     what, remedy = "is not on this host", "Choose an output directory on storage that all hosts share."

@@ -147,7 +147,7 @@ def test_a_smaller_vocabulary_is_refused(data: Path, teacher: Path, checkpoint: 
     [
         ({"divergence": "tvd", "beta": 0.3}, "option divergence: Distillation: beta=0.3"),
         ({"lora_alpha": 4.0}, "option lora_rank"),
-        ({"mixed_precision": True}, "option mixed_precision: needs dtype float32"),
+        ({"mixed_precision": True}, "option mixed_precision: needs dtype=float32"),
     ],
 )
 def test_invalid_options(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ligerzoo import AutoModel
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.models import CausalLM, Mixtral, MixtralConfig
-from ligerzoo.train.log import RunLog, cut_log, first_sources, read_log
+from ligerzoo.train.log import RunLog, cut_log, first_sources, live_line, read_log
 from ligerzoo.train.plot import HEIGHT, MAX_POINTS, plot_metric, plot_svg, thinned, ticks
 from ligerzoo.train.run import StopRequest
 from ligerzoo.train.throughput import StepFlops
@@ -59,6 +59,18 @@ def test_each_step_is_a_line(model: CausalLM, tmp_path: Path, capsys: pytest.Cap
     assert 0.1 < first["memory_gib"] < 100
     assert list(first) == list(second)
     assert "step 2 of 2: loss 2.2500, " in capsys.readouterr().err
+
+
+def test_the_live_line_fits() -> None:
+    numbers = {"loss": 12.34567, "grad_norm": 1234.5, "lr": 1.5e-5, "mfu": 0.41, "memory_gib": 140.25}
+    entry = {**numbers, "tokens_per_second": 1_234_567.8, "padding": 0.123, "images": 1000, "reward": -0.123456}
+    line = live_line(entry, ["reward"], 70)
+    assert line == "reward -0.1235, loss 12.3457, grad norm 1234.50, lr 1.5e-05, 1,234,568 tokens/s"[: len(line)]
+    assert 50 < len(line) <= 70
+    everything = live_line(entry, ["reward"], 1000)
+    assert everything.startswith(line)
+    assert everything.endswith("MFU 41%, 140.2 GiB, padding 12%, images 1,000")
+    assert live_line({**entry, "loss": None, "grad_norm": None, "mfu": None}, [], 20) == "loss not finite"
 
 
 def test_a_log_that_cannot_be_written_is_named(model: CausalLM, tmp_path: Path) -> None:

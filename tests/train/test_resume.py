@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         with pytest.raises(CheckpointError, match=expected) as raised:
             train(parts)
     assert "checkpoint-2 is whole: continue from it with --resume." in str(raised.value)
-    assert sorted(os.listdir(tmp_path / "parts")) == ["checkpoint-2", "log.jsonl", "loss.svg"]
+    assert sorted(os.listdir(tmp_path / "parts")) == ["checkpoint-2", "log.jsonl", "loss.svg", "run.yaml"]
     assert train({**parts, "resume": True}) == 0
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 

@@ -178,6 +178,15 @@ def check_record(record: Fields, kind: Kind) -> Fields:
     return present
 
 
+def unread_fields(record: Fields, kind: Kind) -> list[str]:
+    """Returns the fields of a record that its kind does not read, such as ids."""
+    names = FIELDS[kind]
+    read = {*names.required, *names.optional}
+    return [
+        name for name in _present(record) if name not in read and not (kind == "pair" and _NEGATIVE.fullmatch(name))
+    ]
+
+
 def _present(record: Fields) -> Fields:
     """Returns the fields that are not None, by our names."""
     given = {name: value for name, value in record.items() if value is not None}

@@ -12,7 +12,7 @@ from ligerzoo.train.data.fields import KINDS, Kind
 from ligerzoo.train.data.images import ImageEncoder, SampleImages
 from ligerzoo.train.data.sample_encoder import SampleEncoder, encode_tokens
 from ligerzoo.train.data.samples import Source, naming
-from ligerzoo.train.data.sources import Paths, ReadOptions, TextUnit, open_sources
+from ligerzoo.train.data.sources import Paths, ReadOptions, TextUnit, open_readers, open_sources
 from ligerzoo.train.data.stream import Order, SampleStream
 from ligerzoo.train.data_options import EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_data_option
 from ligerzoo.vision.processor import Processor
@@ -141,3 +141,8 @@ def open_samples(
         workers=workers,
         images=None if processor is None else SampleImages(processor, images_of_record),
     )
+
+
+def check_files(data: object) -> None:
+    """Raises DataError if the data is not here, or not of a format that can be read. No record is read."""
+    open_readers(data, ReadOptions())

@@ -62,28 +62,33 @@ class DataReport:
     first_samples: list[AnySample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def errors(self) -> list[DataError]:
+        """The reported problems as errors, and one that says how many more there are."""
+        more = self.num_problems - len(self.problems)
+        return [DataError(one) for one in (*self.problems, *([f"{more:,} more records have problems"] if more else []))]
+
     def raise_if_bad(self) -> None:
         """Raises DataError with all reported problems if there is any."""
         if self.num_problems:
             raise DataError(self.problems[0] if self.num_problems == 1 else "\n".join(self._lines_of_problems()))
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """A line with the numbers of samples and tokens."""
         trained = "" if self.kind in ("prompt", "pair") else f", {self.trained_tokens:,} of them trained"
-        lines = [
+        return (
             f"{self.samples:,} samples of kind {self.kind!r}, {self.tokens:,} tokens{trained}; "
             f"{f'{self.images:,} images; ' if self.images else ''}longest sequence {self.longest:,} tokens; "
             f"{self.dropped:,} records without a sample"
-        ]
-        return "\n".join(lines + (self._lines_of_problems() if self.num_problems else []))
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(self._lines_of_problems() if self.num_problems else [])])
 
     def _lines_of_problems(self) -> list[str]:
-        lines = [
-            f"{self.num_problems:,} problem{'s' * (self.num_problems > 1)}:",
-            *(f"  {problem}" for problem in self.problems),
-        ]
-        if self.num_problems > len(self.problems):
-            lines.append(f"  and {self.num_problems - len(self.problems):,} more")
-        return lines
+        count = f"{self.num_problems:,} problem{'s' * (self.num_problems > 1)}:"
+        return [count, *(f"  {error}" for error in self.errors)]
 
     def _count(self, sample: AnySample) -> None:
         self.samples += 1

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeGuard, get_args
 
 from ligerzoo.checks import is_list
 from ligerzoo.errors import DataError, first_names
-from ligerzoo.train.data.fields import Kind, record_kind
+from ligerzoo.train.data.fields import Kind, record_kind, unread_fields
 from ligerzoo.train.data.hub_data import hub_data, is_path, is_saved_dataset, open_hub_data, open_rows
 from ligerzoo.train.data.layouts import RecordLayout, check_column_names, layout_of, typed_cells, with_our_names
 from ligerzoo.train.data.parquet import ParquetReader
@@ -316,6 +316,9 @@ class DataSource(RecordReader):
             self._layout = layout_of(self._ours(first.fields), self._wanted)
             if self._layout is not None:
                 self.notes.append(f"{first.source.name}: records with {self._layout.name}")
+            if self._wanted == "pair" and (unread := unread_fields(self._ours(first.fields), "pair")):
+                read = "query or anchor, positive, negative, negatives and negative_1, ..."
+                self.notes.append(f"{first.source.name}: not read: {first_names(unread)}; read are {read}")
             return self._wanted if self._wanted != "auto" else record_kind(self._converted(first.fields))
 
     def _ours(self, fields: Fields) -> Fields:

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from ligerzoo.losses import LossOutput
+from ligerzoo.train.command_line import run_script
 from ligerzoo.train.data import Batch
 from ligerzoo.train.distillation import check_teacher, load_teacher
 from ligerzoo.train.evaluation import evaluate_method
 from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
-from ligerzoo.train.options import run_script
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
 
@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {}
 def main(options: DistillRunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options, new=True) as run:
-        meta_teacher = check_teacher(run, options)
+        meta_teacher = run.problems.result_of(check_teacher, run, options)
         data = RunData(options, run.tokenizer, run.meta_model, "auto", pin_memory=run.device.type == "cuda")
         run.prepare(data, frozen=meta_teacher)
         if options.dry_run:

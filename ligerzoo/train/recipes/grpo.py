@@ -18,11 +18,11 @@ from ligerzoo.losses import LossOutput
 from ligerzoo.losses.grpo import VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
+from ligerzoo.train.command_line import run_script
 from ligerzoo.train.completion_batches import CompletionBatch, PolicyBatch, completion_loss, policy_batch
 from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
-from ligerzoo.train.options import run_script
 from ligerzoo.train.reward_model import open_reward
 from ligerzoo.train.rewards import mean_reward, summarize, with_advantages
 from ligerzoo.train.rollouts import Rollouts
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {}
 def main(options: GRPORunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options) as run:
-        reward = open_reward(options.reward, run.device)
+        reward = run.problems.result_of(open_reward, options.reward, run.device)
         data = RunPrompts(options, run.tokenizer, run.meta_model)
         needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
         run.prepare(data, frozen=run.meta_model if needs_copy else None)

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from ligerzoo.losses import LossOutput
+from ligerzoo.train.command_line import run_script
 from ligerzoo.train.data.masking import MaskedBatch
 from ligerzoo.train.evaluation import evaluate_batches
 from ligerzoo.train.masked_data import MaskedData
 from ligerzoo.train.methods import MLMRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
-from ligerzoo.train.options import run_script
 from ligerzoo.train.run import Run
 
 DEFAULTS: dict[str, Any] = {}

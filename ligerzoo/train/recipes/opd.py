@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from ligerzoo.losses import LossOutput
+from ligerzoo.train.command_line import run_script
 from ligerzoo.train.completion_batches import CompletionBatch, completion_divergence
 from ligerzoo.train.completions import sampling_numbers
 from ligerzoo.train.distillation import check_teacher, load_teacher
 from ligerzoo.train.evaluation import evaluate_batches
 from ligerzoo.train.methods import OPDRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items, on_device
-from ligerzoo.train.options import run_script
 from ligerzoo.train.rollouts import Rollouts
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {}
 def main(options: OPDRunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options) as run:
-        meta_teacher = check_teacher(run, options)
+        meta_teacher = run.problems.result_of(check_teacher, run, options)
         data = RunPrompts(options, run.tokenizer, run.meta_model)
         run.prepare(data, frozen=meta_teacher)
         model = run.open_model()
