@@ -50,52 +50,54 @@ def check(text: str) -> None:
 
 
 def test_generate(demo: tuple[Llama, Tokenizer], grammar: Grammar) -> None:
-    """Each row has a text of the grammar, greedy or sampled, and log-probabilities of the model."""
+    """Each row has a text of the grammar, and log-probabilities of the model."""
     model, tokenizer = demo
     ids = torch.tensor([tokenizer.encode("import os")] * 3)
-    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0, "seeds": torch.arange(3)}):
-        output = model.generate(
-            ids, constraint=grammar, max_new_tokens=60, return_dict_in_generate=True, pad_token_id=0, **options
-        )
-        assert output.finish_reasons == ["stop"] * 3
-        new = output.sequences[:, ids.shape[1] :]
-        for text in tokenizer.batch_decode(new, skip_special_tokens=True):
-            check(text)
-        logps = model(output.sequences).logits[:, ids.shape[1] - 1 : -1].float().log_softmax(-1)
-        ends = (new == tokenizer.eos_token_id).cumsum(1) - (new == tokenizer.eos_token_id).int()
-        torch.testing.assert_close(logps.gather(2, new[..., None])[..., 0] * (ends == 0), output.logps)
+    options = {"do_sample": True, "temperature": 2.0, "seeds": torch.arange(3)}
+    output = model.generate(
+        ids, constraint=grammar, max_new_tokens=40, return_dict_in_generate=True, pad_token_id=0, **options
+    )
+    assert output.finish_reasons == ["stop"] * 3
+    new = output.sequences[:, ids.shape[1] :]
+    for text in tokenizer.batch_decode(new, skip_special_tokens=True):
+        check(text)
+    logps = model(output.sequences).logits[:, ids.shape[1] - 1 : -1].float().log_softmax(-1)
+    ends = (new == tokenizer.eos_token_id).cumsum(1) - (new == tokenizer.eos_token_id).int()
+    torch.testing.assert_close(logps.gather(2, new[..., None])[..., 0] * (ends == 0), output.logps)
     assert len(set(map(tuple, new.tolist()))) == 3
 
 
-@pytest.mark.parametrize("lag", [0, 4])
-def test_rows_with_and_without_a_grammar(demo: tuple[Llama, Tokenizer], grammar: Grammar, lag: int) -> None:
+def test_rows_with_and_without_a_grammar(demo: tuple[Llama, Tokenizer], grammar: Grammar) -> None:
     """A row has the tokens that it has alone, also if the host reads late, as on a GPU, and if rows are exchanged."""
     model, tokenizer = demo
     prompts = [tokenizer.encode(text) for text in ("import os", "def read(path):", "class A", "for i in")]
     requests: list[dict[str, Any]] = [
-        {"constraint": grammar, "max_new_tokens": 60},
-        {"max_new_tokens": 30},
+        {"constraint": grammar, "max_new_tokens": 40},
+        {"max_new_tokens": 20},
         {"constraint": grammar, "max_new_tokens": 7},
-        {"constraint": grammar, "max_new_tokens": 60, "do_sample": True, "top_p": 0.9},
+        {"constraint": grammar, "max_new_tokens": 40, "do_sample": True, "top_p": 0.9},
     ]
-    alone = []
-    for prompt, options in zip(prompts, requests, strict=True):
-        torch.manual_seed(7)
+
+    def seeded() -> list[dict[str, Any]]:
+        return [{**options, "generator": torch.Generator().manual_seed(7)} for options in requests]
+
+    alone: list[list[int]] = []
+    for prompt, options in zip(prompts, seeded(), strict=True):
         (one,) = generate_many(model, [prompt], batch_size=1, **options)
         alone.append(one.tokens)
-    scheduler = Scheduler(model, batch_size=3, max_cache_tokens=128)
-    scheduler._reads.lag = lag
-    found: list[list[int]] = [[] for _ in prompts]
-    for prompt, options in zip(prompts, requests, strict=True):
-        torch.manual_seed(7)
-        scheduler.add(prompt, **options)
-    while not scheduler.is_idle:
-        for update in scheduler.step():
-            found[update.index] += update.tokens
-    assert found == alone
     for index in (0, 3):
-        check(tokenizer.decode(found[index], skip_special_tokens=True))
-    assert not scheduler._sampler.has_constraints
+        check(tokenizer.decode(alone[index], skip_special_tokens=True))
+    for lag in (0, 4):
+        scheduler = Scheduler(model, batch_size=3, max_cache_tokens=128)
+        scheduler._reads.lag = lag
+        found: list[list[int]] = [[] for _ in prompts]
+        for prompt, options in zip(prompts, seeded(), strict=True):
+            scheduler.add(prompt, **options)
+        while not scheduler.is_idle:
+            for update in scheduler.step():
+                found[update.index] += update.tokens
+        assert found == alone
+        assert not scheduler._sampler.has_constraints
 
 
 def test_the_other_options_apply(demo: tuple[Llama, Tokenizer]) -> None:

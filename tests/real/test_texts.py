@@ -10,6 +10,7 @@ import transformers
 
 from ligerzoo import Tokenizer
 from ligerzoo.errors import LigerzooError
+from ligerzoo.serve.tools import find_format
 from ligerzoo.text.chat_template import ChatTemplate
 from tests.real.packages import llama_cpp, npm_tokenizer
 
@@ -95,3 +96,29 @@ def test_chat_templates(kind: str, checkpoint: Path) -> None:
                     assert ours.apply_chat_template(MESSAGES[kind], **options) == expected, path.name
                     rendered += 1
     assert rendered > 20
+
+
+TOOL_FORMATS = {
+    "<tool_call>\n": ("Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "ibm-granite-granite-4.0", "MiMo-VL"),
+    "[TOOL_CALLS][": ("mistralai-Mistral-Nemo-Instruct-2407",),
+    "[TOOL_CALLS]": ("mistralai-Ministral-3-14B-Reasoning-2512", "unsloth-mistral-Devstral-Small-2507"),
+    "<tool_calls>[": ("unsloth-Apriel-1.5",),
+    "<TOOLCALL>[": ("NVIDIA-Nemotron-Nano-v2",),
+    "": ("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct"),
+}
+NO_TOOL_FORMAT = ("Qwen3-Coder", "google-gemma-2-2b-it", "GLM-4.6", "openai-gpt-oss-120b")
+
+
+def test_formats_of_tool_calls(checkpoint: Path) -> None:
+    """Found by rendering calls. Llama's templates write one call only."""
+    tokenizer = Tokenizer.from_pretrained(checkpoint)
+    expected = {name: opening for opening, names in TOOL_FORMATS.items() for name in names}
+    for path in templates():
+        if path.stem in expected or path.stem in NO_TOOL_FORMAT:
+            tokenizer.chat_templates = {"default": ChatTemplate(path.read_text(encoding="utf-8"), path.name)}
+            found = find_format(tokenizer)
+            opening = expected.pop(path.stem, None)
+            assert (None if found is None else (found[0].open, found[1])) == (
+                None if opening is None else (opening, bool(opening))
+            ), path.stem
+    assert not expected
