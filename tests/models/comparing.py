@@ -94,6 +94,42 @@ def rounding_as_eager() -> Iterator[None]:
         yield
 
 
+def assert_same_vision_training(
+    ours: CausalLM,
+    theirs: nn.Module,
+    tokens: tuple[Tensor, Tensor],
+    vision: Mapping[str, Tensor],
+    labels: Tensor,
+    expected: Any,
+) -> None:
+    """Compares logits, loss and gradients of a padded batch, in which gradients reach the tower if it has images.
+
+    Args:
+        ours: our model.
+        theirs: that of transformers.
+        tokens: ids and padding mask.
+        vision: inputs for images and videos, which may be none.
+        labels: of the tokens.
+        expected: the output of `theirs` with the labels.
+    """
+    ids, mask = tokens
+    with torch.no_grad():
+        logits = ours(ids, mask, **vision).logits
+    assert_close(logits[mask == 1], expected.logits[mask == 1], "logits")
+    for model in (ours, theirs):
+        model.zero_grad()
+    loss = ours(ids, mask, labels=labels, **vision).loss
+    assert_close(loss, expected.loss, "loss")
+    loss.backward()
+    expected.loss.backward()
+    expected_gradients = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), expected_gradients)
+    assert got.keys() == expected_gradients.keys()  # none of blocks that do not run
+    assert any("vis" in name for name in got) == bool(vision)  # visual, vision_tower
+    for name, gradient in expected_gradients.items():
+        assert_close(got[name], gradient, f"gradient of {name}")
+
+
 def assert_same_bf16(ours: Tensor, theirs: Tensor) -> None:
     """Asserts that results in bf16 differ by at most 2 ulps of the largest number."""
     ulp = 2.0 ** (math.floor(math.log2(theirs.abs().max().item())) - 7)

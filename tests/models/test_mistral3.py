@@ -23,11 +23,11 @@ from tests.models.comparing import (
     all_gradients,
     assert_close,
     assert_errors_as_small,
+    assert_same_vision_training,
     gradients,
     load_both,
     raw_bytes,
     stored_tensors,
-    under_their_names,
 )
 from tests.models.tiny import Tiny
 from tests.models.tiny_mistral3 import (
@@ -99,22 +99,7 @@ def assert_same_training(ours: Mistral3, theirs: PreTrainedModel, rows: list[Row
     p = prompt_for(ours, rows)
     labels = labels_for(p)
     expected = theirs_on(theirs, p, labels=labels)
-    with torch.no_grad():
-        logits = ours(p.ids, p.mask, **p.images).logits
-    assert_close(logits[p.mask == 1], expected.logits[p.mask == 1], "logits")
-
-    for model in (ours, theirs):
-        model.zero_grad()
-    loss = ours(p.ids, p.mask, labels=labels, **p.images).loss
-    assert_close(loss, expected.loss, "loss")
-    loss.backward()
-    expected.loss.backward()
-    expected_gradients = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), expected_gradients)
-    assert got.keys() == expected_gradients.keys()  # none of blocks that do not run
-    assert any("vision" in name for name in got) == bool(p.images)
-    for name, gradient in expected_gradients.items():
-        assert_close(got[name], gradient, f"gradient of {name}")
+    assert_same_vision_training(ours, theirs, (p.ids, p.mask), p.images, labels, expected)
 
 
 @pytest.mark.every_layer

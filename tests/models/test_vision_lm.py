@@ -35,12 +35,12 @@ from tests.models.comparing import (
     assert_close,
     assert_errors_as_small,
     assert_same_bf16,
+    assert_same_vision_training,
     gradients,
     load_both,
     raw_bytes,
     rounding_as_eager,
     stored_tensors,
-    under_their_names,
 )
 from tests.models.prompts import PROMPTS, VIDEO, Prompt, Row, apart, image, prompt, video
 from tests.models.tiny import Tiny, random_model
@@ -136,22 +136,7 @@ def assert_same_training(ours: VisionLM, theirs: PreTrainedModel, rows: list[Row
     p = prompt_for(ours, rows)
     labels = labels_for(p)
     expected = theirs_on(theirs, p, labels=labels)
-    with torch.no_grad():
-        logits = ours(p.ids, p.mask, **p.vision).logits
-    assert_close(logits[p.mask == 1], expected.logits[p.mask == 1], "logits")
-
-    for model in (ours, theirs):
-        model.zero_grad()
-    loss = ours(p.ids, p.mask, labels=labels, **p.vision).loss
-    assert_close(loss, expected.loss, "loss")
-    loss.backward()
-    expected.loss.backward()
-    expected_gradients = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), expected_gradients)
-    assert got.keys() == expected_gradients.keys()
-    assert any("vis" in name for name in expected_gradients) == bool(p.vision)  # visual, vision_tower
-    for name, gradient in expected_gradients.items():
-        assert_close(got[name], gradient, f"gradient of {name}")
+    assert_same_vision_training(ours, theirs, (p.ids, p.mask), p.vision, labels, expected)
 
 
 @pytest.mark.every_layer
