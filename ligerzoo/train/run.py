@@ -91,7 +91,7 @@ class Run:
         with problems:
             import_own_code(options.import_ or ())
         with problems:
-            check_tracker(options.tracker)
+            check_tracker(options.tracker, self.output)
         with ExitStack() as stack:
             was_joined = dist.is_initialized()
             self.device = parallel.start_processes(options.device).device

@@ -129,8 +129,8 @@ class StepOptions:
     save_every: Count = changeable("steps between checkpoints; the last step is always saved", 500)
     keep: Count = changeable("number of checkpoints to keep", 2)
     resume: bool = changeable("continue the run in the output directory, if any, bit for bit", False)
-    tracker: Literal["tensorboard", "wandb"] | None = changeable(
-        "also send the log to TensorBoard or Weights & Biases", None
+    tracker: Literal["tensorboard", "trackio", "wandb"] | None = changeable(
+        "also send the log to TensorBoard, Trackio or Weights & Biases", None
     )
     dry_run: bool = changeable(
         "read all data, print the plan and three samples with the trained tokens in colour, and train nothing", False
