@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,9 +148,10 @@ def load_embedding_model(choice: ModelChoice, **options: object) -> EmbeddingMod
     """
     from ligerzoo.hub import AutoModelForEmbedding
 
-    dtype, device = _dtype_of(choice, AutoModelForEmbedding.from_pretrained), find_device(choice.device)
-    source = {"revision": choice.revision, "dtype": dtype, "device": device}
-    model = AutoModelForEmbedding.from_pretrained(choice.model, **source, **options)  # type: ignore[arg-type]
+    load: Callable[..., EmbeddingModel] = AutoModelForEmbedding.from_pretrained
+    load = partial(load, **options)
+    dtype, device = _dtype_of(choice, load), find_device(choice.device)
+    model = load(choice.model, revision=choice.revision, dtype=dtype, device=device)
     _add_adapter(model, choice)
     if choice.tokenizer is not None:
         model.tokenizer = load_tokenizer(choice)

@@ -479,10 +479,13 @@ def test_a_cpu_without_units_for_bfloat16_computes_in_float32(
     for command in (
         ["generate", str(model), "--prompt", "a", "--max-new-tokens", "1"],
         ["evaluate", str(model), "--data", str(data)],
+        ["embed", str(model), "--pooling", "mean", "--input", str(data), "--field", "prompt"],
         arguments(options(model, data, tmp_path / "run", dry_run=True)),
     ):  # fmt: skip
         for dtype, line in (("auto", loaded), ("float32", None), ("bfloat16", hint if command[0] == "train" else None)):
-            assert cli.main([*command, "--dtype", dtype, *(["--device", "cpu"] if command[0] != "train" else [])]) == 0
+            more = ["--device", "cpu"] if command[0] != "train" else []
+            more += ["--output", str(tmp_path / f"{dtype}.jsonl")] if command[0] == "embed" else []
+            assert cli.main([*command, "--dtype", dtype, *more]) == 0
             printed = capsys.readouterr()
             lines = [one for one in (printed.out + printed.err).splitlines() if said in one]
             assert len(lines) == bool(is_slow and line)
