@@ -98,6 +98,7 @@ def test_logits_and_gradients_without_copies(tiny: Tiny) -> None:
     qkv, gate_up = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
     expected = {"phi3": qkv | gate_up, **dict.fromkeys(("glm", "glm4", "granitemoehybrid"), gate_up)}
     expected |= dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], qkv)
+    expected |= {"glm4v": qkv | gate_up, "glm4v_moe": qkv}
     assert fused == expected.get(tiny.config["model_type"], set())
 
     inputs, further = inputs_for(ours, tiny)

@@ -42,7 +42,7 @@ docs/catalogue.md has an example of each layer, docs/composing.md says how they 
 write your own. `help(ligerzoo.layers.Attention)` lists the arguments of one.
 """
 
-NEEDED = {"Glm4Moe": {"head_dim": 128}}
+NEEDED = {name: {"head_dim": 128} for name in ("Glm4Moe", "Glm4vMoe")}
 """Fields of configs whose defaults are those of no checkpoint."""
 
 MAX_LISTED = 6

@@ -12,7 +12,7 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, refuse, rope_entry, rope_fields
 from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
 from ligerzoo.entries import Entries, flag_entry, object_entry
-from ligerzoo.models.vision_lm import SectionedVisionLMConfig
+from ligerzoo.models.vision_lm import QwenVisionLMConfig
 
 VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
@@ -55,9 +55,7 @@ def read_sectioned_rope(raw: Entries, default_theta: float) -> Entries:
     return {**rope, **sections}
 
 
-def _write_entries(
-    config: SectionedVisionLMConfig, entries: dict[str, object], *, activation: str
-) -> dict[str, object]:
+def _write_entries(config: QwenVisionLMConfig, entries: dict[str, object], *, activation: str) -> dict[str, object]:
     """Returns the entries of config.json from those named like the fields of the config.
 
     All entries of the decoder are at the top level.

@@ -133,6 +133,8 @@ Images
     PixelVisionTower                      a vision tower for padded images
     RasterPatchMerger                     a merger of patches row by row
     MergingProjector                      a merger and a projection
+    DownsamplingVisionTower               a vision tower with a convolution that merges patches
+    ProjectedGatedMLP                     an MLP with a gate after a projection and a norm
     PaddedVisionTower                     a vision tower for padded rows of patches
     AxialPatchEmbedding                   patches with learned columns and rows
     PatchProjector                        patches without a tower
@@ -142,6 +144,7 @@ Images
     DeepStackVisionTower                  a vision tower with features of inner blocks (DeepStack)
     DeepStack                             features that are added between blocks
     ResampledPositionEmbedding            learned positions for images of any size
+    BicubicPositionEmbedding              learned positions for images of any size, bicubic
     TileEmbedding                         embeddings of tiles
     TilePositionEmbedding                 positions within tiles
     TiledVisionTower                      a vision tower for images in tiles
@@ -197,6 +200,7 @@ from ligerzoo.layers.cross_attention import (
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
 from ligerzoo.layers.delta_net import GatedDeltaNet, KimiDeltaAttention, SeparateDeltaNet
+from ligerzoo.layers.downsampling_vision import BicubicPositionEmbedding, DownsamplingVisionTower, ProjectedGatedMLP
 from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
@@ -274,6 +278,7 @@ __all__ = [
     "AxialPatchEmbedding",
     "AxialRotaryEmbedding",
     "BiasedRouter",
+    "BicubicPositionEmbedding",
     "BlockStack",
     "CachePair",
     "CausalConv1d",
@@ -290,6 +295,7 @@ __all__ = [
     "DeepStack",
     "DeepStackVisionTower",
     "Dense",
+    "DownsamplingVisionTower",
     "Embedding",
     "Experts",
     "GateProjectionAttention",
@@ -343,6 +349,7 @@ __all__ = [
     "PositionedPatchEmbedding",
     "PostNormBlock",
     "PreNormBlock",
+    "ProjectedGatedMLP",
     "RMSNorm",
     "RasterPatchMerger",
     "RasterVisionTower",

@@ -20,7 +20,7 @@ from ligerzoo.layers.decoder import run_blocks
 from ligerzoo.layers.embedding import Embedding
 from ligerzoo.layers.mlp import MLP
 from ligerzoo.layers.row_parts import RowParts
-from ligerzoo.layers.vision import PatchSegments, VisionTower, image_of_patch
+from ligerzoo.layers.vision import PatchSegments, VisionTower, image_sizes
 
 
 class DeepStack(NamedTuple):
@@ -80,6 +80,22 @@ class ResampledPositionEmbedding(Embedding):
             positions: (2, N) int64, row and column of each patch.
             sizes: (2, N) int64, rows and columns of the patch's image.
         """
+        taps = self.taps(positions, sizes)
+        result: Tensor | None = None
+        for (row, _), (row_weight, _) in taps:
+            for (_, column), (_, column_weight) in taps:
+                index = (row * self.side + column).to(self.weight.device)
+                weight = (row_weight * column_weight).to(self.weight.device)
+                term = super().forward(index).float() * weight[:, None]
+                result = term if result is None else result + term
+        assert result is not None
+        return result
+
+    def taps(self, positions: Tensor, sizes: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns the rows and columns of the learned grid that a patch reads, and their weights, each (2, N).
+
+        The arguments are those of `forward`.
+        """
         if self.align_corners:
             source = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
         else:
@@ -90,16 +106,7 @@ class ResampledPositionEmbedding(Embedding):
         if not self.align_corners:
             inside = [(tap >= 0) & (tap < self.side) for tap in taps]
             weights = weights[0] * inside[0], weights[1] * inside[1]
-        taps = taps[0].clamp(min=0), taps[1].clamp(max=self.side - 1)
-        result: Tensor | None = None
-        for (row, _), (row_weight, _) in zip(taps, weights, strict=True):
-            for (_, column), (_, column_weight) in zip(taps, weights, strict=True):
-                index = (row * self.side + column).to(self.weight.device)
-                weight = (row_weight * column_weight).to(self.weight.device)
-                term = super().forward(index).float() * weight[:, None]
-                result = term if result is None else result + term
-        assert result is not None
-        return result
+        return [(taps[0].clamp(min=0), weights[0]), (taps[1].clamp(max=self.side - 1), weights[1])]
 
     def extra_repr(self) -> str:
         return f"{self.side}, {self.embedding_dim}"
@@ -173,10 +180,8 @@ class DeepStackVisionTower(VisionTower):
         """
         patches, is_first, positions = self.checked(patches, grid_thw, self.merge_size)
         frames = PatchSegments(is_first, positions, patches.device)
-        image = image_of_patch(grid_thw.to(positions.device), len(patches))
-        sizes = grid_thw.to(positions.device)[:, 1:].T[:, image]
         x = self.patch_embed(patches)
-        x = frames.batch(x + self.pos_embed(positions, sizes).to(x.dtype))
+        x = frames.batch(x + self.pos_embed(positions, image_sizes(grid_thw, positions)).to(x.dtype))
         features = []
         for index, block in enumerate(self.blocks):
             x = run_blocks([block], x, frames.context, checkpoints=self.gradient_checkpointing)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.decoder import run_blocks
 from ligerzoo.layers.deepstack import ResampledPositionEmbedding
-from ligerzoo.layers.vision import PatchSegments, VisionTower, image_of_patch, window_order
+from ligerzoo.layers.vision import PatchSegments, VisionTower, image_sizes, window_order
 
 
 class PositionedPatchEmbedding(nn.Module):
@@ -76,8 +76,7 @@ class RasterVisionTower(VisionTower):
         rotary_positions = (positions.flip(0) + 1)[:, order]
         frames, windows = (PatchSegments(x, rotary_positions, patches.device) for x in (is_first, is_first_in_window))
 
-        grid = grid_thw.to(positions.device, torch.int64)
-        height, width = grid[:, 1:].T[:, image_of_patch(grid, len(patches))].clamp(min=1)
+        height, width = image_sizes(grid_thw, positions)
         index = positions[0] * width + positions[1]
         learned = torch.stack([index // height, index % height]), torch.stack([width, height])
         x = self.ln_pre(self.patch_embed(patches, *learned))[order.to(patches.device)]

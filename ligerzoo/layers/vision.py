@@ -254,6 +254,17 @@ def image_of_patch(grid: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends, index, right=True).clamp(max=len(grid) - 1)
 
 
+def image_sizes(grid_thw: Tensor, positions: Tensor) -> Tensor:
+    """Returns the rows and columns of the image of each patch, (2, N) int64.
+
+    Args:
+        grid_thw: see `VisionTower.forward`.
+        positions: (2, N), see `patch_positions`.
+    """
+    grid = grid_thw.to(positions.device, torch.int64)
+    return grid[:, 1:].T[:, image_of_patch(grid, positions.shape[1])].clamp(min=1)
+
+
 def window_order(is_first: Tensor, positions: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Returns the order of the patches by frame, then by window, row by row of windows.
 

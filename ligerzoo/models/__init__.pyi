@@ -55,6 +55,11 @@ from ligerzoo.models.glm4_moe import Glm4Moe as _Glm4Moe
 from ligerzoo.models.glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from ligerzoo.models.glm4_moe_lite import Glm4MoeLite as _Glm4MoeLite
 from ligerzoo.models.glm4_moe_lite import Glm4MoeLiteConfig as Glm4MoeLiteConfig
+from ligerzoo.models.glm4v import Glm4v as _Glm4v
+from ligerzoo.models.glm4v import Glm4vConfig as Glm4vConfig
+from ligerzoo.models.glm4v_moe import Glm4vMoe as _Glm4vMoe
+from ligerzoo.models.glm4v_moe import Glm4vMoeConfig as Glm4vMoeConfig
+from ligerzoo.models.glm4v_vision import Glm4vVisionConfig as Glm4vVisionConfig
 from ligerzoo.models.gpt_oss import GptOss as _GptOss
 from ligerzoo.models.gpt_oss import GptOssConfig as GptOssConfig
 from ligerzoo.models.granite import Granite as _Granite
@@ -243,6 +248,12 @@ class Glm4Moe(_Glm4Moe):
 
 class Glm4MoeLite(_Glm4MoeLite):
     def __init__(self, config: Glm4MoeLiteConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Glm4v(_Glm4v):
+    def __init__(self, config: Glm4vConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Glm4vMoe(_Glm4vMoe):
+    def __init__(self, config: Glm4vMoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class GptOss(_GptOss):
     def __init__(self, config: GptOssConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

@@ -9,13 +9,15 @@ Sandwich norms are from Ding et al. 2021, section 2.4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ligerzoo.layers import Context, Decoder, Embedding, GatedMLP, LayerCache, RMSNorm, SandwichBlock
+from ligerzoo.layers import Attention, Context, Decoder, Embedding, GatedMLP, LayerCache, RMSNorm, SandwichBlock
 from ligerzoo.layers.norm import add_and_normalize, normalize
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.glm import GlmConfig, glm_attention
 
 
@@ -61,14 +63,19 @@ class Glm4(CausalLM):
     config: Glm4Config
 
     def __init__(self, config: Glm4Config) -> None:
-        c, attention = config, glm_attention(config)
+        super().__init__(config, glm4_decoder(config, glm_attention(config)))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-        def block(i: int) -> Glm4Block:
-            return Glm4Block(norm(), attention(i), norm(), norm(), GatedMLP(c.hidden_size, c.intermediate_size), norm())
+def glm4_decoder(config: DecoderConfig, attention: Callable[[int], Attention]) -> Decoder:
+    """Builds the GLM-4-0414 decoder; `attention` builds that of the block with this index."""
+    c = config
 
-        embedding = Embedding(c.vocab_size, c.hidden_size)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()))
+    def norm() -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def block(i: int) -> Glm4Block:
+        return Glm4Block(norm(), attention(i), norm(), norm(), GatedMLP(c.hidden_size, c.intermediate_size), norm())
+
+    embedding = Embedding(c.vocab_size, c.hidden_size)
+    layers = [block(i) for i in range(c.num_hidden_layers)]
+    return Decoder(embedding, layers, norm())

@@ -228,20 +228,31 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
         self.refuse_unknown(modalities)
         is_sampled = input_ids.shape[1] == 1 and past_key_values is not None and past_key_values.length > 0
         is_invalid = (input_ids < 0) | (input_ids >= self.input_vocab_size)
-        for token_id, name in self.placeholders.items():
-            is_placeholder = input_ids == token_id
+        for name, is_placeholder in self.placeholder_masks(input_ids, modalities.get("mm_token_type_ids")).items():
+            own = is_placeholder if padding_mask is None else is_placeholder & padding_mask
             if modalities.get(name) is not None:
                 is_invalid = is_invalid & ~is_placeholder
-            elif not is_sampled and any_true(is_placeholder if padding_mask is None else is_placeholder & padding_mask):
-                what = f"placeholder tokens of images or videos without {name}"
+            elif not is_sampled and any_true(own):
+                what, token_id = f"placeholder tokens of images or videos without {name}", _selected(input_ids, own)[0]
                 remedy = "Get both from the model's processor."
                 raise LigerzooError(what, where="input_ids", got=token_id, expected=f"{name} as well", remedy=remedy)
         if any_true(is_invalid):
-            ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)], -1)).unbind(-1)
-            what, got = "token ids outside the vocabulary", ids[selected.bool()][:8].tolist()
+            what, got = "token ids outside the vocabulary", _selected(input_ids, is_invalid)[:8]
             expected = f"0 to {self.input_vocab_size - 1}"
             remedy = "Use the tokenizer of this model, and pad with an id of its vocabulary."
             raise LigerzooError(what, where="input_ids", got=got, expected=expected, remedy=remedy)
+
+    def placeholder_masks(
+        self, input_ids: Tensor, token_types: Tensor | None = None, segment_start: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Returns which tokens are placeholders, (B, T) bool, by the name of the input that they need.
+
+        Args:
+            input_ids: (B, T).
+            token_types: (B, T) `mm_token_type_ids`, if given; unused where the ids imply them.
+            segment_start: see `Context`.
+        """
+        return {name: input_ids == token_id for token_id, name in self.placeholders.items()}
 
     inputs_per_token: ClassVar[tuple[str, ...]] = ()
     """Per-token model inputs, (B, T, ...); `generate` pads and slices them like `input_ids`."""
@@ -251,6 +262,12 @@ class LanguageModel(Pretrained, HFInterface, metaclass=ModelMeta):
     ) -> KVCache:
         """Returns an empty KV cache for `past_key_values`; see `ligerzoo.layers.Decoder.new_cache`."""
         return self.model.new_cache(capacity, dtype, exact=exact)
+
+
+def _selected(input_ids: Tensor, mask: Tensor) -> list[int]:
+    """Returns the token ids where the mask, (B, T) bool, is true."""
+    ids, selected = innermost(torch.stack([input_ids, mask.to(input_ids.dtype)], -1)).unbind(-1)
+    return ids[selected.bool()].tolist()
 
 
 class LanguageModelWithHead(LanguageModel):

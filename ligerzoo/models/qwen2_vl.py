@@ -18,8 +18,8 @@ from ligerzoo.layers import MLP, LayerNorm, SectionedRotaryEmbedding, VisionTowe
 from ligerzoo.models.config import rotary_arguments
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
 from ligerzoo.models.vision_lm import (
+    QwenVisionLMConfig,
     SectionedVisionLM,
-    SectionedVisionLMConfig,
     VisionTowerConfig,
     patch_merger,
     tower_parts,
@@ -50,7 +50,7 @@ class Qwen2VLVisionConfig(VisionTowerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VisionLMConfig(Qwen2Config, SectionedVisionLMConfig):
+class Qwen2VisionLMConfig(Qwen2Config, QwenVisionLMConfig):
     """Configuration of Qwen2 with a vision tower.
 
     Defaults: those of transformers' Qwen2VLTextConfig and Qwen2_5_VLTextConfig, close to the 72B models.

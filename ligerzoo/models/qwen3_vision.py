@@ -16,7 +16,7 @@ from ligerzoo.layers import (
 )
 from ligerzoo.layers.rotary import are_interleaved_sections
 from ligerzoo.models.config import are_indices, refuse_unless, rotary_arguments
-from ligerzoo.models.vision_lm import SectionedVisionLM, SectionedVisionLMConfig, VisionTowerConfig, tower_parts
+from ligerzoo.models.vision_lm import QwenVisionLMConfig, SectionedVisionLM, VisionTowerConfig, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Qwen3VLVisionConfig(Qwen3VisionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VisionLMConfig(SectionedVisionLMConfig):
+class Qwen3VisionLMConfig(QwenVisionLMConfig):
     """Configuration of Qwen3 or Qwen3.5 with a vision tower.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -108,13 +109,9 @@ class SectionedVisionLMConfig(VisionLMConfig):
 
     Attributes:
         mrope_section: feature pairs of a head that rotate by time, height and width.
-        vision_start_token_id: token before an image or video; unused by the model.
-        vision_end_token_id: token after an image or video; unused by the model.
     """
 
     mrope_section: Sequence[int] = field(default_factory=lambda: [16, 24, 24])
-    vision_start_token_id: int = 151652
-    vision_end_token_id: int = 151653
 
     def validate(self) -> None:
         super().validate()
@@ -122,6 +119,19 @@ class SectionedVisionLMConfig(VisionLMConfig):
         is_valid = are_indices(sections) and len(sections) == 3 and sum(sections) == pairs
         expected = f"three integers, 0 or more, that add up to {pairs}, half of the rotated features"
         refuse_unless(is_valid, "mrope_section", sections, expected, "invalid sections")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionLMConfig(SectionedVisionLMConfig):
+    """Config of Qwen's decoders with a vision tower.
+
+    Attributes:
+        vision_start_token_id: token before an image or video; unused by the model.
+        vision_end_token_id: token after an image or video; unused by the model.
+    """
+
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653
 
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
@@ -189,21 +199,26 @@ class VisionLM(CausalLM):
             pixel_values_videos: patches of all videos, like `pixel_values`.
             video_grid_thw: grids of all videos, like `image_grid_thw`.
             frame_interval: (n,) or 0-d, increase of the temporal position per frame of each video; None for 1.
-            mm_token_type_ids: (B, T), token types from transformers' processors; unused, since the ids imply them.
+            mm_token_type_ids: (B, T), token types from transformers' processors; unused where the ids imply them.
 
         Raises:
             ValueError: the numbers of patches, grids and vision tokens do not match.
         """
         if self.separates_frames and frame_interval is not None:
             raise ValueError("frame_interval: got a value; expected None, since timestamps in the text separate frames")
-        c, m, one = self.config, self.tower.merge_size, torch.ones((), device=x.device)
+        m, one = self.tower.merge_size, torch.ones((), device=x.device)
         kinds = (
-            (c.image_token_id, pixel_values, image_grid_thw, one),
-            (c.video_token_id, pixel_values_videos, video_grid_thw, one if frame_interval is None else frame_interval),
+            ("pixel_values", pixel_values, image_grid_thw, one),
+            (
+                "pixel_values_videos",
+                pixel_values_videos,
+                video_grid_thw,
+                one if frame_interval is None else frame_interval,
+            ),
         )
         embeddings = x if x.is_floating_point() else self.model.embed_tokens(x)
         padding_mask, grids, deepstack = context.call_padding_mask(), [], []
-        for token_id, patches, grid, interval in kinds:
+        for name, patches, grid, interval in kinds:
             if patches is None and grid is None:
                 continue
             if patches is None or grid is None or x.is_floating_point():
@@ -211,8 +226,9 @@ class VisionLM(CausalLM):
                 given.append("inputs_embeds" if x.is_floating_point() else "input_ids")
                 what = "images and videos need patches (pixel_values*), their grids (*_grid_thw) and input_ids"
                 raise LigerzooError(what, got=f"only some of them: {', '.join(given)}")
-            mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
-            is_separate = self.separates_frames and token_id == c.video_token_id
+            mask = self.placeholder_masks(x, mm_token_type_ids, context.segment_start)[name]
+            mask = mask if padding_mask is None else mask & padding_mask
+            is_separate = self.separates_frames and name == "pixel_values_videos"
             grids.append(Grids(mask, grid // grid.new_tensor([1, m, m]), interval, is_separate))
             output = self.embed_patches(patches, grid)  # (N, H), or (1 + L, N, H) with DeepStack features
             tokens, *features = output.view(-1, *output.shape[-2:])
@@ -228,13 +244,13 @@ class VisionLM(CausalLM):
         self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> dict[str, Any]:
         """See `CausalLM.repeat_rows`. Images and videos are listed in order, without a row dimension."""
-        repeated = dict(modalities)
-        for token_id, patches in self.placeholders.items():
+        repeated, types = dict(modalities), modalities.get("mm_token_type_ids")
+        for patches, is_placeholder in self.placeholder_masks(input_ids, types).items():
             grid_name, others = _GRIDS[patches], self.inputs_per_video if patches == "pixel_values_videos" else ()
             grid = repeated.get(grid_name)
             if grid is None or repeated.get(patches) is None:
                 continue
-            mask = input_ids == token_id if attention_mask is None else (input_ids == token_id) & attention_mask.bool()
+            mask = is_placeholder if attention_mask is None else is_placeholder & attention_mask.bool()
             sizes = grid.prod(1)
             items = repeated_items(mask, sizes // self.tower.merge_size**2, repeats)
             pieces = repeated[patches].split(sizes.tolist())
@@ -242,7 +258,6 @@ class VisionLM(CausalLM):
             for name in others:
                 if repeated.get(name) is not None:
                     repeated[name] = torch.as_tensor(repeated[name])[items]
-        types = repeated.get("mm_token_type_ids")
         return repeated if types is None else {**repeated, "mm_token_type_ids": types.repeat_interleave(repeats, 0)}
 
     def set_positions(self, context: Context, grids: list[Grids]) -> None:
@@ -301,7 +316,13 @@ class SectionedVisionLM(VisionLM):
 
 
 def tower_parts(
-    config: VisionTowerConfig, norm: Callable[[], nn.Module], mlp: Callable[[], nn.Module], *, patch_bias: bool = False
+    config: VisionTowerConfig,
+    norm: Callable[[], nn.Module],
+    mlp: Callable[[], nn.Module],
+    *,
+    patch_bias: bool = False,
+    qkv_bias: bool = True,
+    output_bias: bool = True,
 ) -> tuple[PatchEmbedding, list[PreNormBlock]]:
     """Builds the first parts of a vision tower.
 
@@ -310,22 +331,29 @@ def tower_parts(
         norm: builds a norm of `patch_features` features.
         mlp: builds the MLP of a block.
         patch_bias: add a bias to the patch embedding.
+        qkv_bias: see `Attention`, as for `output_bias`.
     """
     c = config
     patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
     embedding = PatchEmbedding(patch, c.patch_features, bias=patch_bias)
-    return embedding, tower_blocks(c, norm, mlp)
+    return embedding, tower_blocks(c, norm, mlp, qkv_bias=qkv_bias, output_bias=output_bias)
 
 
 def tower_blocks(
-    config: VisionTowerConfig, norm: Callable[[], nn.Module], mlp: Callable[[], nn.Module]
+    config: VisionTowerConfig,
+    norm: Callable[[], nn.Module],
+    mlp: Callable[[], nn.Module],
+    *,
+    qkv_bias: bool = True,
+    output_bias: bool = True,
 ) -> list[PreNormBlock]:
     """Builds the blocks of a vision tower. The arguments are those of `tower_parts`."""
     c, features = config, config.patch_features
     rotary = AxialRotaryEmbedding(2, features // c.num_heads, in_fp32=True)
+    build = partial(Attention, features, c.num_heads, rotary=rotary, is_causal=False)
 
     def block() -> PreNormBlock:
-        attention = Attention(features, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True)
+        attention = build(qkv_bias=qkv_bias, output_bias=output_bias)
         return PreNormBlock(norm(), attention, norm(), mlp())
 
     return [block() for _ in range(c.depth)]

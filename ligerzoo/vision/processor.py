@@ -199,8 +199,9 @@ class Processor:
 
     def _check_soft_tokens(self, input_ids: Tensor, media: Mapping[str, PreprocessedMedia]) -> None:
         """Refuses prompts whose own text contains soft tokens: the model would replace their embeddings too."""
+        replacements = [text for one in media.values() for text in one.replacements]
         for kind, token in self.family.soft_tokens.items():
-            expected = sum(one.count(token) for one in media[kind].replacements) if kind in media else 0
+            expected = sum(text.count(token) for text in replacements)
             got = int(torch.eq(input_ids, self._soft_ids[kind]).sum())
             if got != expected:
                 what = f"the number of {token!r} tokens in the prompt does not match its {kind}s"
@@ -239,21 +240,28 @@ def family_of(files: ProcessorFiles) -> type[ProcessorFamily]:
     where: object
     if (config := files.read("config.json")) is not None:
         where, name = f"{config.where}: model_type", config.string("model_type")
-        family = next((family for family in FAMILIES if name in family.model_types), None)
+        families = [family for family in FAMILIES if name in family.model_types]
     else:
         where = f"{files.directory}: processor_class"
-        name = files.processor_config.string("processor_class") or files.image_settings().string("processor_class")
-        family = next((family for family in FAMILIES if family.hf_class == name), None)
-    if family is None:
+        name = _processor_class(files)
+        families = [family for family in FAMILIES if family.hf_class == name]
+    if not families:
         what, expected = "not a supported vision-language model", f"one of {', '.join(VISION_MODEL_TYPES)}"
         remedy = "Pass no images, and load a model that reads text only with ligerzoo.Tokenizer."
         raise ConfigError(what, where=where, got=repr(name), expected=expected, remedy=remedy)
-    settings = files.image_settings()
+    settings, family = files.image_settings(), families[0]
+    if families[1:]:  # GLM-4.6V has the types of models of GLM-4.1V and GLM-4.5V
+        name = _processor_class(files)
+        family = next((family for family in families if family.hf_class == name), family)
     image_processor = settings.string("image_processor_type")
     if image_processor not in (None, *(family.image_processor + suffix for suffix in ("", "Fast", "Pil"))):
         what, where = f"not the image processor of {family.hf_class}", f"{settings.where}: image_processor_type"
         raise ConfigError(what, where=where, got=repr(image_processor), expected=family.image_processor)
     return family
+
+
+def _processor_class(files: ProcessorFiles) -> str | None:
+    return files.processor_config.string("processor_class") or files.image_settings().string("processor_class")
 
 
 def has_image_preprocessing(files: ProcessorFiles) -> bool:

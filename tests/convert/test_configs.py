@@ -39,6 +39,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4": {"vision_config": {}},  # without it, there is no tower
     "gemma4_unified": {"vision_config": {}},
     "glm4_moe": {"head_dim": 128},
+    "glm4v": {"text_config": {"partial_rotary_factor": 0.5}},  # the default does not match the sections
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
     "ministral": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # the default does not match the decoder
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
@@ -196,7 +198,8 @@ def test_round_trip(row: Tiny, tmp_path: Path) -> None:
     kept = {"rope_theta", "rope_type", "factor"}
     if hasattr(config, "partial_rotary_factor"):
         kept.add("partial_rotary_factor")
-    rope, meant_rope = (value_of(one, "rope_parameters") or {} for one in (theirs, meant))
+    whole = {"partial_rotary_factor": 1.0}  # what no entry means to transformers
+    rope, meant_rope = (whole | (value_of(one, "rope_parameters") or {}) for one in (theirs, meant))
     if hasattr(config, "mrope_section"):
         kept |= {"mrope_section"} & meant_rope.keys()
     assert {k: rope.get(k) for k in kept} == {k: meant_rope.get(k) for k in kept}

@@ -19,6 +19,7 @@ from tests.models import prompts as qwen2_vl
 from tests.models import (
     tiny_gemma3,
     tiny_gemma4,
+    tiny_glm4v,
     tiny_mistral3,
     tiny_mllama,
     tiny_qwen2_vl,
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3": tiny_gemma3,
     "gemma4": SimpleNamespace(CHECKPOINTS=[row for row in tiny_gemma4.CHECKPOINTS if "untied" in row.name]),
     "mistral3": tiny_mistral3,
+    "glm4v": tiny_glm4v,
     "mllama": tiny_mllama,
 }
 
@@ -50,9 +52,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     FAMILIES[request.param].CHECKPOINTS[0].write(path)
     model = AutoModel.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
-        for token in model.placeholders:  # as likely as token 3, so never chosen: a later call would need its image
+        for token in model.placeholders:  # of mean logits, so never chosen: a later call would need its image
             weight = model.lm_head.weight
-            weight[min(token, len(weight) - 1)] = weight[3]
+            weight[min(token, len(weight) - 1)] = weight.mean(0)
     return model
 
 
@@ -60,7 +62,7 @@ def batch_of(model: Any, *, is_single: bool = False) -> Batch:
     """Returns ragged prompts, some with images, or a single one."""
     kind = "an image" if is_single else "a padded batch"
     config = model.config
-    if config.__class__.__name__.startswith(("Qwen", "Gemma4")):
+    if config.__class__.__name__.startswith(("Qwen", "Gemma4", "Glm")):
         rows: Any = [[4, image(2, 4), 5, image(2, 2), 9], [7], [image(3, 2), 12]]
         p: Any = qwen2_vl.prompt(rows[:1] if is_single else rows, vars(config.vision_config))
         return Batch(p.ids, p.mask, p.vision)

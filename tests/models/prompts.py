@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMAGE, VIDEO = 90, 91  # token ids
+IMAGE, VIDEO, VIDEO_START, VIDEO_END = 90, 91, 92, 93  # token ids
 
 # A row lists, in order, numbers of random text tokens and (token id, grid) pairs of images and videos.
 
@@ -27,10 +27,12 @@ def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
 def apart(row: Row, vision_config: Mapping[str, Any]) -> Row:
     """Returns the row with videos as the model reads them: Qwen3-VL has text, a timestamp, before each frame.
 
-    So have Qwen3.5, Muse Glimmer and Gemma 4. Their towers have learned positions.
+    So have Qwen3.5, Muse Glimmer and Gemma 4. Their towers have learned positions. GLM-4.1V, whose tower has an
+    image_size, has text after each frame, marks the video, and reads frames as images.
     """
+    marks_videos = "image_size" in vision_config
     learned = {"num_position_embeddings", "position_side", "pos_emb_height", "pooling_kernel_size"}
-    if not vision_config.keys() & learned:
+    if not (marks_videos or vision_config.keys() & learned):
         return row
     pieces: Row = []
     for piece in row:
@@ -38,7 +40,10 @@ def apart(row: Row, vision_config: Mapping[str, Any]) -> Row:
             pieces.append(piece)
             continue
         frames, height, width = piece[1]
-        pieces += [1, video(1, height, width)] * frames
+        if marks_videos:
+            pieces += [(VIDEO_START, (1, 1, 1)), *[image(height, width), 1] * frames, (VIDEO_END, (1, 1, 1))]
+        else:
+            pieces += [1, video(1, height, width)] * frames
     return pieces
 
 
@@ -70,7 +75,9 @@ class Prompt:
 
     @property
     def types(self) -> Tensor:
-        return (self.ids == IMAGE).int() + 2 * (self.ids == VIDEO).int()
+        in_video = (self.ids == VIDEO_START).cumsum(1) > (self.ids == VIDEO_END).cumsum(1)
+        is_image = self.ids == IMAGE
+        return (is_image & ~in_video).int() + 2 * (is_image & in_video | (self.ids == VIDEO)).int()
 
 
 def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left") -> Prompt:

@@ -11,6 +11,7 @@ from ligerzoo.models import (
     Gemma3VisionConfig,
     Gemma4UnifiedVisionConfig,
     Gemma4VisionConfig,
+    Glm4vVisionConfig,
     Mistral3VisionConfig,
     MuseGlimmerVisionConfig,
     Qwen2_5VLVisionConfig,
@@ -141,6 +142,8 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
         ),
     ],
     "glm4_moe_lite": [{}],
+    "glm4v": [{"vision_config": Glm4vVisionConfig(depth=2)}],
+    "glm4v_moe": [{"head_dim": 128, "vision_config": Glm4vVisionConfig(depth=2)}],
     "gpt_oss": [{"num_experts": 32}, {}],
     "granite": [sized(49155, 2048, 8192, 32, 8), sized(49155, 4096, 12800, 32, 8)],
     "hunyuan_v1_dense": [

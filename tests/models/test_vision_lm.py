@@ -19,9 +19,11 @@ from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.layers import Context, GatedDeltaNet, GateProjectionAttention
-from ligerzoo.models import MuseGlimmer, Qwen2_5VL, Qwen3_5, Qwen3VL
+from ligerzoo.models import Glm4v, MuseGlimmer, Qwen2_5VL, Qwen3_5, Qwen3VL
 from ligerzoo.models.vision_lm import VisionLM
 from tests.models import (
+    tiny_glm4v,
+    tiny_glm4v_moe,
     tiny_muse_glimmer,
     tiny_qwen2_5_vl,
     tiny_qwen2_vl,
@@ -42,19 +44,19 @@ from tests.models.comparing import (
     rounding_as_eager,
     stored_tensors,
 )
-from tests.models.prompts import PROMPTS, VIDEO, Prompt, Row, apart, image, prompt, video
+from tests.models.prompts import IMAGE, PROMPTS, VIDEO, Prompt, Row, apart, image, prompt, video
 from tests.models.tiny import Tiny, random_model
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5, tiny_muse_glimmer)
-FAMILIES = (*DENSE, tiny_qwen3_vl_moe, tiny_qwen3_5_moe)
+DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5, tiny_muse_glimmer, tiny_glm4v)
+FAMILIES = (*DENSE, tiny_qwen3_vl_moe, tiny_qwen3_5_moe, tiny_glm4v_moe)
 ON_THE_HUB = [family.CHECKPOINTS[0] for family in DENSE]  # the MoEs differ in the MLPs only
-SECTIONED = ON_THE_HUB[:4]  # with positions on three axes
+SECTIONED = [*ON_THE_HUB[:4], ON_THE_HUB[5]]  # with positions on three axes
 # Qwen3.5 has the tower and the positions of Qwen3-VL.
 ONCE_PER_TOWER = [*ON_THE_HUB[:3], pytest.param(ON_THE_HUB[3], marks=pytest.mark.thorough)]
-THOROUGH = [pytest.param(row, marks=pytest.mark.thorough) for row in (ON_THE_HUB[0], ON_THE_HUB[4])]
+THOROUGH = [pytest.param(row, marks=pytest.mark.thorough) for row in (ON_THE_HUB[0], *ON_THE_HUB[4:])]
 LATER_ON_THE_HUB = [*THOROUGH, *ONCE_PER_TOWER[1:]]
 FIRST_ON_THE_HUB = [ON_THE_HUB[0], *(pytest.param(row, marks=pytest.mark.thorough) for row in ON_THE_HUB[1:])]
 
@@ -236,7 +238,9 @@ def position_inputs(p: Prompt) -> dict[str, Any]:
     return {name: value for name, value in p.vision.items() if "pixel" not in name}
 
 
-@pytest.mark.parametrize("hub_row", ONCE_PER_TOWER, indirect=True, ids=lambda row: row.config["model_type"])
+@pytest.mark.parametrize(
+    "hub_row", [*ONCE_PER_TOWER, ON_THE_HUB[5]], indirect=True, ids=lambda row: row.config["model_type"]
+)
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of(), side=st.sampled_from(["left", "right"]))
 def test_positions(model: VisionLM, reference: Any, rows: list[Row], side: str) -> None:
@@ -447,7 +451,7 @@ def test_frozen_tower(model: VisionLM) -> None:
 def test_compiled(model: VisionLM, backend: str) -> None:
     """Full graph: images of one size, then of others; after Qwen2-VL, a padded batch with videos."""
     batches = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]]
-    if isinstance(model, Qwen2_5VL | Qwen3VL | Qwen3_5 | MuseGlimmer):
+    if isinstance(model, Qwen2_5VL | Qwen3VL | Qwen3_5 | MuseGlimmer | Glm4v):
         batches = [PROMPTS["a padded batch"]]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -545,7 +549,9 @@ def test_placeholders_without_their_input(model: VisionLM) -> None:
     """Refused in a prompt, but read like any token if generation sampled it."""
     for piece, name in ((image(2, 3), "pixel_values"), (video(2, 1, 1), "pixel_values_videos")):
         p = prompt_for(model, [[5, piece, 20], [9]])
-        message = rf"input_ids: placeholder tokens of images .* got {piece[0]}; expected {name} as well"
+        is_marked = isinstance(model, Glm4v) and piece[0] == VIDEO  # frames are marked as images
+        token_id = IMAGE if is_marked else piece[0]
+        message = rf"input_ids: placeholder tokens of images .* got {token_id}; expected {name} as well"
         for kept in ({}, {n: t for n, t in p.vision.items() if n.endswith("thw")}):
             with pytest.raises(LigerzooError, match=message):
                 model.generate(p.ids, p.mask, max_new_tokens=1, **kept)
@@ -558,16 +564,16 @@ def test_placeholders_without_their_input(model: VisionLM) -> None:
         model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
     assert model.modalities[-1] == "mm_token_type_ids"
     with pytest.raises(
-        LigerzooError, match=r"images: not an option of generate or input of (Qwen|Muse).*; expected .*pixel_values"
+        LigerzooError, match=r"images: not an option of generate or input of (Qwen|Muse|Glm).*; expected .*pixel_values"
     ):
         model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
 INVALID: list[tuple[dict[str, Any], str]] = [
-    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three integers, 0 or more, that add up to [68], half of the"),
+    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three integers, 0 or more, that add up to [468], half of the"),
     ({"mrope_section": [4, 4]}, "mrope_section"),
     ({"mrope_section": 8}, "mrope_section"),
-    ({"hidden_size": 48, "mrope_section": [2, 2, 2]}, "vision_config: .* got (64|32); expected hidden_size, 48"),
+    ({"hidden_size": 24, "mrope_section": [2, 0, 1]}, "vision_config: .* got (64|48|32); expected hidden_size, 24"),
     (
         {"vision_config": {"num_heads": 16}},
         "vision_config, num_heads: .* got 16 for (32|16) features; expected",

@@ -24,6 +24,11 @@ from ligerzoo.models import (
     Gemma4UnifiedConfig,
     Gemma4UnifiedVisionConfig,
     Gemma4VisionConfig,
+    Glm4v,
+    Glm4vConfig,
+    Glm4vMoe,
+    Glm4vMoeConfig,
+    Glm4vVisionConfig,
     Mistral3,
     Mistral3Config,
     Mistral3VisionConfig,
@@ -54,9 +59,11 @@ from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
 QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 GEMMA4S = ["gemma4", "gemma4_unified"]
-KINDS = [*QWENS, "muse_glimmer", "mistral3", "gemma3", *GEMMA4S, "mllama"]
+GLMS = ["glm4v", "glm4v_moe"]
+KINDS = [*QWENS, "muse_glimmer", "mistral3", "gemma3", *GEMMA4S, "glm4v_moe", "mllama"]
 
 _QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_GLM_TOKENS = ["<|endoftext|>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"]
 _GEMMA4_TOKENS = ["<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"]
 TOKENS = {
     **dict.fromkeys(QWENS, _QWEN_TOKENS),
@@ -64,6 +71,7 @@ TOKENS = {
     "mistral3": ["<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     **dict.fromkeys(GEMMA4S, _GEMMA4_TOKENS),
+    **dict.fromkeys(GLMS, _GLM_TOKENS),
     "mllama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>"],
 }
 """Special tokens, from id 256 on."""
@@ -74,6 +82,7 @@ END = {
     "mistral3": "</s>",
     "gemma3": "<end_of_turn>",
     **dict.fromkeys(GEMMA4S, "<turn|>"),
+    **dict.fromkeys(GLMS, "<|endoftext|>"),
     "mllama": "<|eot_id|>",
 }
 BOS = {**dict.fromkeys(["gemma3", *GEMMA4S], "<bos>"), "mistral3": "<s>", "mllama": "<|begin_of_text|>"}
@@ -83,6 +92,7 @@ PLACEHOLDERS = {
     "mistral3": "[IMG]",
     "gemma3": "<start_of_image>",
     **dict.fromkeys([*GEMMA4S, "mllama"], "<|image|>"),
+    **dict.fromkeys(GLMS, "<|begin_of_image|><|image|><|end_of_image|>"),
 }
 HEADERS = {
     **dict.fromkeys(QWENS, ("<|im_start|>", "\n")),
@@ -90,6 +100,7 @@ HEADERS = {
     "mistral3": ("[INST]", "[/INST]"),
     "gemma3": ("<start_of_turn>", "\n"),
     **dict.fromkeys(GEMMA4S, ("<|turn>", "\n")),
+    **dict.fromkeys(GLMS, ("", "\n")),
     "mllama": ("<|start_header_id|>", "<|end_header_id|>"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -110,6 +121,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_soft_tokens": 70,
     },
     "mllama": {"processor_class": "MllamaProcessor", "size": {"height": 12, "width": 12}},
+    **{
+        kind: {
+            "processor_class": "Glm4vProcessor",
+            "patch_size": 4,
+            "size": {"shortest_edge": 128, "longest_edge": 2048},
+        }
+        for kind in GLMS
+    },
 }
 for _kind in QWENS:
     SETTINGS[_kind] |= {"patch_size": 4, "min_pixels": 64, "max_pixels": 1024}
@@ -248,6 +267,20 @@ def new_model(kind: str) -> CausalLM:
                     patch_size=2, pooling_kernel_size=2, mm_embed_dim=16, mm_posemb_size=70
                 )
                 model = Gemma4Unified(Gemma4UnifiedConfig(**gemma4, vision_config=square))
+        case "glm4v" | "glm4v_moe":
+            downsampled = Glm4vVisionConfig(
+                depth=2, num_heads=2, patch_size=4, hidden_size=16, intermediate_size=24, out_hidden_size=32,
+                image_size=12,
+            )  # fmt: skip
+            glm: dict[str, Any] = {
+                **_TEXT, "vocab_size": 264, "mrope_section": [1, 1, 0], "image_token_id": ids["<|image|>"],
+                "video_token_id": ids["<|video|>"], "eos_token_id": ids["<|endoftext|>"], "vision_config": downsampled,
+            }  # fmt: skip
+            if kind == "glm4v":
+                model = Glm4v(Glm4vConfig(**glm))
+            else:
+                routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+                model = Glm4vMoe(Glm4vMoeConfig(**glm, **routed))
         case _:
             tiles = MllamaVisionConfig(
                 attention_heads=2, hidden_size=16, image_size=12, patch_size=4, intermediate_size=24,

@@ -172,6 +172,30 @@ class Qwen2VLPreprocessor:
         return math.prod(grid) // self.merge_size**2
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClipPreprocessor(Qwen2VLPreprocessor):
+    """Cuts videos into patches, with limits for all frames together.
+
+    Attributes:
+        min_pixels, max_pixels: range of the number of pixels of all resized frames of a video together.
+    """
+
+    def resized(self, height: int, width: int, where: str = "video", frames: int = 1) -> tuple[int, int]:
+        """Returns the height and width in pixels to which the frames of a video of this size are resized.
+
+        Raises:
+            ImageError: the aspect ratio is above `MAX_ASPECT_RATIO`, or the video is shorter than a temporal patch.
+        """
+        temporal, unit = self.temporal_patch_size, self.patch_size * self.merge_size
+        if frames < temporal:
+            what, remedy = "the video has too few frames", "Repeat the frame, or pass it as an image."
+            raise ImageError(what, where=where, got=frames, expected=f"at least {temporal}", remedy=remedy)
+        if min(height, width) < unit:
+            scale = max(unit / height, unit / width)
+            height, width = int(height * scale), int(width * scale)
+        return self._within_limits(height, width, where, frames, round(frames / temporal) * temporal)
+
+
 class Qwen2VLProcessorFamily(ProcessorFamily):
     """Replaces each image or video by one token for each merge_size x merge_size patches."""
 

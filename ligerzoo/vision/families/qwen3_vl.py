@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ligerzoo.checks import integer
 from ligerzoo.entries import BOOLEAN
-from ligerzoo.errors import ImageError
 from ligerzoo.text.rendered import Edit, Rendered
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.vision.families.qwen2_vl import Qwen2VLPreprocessor, Qwen2VLProcessorFamily
+from ligerzoo.vision.families.qwen2_vl import ClipPreprocessor, Qwen2VLProcessorFamily
 from ligerzoo.vision.family import PreprocessedMedia
 from ligerzoo.vision.io import MAX_PIXELS
 from ligerzoo.vision.settings import POSITIVE, ProcessorFiles, Settings
@@ -27,11 +26,10 @@ _MAX_FRAMES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
+class Qwen3VLVideoPreprocessor(ClipPreprocessor):
     """Samples the frames of videos, and cuts them into patches.
 
     Attributes:
-        min_pixels, max_pixels: range of the number of pixels of all resized frames of a video together.
         fps: sampled frames per second; None for all frames.
         min_frames, max_frames: range of the number of sampled frames, if the video has as many.
     """
@@ -82,21 +80,6 @@ class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
         padded = indices + indices[-1:] * (-len(indices) % size)
         seconds = [index / fps for index in padded]
         return [(first + last) / 2 for first, last in zip(seconds[::size], seconds[size - 1 :: size], strict=True)]
-
-    def resized(self, height: int, width: int, where: str = "video", frames: int = 1) -> tuple[int, int]:
-        """Returns the height and width in pixels to which the frames of a video of this size are resized.
-
-        Raises:
-            ImageError: the aspect ratio is above `MAX_ASPECT_RATIO`, or the video is shorter than a temporal patch.
-        """
-        temporal, unit = self.temporal_patch_size, self.patch_size * self.merge_size
-        if frames < temporal:
-            what, remedy = "the video has too few frames", "Repeat the frame, or pass it as an image."
-            raise ImageError(what, where=where, got=frames, expected=f"at least {temporal}", remedy=remedy)
-        if min(height, width) < unit:
-            scale = max(unit / height, unit / width)
-            height, width = int(height * scale), int(width * scale)
-        return self._within_limits(height, width, where, frames, round(frames / temporal) * temporal)
 
 
 class Qwen3VLProcessorFamily(Qwen2VLProcessorFamily):
