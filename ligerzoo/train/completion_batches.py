@@ -23,9 +23,10 @@ from ligerzoo.losses.logps import label_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.completions import SampledCompletion, without_labels
-from ligerzoo.train.data.batches import collate
-from ligerzoo.train.data.packing import pack_best_fit
-from ligerzoo.train.data.samples import UNTRAINED
+from ligerzoo.train.data.batches import collate, first_with_image
+from ligerzoo.train.data.images import SampleImages
+from ligerzoo.train.data.packing import Row, pack_best_fit
+from ligerzoo.train.data.samples import UNTRAINED, Sample
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ class CompletionBatch:
 
 
 def pack_completions(
-    completions: Sequence[SampledCompletion], *, batch_size: int, seq_length: int, pad_token_id: int
+    completions: Sequence[SampledCompletion],
+    *,
+    batch_size: int,
+    seq_length: int,
+    pad_token_id: int,
+    images: SampleImages | None = None,
 ) -> list[CompletionBatch]:
     """Packs prompts with their completions into batches, whose rows are as long as the longest one of the batch.
 
@@ -83,6 +89,7 @@ def pack_completions(
         batch_size: B, largest number of rows of a batch of a process.
         seq_length: largest number of tokens of a row.
         pad_token_id: fills the end of a row; any token.
+        images: reads the images of prompts; None for text only.
 
     Raises:
         DataError: a prompt with its completion is longer than a row.
@@ -90,8 +97,8 @@ def pack_completions(
     rows = cast("list[list[SampledCompletion]]", pack_best_fit(completions, seq_length, True).rows)
     rank, world_size = processes.data_rank(), processes.data_ranks()
     size = batch_size * world_size
-    groups = [rows[first : first + size][rank::world_size] for first in range(0, len(rows), size)]
-    return [_batch(group or [[_untrained(completions)]], pad_token_id) for group in groups]
+    steps = [rows[first : first + size] for first in range(0, len(rows), size)]
+    return [_batch(step[rank::world_size] or [[_untrained(completions)]], step, pad_token_id, images) for step in steps]
 
 
 def _untrained(completions: Sequence[SampledCompletion]) -> SampledCompletion:
@@ -99,17 +106,28 @@ def _untrained(completions: Sequence[SampledCompletion]) -> SampledCompletion:
     return replace(without_labels(min(completions, key=lambda one: len(one.input_ids))), advantage=0.0)
 
 
-def _batch(rows: list[list[SampledCompletion]], pad_token_id: int) -> CompletionBatch:
+def _batch(
+    rows: list[list[SampledCompletion]],
+    rows_of_step: list[list[SampledCompletion]],
+    pad_token_id: int,
+    images: SampleImages | None,
+) -> CompletionBatch:
+    """Returns the batch of rows. If only other processes have images, an untrained row with one of theirs follows."""
+    completions, layout = [one for row in rows for one in row], cast("list[list[Sample]]", rows)
     length = max(sum(len(one.input_ids) for one in row) for row in rows)
+    other = first_with_image(cast("list[Row]", rows_of_step))
+    if other is not None and not any(one.images for one in completions):
+        layout, length = [*layout, [other]], max(length, len(other.input_ids))
+    inputs = collate([], layout, length, pad_token_id, images).inputs
+    length = inputs["input_ids"].shape[1]
     predictors = []
     for index, row in enumerate(rows):
         last = index * length - 1
         for one in row:
             last += len(one.input_ids)
             predictors.append(torch.arange(last - len(one.tokens), last))
-    completions, layout = [one for row in rows for one in row], cast("list[list[Any]]", rows)
     return CompletionBatch(
-        collate(layout, layout, length, pad_token_id).inputs,
+        inputs,
         completions,
         pad_sequence(predictors, batch_first=True),
         pad_sequence(

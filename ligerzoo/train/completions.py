@@ -15,6 +15,7 @@ from torch import Tensor
 from ligerzoo.generate.options import token_ids
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample
 from ligerzoo.train.evaluation import evaluating
 from ligerzoo.train.run_data import padding_token
@@ -65,7 +66,8 @@ class CompletionSampler:
         max_new_tokens: largest number of tokens of a completion.
         temperature: divides the logits; None for the most likely tokens, with `num_samples=1`.
         batch_size: largest number of completions that are sampled at the same time, but at least `num_samples`.
-        exact: see `generate`.
+        exact: see `generate`; not for prompts with images.
+        images: reads the images of prompts; None for text only.
 
     Attributes:
         tokenizer: the tokenizer.
@@ -81,7 +83,9 @@ class CompletionSampler:
         temperature: float | None,
         batch_size: int,
         exact: bool,
+        images: SampleImages | None = None,
     ) -> None:
+        self._images = images
         self._model, self.tokenizer, self._num_samples = model, tokenizer, num_samples
         self._prompts_at_once = max(1, batch_size // num_samples)
         ends = {*token_ids(model, "eos_token_id", None), tokenizer.eos_token_id} - {None}
@@ -91,8 +95,6 @@ class CompletionSampler:
         self._generate = partial(
             model.generate,
             max_new_tokens=max_new_tokens,
-            exact=exact,
-            num_return_sequences=num_samples,
             eos_token_id=self._ends.tolist(),
             pad_token_id=self._padding,
             use_model_defaults=False,  # completions have the distribution of the policy itself
@@ -123,8 +125,18 @@ class CompletionSampler:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt.input_ids) :] = torch.tensor(prompt.input_ids)
             mask[row, longest - len(prompt.input_ids) :] = 1
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        has_images = any(prompt.images for prompt in prompts)
+        if has_images:  # `generate` repeats texts only
+            assert self._images is not None
+            prompts = [prompt for prompt in prompts for _ in range(self._num_samples)]
+            inputs = {name: rows.repeat_interleave(self._num_samples, 0) for name, rows in inputs.items()}
+            inputs |= self._images.inputs([prompt.segments for prompt in prompts], {"input_ids": inputs["input_ids"]})
+        copies = len(ids) * self._num_samples // len(inputs["input_ids"])
         device = self._model.device
-        out = self._generate(ids.to(device), mask.to(device), **seeds)
+        given = {name: tensor.to(device) for name, tensor in {**inputs, **seeds}.items()}
+        exact = self._is_exact and not has_images
+        out = self._generate(**given, num_return_sequences=copies, exact=exact)
         logps = out.logps if self._temperature in (1, None) else out.sampling_logps
         tokens = out.sequences[:, longest:].cpu()
         is_end = torch.isin(tokens, self._ends)
@@ -132,16 +144,17 @@ class CompletionSampler:
         lengths = ends.where(is_end.any(1), tokens.shape[1]).tolist()
         rows = zip(tokens.tolist(), logps.tolist(), lengths, out.finish_reasons, strict=True)
         for row, (all_tokens, all_logps, length, reason) in enumerate(rows):
-            prompt, new = prompts[row // self._num_samples], all_tokens[:length]
+            prompt, new = prompts[row // copies], all_tokens[:length]
             yield SampledCompletion(
                 input_ids=prompt.input_ids + new,
                 labels=[UNTRAINED] * len(prompt.input_ids) + new,
                 source=prompt.source,
+                images=prompt.images,
                 prompt=prompt,
                 text=self.tokenizer.decode(new, skip_special_tokens=True),
                 logps=all_logps[:length],
                 finish_reason=reason,
-                is_exact=self._is_exact,
+                is_exact=exact,
             )
 
 

@@ -12,7 +12,8 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.losses import model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.data.batches import Batch, collate
+from ligerzoo.train.data.batches import Batch, collate, first_with_image
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.packing import pack_best_fit, segments_of
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample, row_length
 from ligerzoo.train.methods import PreferenceRunOptions
@@ -81,14 +82,24 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     rows = pack_best_fit(crossed, length, is_last=True).rows
     count = max(processes.gather(-(-len(rows) // n_rows)))
     groups = [rows[first : first + n_rows] or [[]] for first in range(0, count * n_rows, n_rows)]
-    return [collate(group, list(map(segments_of, group)), length, 0) for group in groups]
+    return [_with_images(group, length, batches[0].image_reader) for group in groups]
+
+
+def _with_images(rows: list[list[TrainedSample]], length: int, images: SampleImages | None) -> Batch:
+    """Returns the batch of rows. If only other processes have images, an untrained row with one of theirs follows."""
+    layout = list(map(segments_of, rows))
+    own = None if images is None else first_with_image(rows)
+    others = [] if images is None else processes.gather_data(own)
+    if own is None and (other := next(filter(None, others), None)) is not None:
+        layout, length = [*layout, [other]], max(length, len(other.input_ids))
+    return collate(rows, layout, length, 0, images)
 
 
 def _with_completion(prompt: Sample, other: Sample) -> Sample:
     """Returns the prompt of a sample with the completion of another one."""
     end, start = prompt.prompt_length, other.prompt_length
     ids = prompt.input_ids[:end] + other.input_ids[start:]
-    return Sample(ids, [UNTRAINED] * end + other.labels[start:], prompt.source)
+    return Sample(ids, [UNTRAINED] * end + other.labels[start:], prompt.source, prompt.cut(end).images)
 
 
 class Reference:

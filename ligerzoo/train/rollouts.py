@@ -34,6 +34,7 @@ from ligerzoo.train.completions import (
     sampling_numbers,
 )
 from ligerzoo.train.data import PromptSample
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.log import cut_log, writing
 from ligerzoo.train.methods import RolloutRunOptions
 from ligerzoo.train.rewards import Score
@@ -101,6 +102,7 @@ class Rollouts:
 
     Args:
         score: returns the completions of this process with rewards; None without rewards.
+        images: reads the images of prompts; None for text only.
 
     Attributes:
         watch: times "sampling" and "reward" of the last prompts, in this process.
@@ -111,8 +113,14 @@ class Rollouts:
 
     watch: Stopwatch
 
-    def __init__(self, run: Run, options: RolloutRunOptions, score: Score | None = None) -> None:
-        self._run, self._options, self._score = run, options, score
+    def __init__(
+        self,
+        run: Run,
+        options: RolloutRunOptions,
+        score: Score | None = None,
+        images: SampleImages | None = None,
+    ) -> None:
+        self._run, self._options, self._score, self._images = run, options, score, images
         self._model = SamplingModel(run.model, mixed_precision=options.mixed_precision)
         self._samples = SampleLog(run.output, run.tokenizer)
         if not options.dry_run:
@@ -128,6 +136,7 @@ class Rollouts:
             max_new_tokens=options.max_new_tokens,
             batch_size=options.sampling_batch,
             exact=obstacle is None,
+            images=images,
         )
         self._sample = sampler(num_samples=options.num_samples, temperature=options.temperature)
         self._sample_greedily = sampler(num_samples=1, temperature=None)
@@ -194,6 +203,7 @@ class Rollouts:
             batch_size=options.batch_size,
             seq_length=options.seq_length,
             pad_token_id=padding_token(run.tokenizer, run.model.input_vocab_size),
+            images=self._images,
         )
 
     def evaluate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -26,10 +26,11 @@ from ligerzoo.train.data import (
     format_sample,
 )
 from ligerzoo.train.data.batches import BatchArguments
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.layouts import parse_columns
 from ligerzoo.train.data.open import open_samples
 from ligerzoo.train.data.read_all import check_samples
-from ligerzoo.train.data.samples import AnySample
+from ligerzoo.train.data.samples import AnySample, Source
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
 from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
@@ -56,6 +57,7 @@ class RunSamples:
         self._paths, self._kind, self._processor = options.data, kind, processor
         self._tokenizer = tokenizer_of(processor)
         self._columns, self._said = parse_columns(options.map or ()), set[str]()
+        self._images_of: dict[str, Callable[[Source], list[object]]] = {}
         self._encoding, self._max_steps = options.encoding(model.input_vocab_size), options.max_steps
         self._first_epoch = ReadOrder(seed=options.seed, epochs=1)
         self._order = replace(self._first_epoch, epochs=None if options.max_steps else options.epochs or 1)
@@ -71,6 +73,8 @@ class RunSamples:
             if note not in self._said:
                 self._said.add(note)
                 processes.say(note)
+        if stream.images is not None:
+            self._images_of.update(dict.fromkeys(stream.names, stream.images.images_of_record))
         methods = methods_for(stream.kind)
         if self._kind == "auto" and methods:  # all completions would be trained, the rejected ones too
             what = f"records of kind {stream.kind!r} are for another method"
@@ -78,6 +82,13 @@ class RunSamples:
             expected, remedy = "text, prompt and completion, or messages", f"Use --method {names}."
             raise DataError(what, where=", ".join(paths), expected=expected, remedy=remedy)
         return stream
+
+    @property
+    def images(self) -> SampleImages | None:
+        """Reads the images of all samples; None for text only."""
+        if not isinstance(self._processor, Processor):
+            return None
+        return SampleImages(self._processor, lambda source: self._images_of[source.name](source))
 
     @cached_property
     def shown(self) -> list[AnySample]:
@@ -255,6 +266,7 @@ class RunPrompts(RunSamples):
     """The prompts of a run that samples completions.
 
     Args:
+        processor: see `RunSamples`.
         model: the model, which may be on the meta device.
 
     Attributes:
@@ -262,8 +274,8 @@ class RunPrompts(RunSamples):
         accumulates: True, since the number of micro-batches depends on the completions.
     """
 
-    def __init__(self, options: RolloutRunOptions, tokenizer: Tokenizer, model: CausalLM) -> None:
-        super().__init__(options, tokenizer, model, "prompt")
+    def __init__(self, options: RolloutRunOptions, processor: Processor | Tokenizer, model: CausalLM) -> None:
+        super().__init__(options, processor, model, "prompt")
         self.per_step, self.accumulates, self._num_samples = options.prompts, True, options.num_samples
         self._eval_paths = options.eval_data
 

@@ -47,12 +47,14 @@ class Batch:
         rows: the samples of each row, in order.
         tokens: number of tokens without padding.
         trained_tokens: number of tokens that the loss counts.
+        image_reader: reads the images of the samples; None for text only.
     """
 
     inputs: dict[str, Tensor]
     rows: list[Row]
     tokens: int
     trained_tokens: int
+    image_reader: SampleImages | None = None
 
     @property
     def padding(self) -> int:
@@ -154,7 +156,7 @@ class _Producer:
         """
         layout, length = self.rule.layout(rows)
         batch = collate(rows, layout, length, self.pad_token_id, self.images)
-        if self.images is not None and not batch.images and (other := _first_with_image(rows_of_step)) is not None:
+        if self.images is not None and not batch.images and (other := first_with_image(rows_of_step)) is not None:
             layout, length = [*layout, [other]], max(length, len(other.input_ids))
             inputs = collate(rows, layout, length, self.pad_token_id, self.images).inputs
             batch = replace(batch, inputs=inputs)
@@ -200,7 +202,7 @@ def collate(
     inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
     if images is not None:
         inputs |= images.inputs(layout, {"input_ids": ids, "position_ids": positions})
-    return Batch(inputs, rows, tokens, trained)
+    return Batch(inputs, rows, tokens, trained, images)
 
 
 class _Batches:
@@ -312,7 +314,7 @@ class PaddedBatches(_Batches):
         super().__init__(_Producer(stream=stream, rule=PaddedRows(pad_to_multiple_of), **shared))
 
 
-def _first_with_image(rows: Sequence[Row]) -> Sample | None:
+def first_with_image(rows: Sequence[Row]) -> Sample | None:
     """Returns the beginning of the first sample with images, up to the end of one image and without labels."""
     for segment in itertools.chain.from_iterable(map(segments_of, rows)):
         if segment.images:

@@ -24,7 +24,7 @@ from ligerzoo.text.rendered import Edit, Rendered, Span
 from ligerzoo.text.special_text import encode_continuation, token_mask
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.fields import TRAINED, TemplateFields
-from ligerzoo.train.data.images import ImageEncoder
+from ligerzoo.train.data.images import ImageEncoder, Size
 from ligerzoo.train.data.samples import UNTRAINED, ImageTokens, Sample, Source
 from ligerzoo.train.data_options import EncodingOptions
 
@@ -238,37 +238,43 @@ class ChatEncoder:
             lambda messages: find_answers(render, messages, trained, names), _for_template(messages)
         )
         self._warn_of_text(whole, source)
-        rendered = self._with_ends(whole)
-        edits = [] if self._images is None else self._images.edits(rendered, sizes)
-        rendered = rendered.edited(edits)
-        tokens = self._encoder.encode_conversation(rendered)
+        rendered, tokens, images = self._encode_rendered(self._with_ends(whole), sizes)
         labels = [
             token_id if is_answer else UNTRAINED
             for token_id, is_answer in zip(tokens.ids, token_mask(tokens.offsets, rendered.spans or []), strict=True)
         ]
-        if self._images is not None:
-            self._images.check_tokens(tokens.ids, edits)
-        images = tuple(
-            ImageTokens(first, last, *size)
-            for (first, last), size in zip(_tokens_of(edits, tokens.offsets), sizes, strict=True)
-        )
         for image in images:
             labels[image.first : image.last] = [UNTRAINED] * (image.last - image.first)
         return Sample(tokens.ids, labels, source, images)
 
-    def encode_prompt(self, messages: Messages, template: TemplateFields, source: Source) -> list[int]:
-        """Returns the token ids of a conversation that the model continues with an answer.
+    def _encode_rendered(
+        self, rendered: Rendered, sizes: Sequence[Size]
+    ) -> tuple[Rendered, EncodedText, tuple[ImageTokens, ...]]:
+        """Returns a conversation with the placeholders of images replaced, its tokens, and the tokens of each image."""
+        edits = [] if self._images is None else self._images.edits(rendered, sizes)
+        rendered = rendered.edited(edits)
+        tokens = self._encoder.encode_conversation(rendered)
+        if self._images is not None:
+            self._images.check_tokens(tokens.ids, edits)
+        spans = zip(_tokens_of(edits, tokens.offsets), sizes, strict=True)
+        return rendered, tokens, tuple(ImageTokens(first, last, *size) for (first, last), size in spans)
+
+    def encode_prompt(self, conversation: RecordConversation, source: Source) -> Sample:
+        """Encodes a conversation that the model continues with an answer, without labels.
 
         Raises:
-            DataError: the last message is an answer.
+            DataError: the last message is an answer, or the images cannot be encoded; see `ImageEncoder`.
             TokenizerError: the template refuses the conversation.
         """
+        messages = conversation.messages
         if messages[-1]["role"] == "assistant":
             raise DataError("the prompt ends with an answer", expected="a message to answer")
-        render = self._bind(template)
+        sizes = [] if self._images is None else self._images.sizes(conversation.images, source)
+        render = self._bind(conversation.template)
         rendered = trying_text_arguments(lambda messages: render(messages, True), _for_template(messages))
         self._warn_of_text(rendered, source)
-        return self._encoder.encode_conversation(rendered).ids
+        _, tokens, images = self._encode_rendered(rendered, sizes)
+        return Sample(tokens.ids, [UNTRAINED] * len(tokens.ids), source, images)
 
     def _bind(self, template: TemplateFields) -> Render:
         variables = {**self._options.template_variables, **template.variables}

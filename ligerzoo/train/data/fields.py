@@ -25,7 +25,7 @@ Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt",
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
+_CHAT_FIELDS = ("tools", "chat_template_kwargs", "images")
 
 
 class _Names(NamedTuple):
@@ -34,12 +34,12 @@ class _Names(NamedTuple):
 
 
 FIELDS: dict[Kind, _Names] = {
-    "preference": _Names(("chosen", "rejected"), ("prompt", "margin", *_TEMPLATE_FIELDS)),
-    "labelled": _Names(("prompt", "completion", "label"), _TEMPLATE_FIELDS),
-    "chat": _Names(("messages",), (*_TEMPLATE_FIELDS, "images")),
-    "completion": _Names(("prompt", "completion"), (*_TEMPLATE_FIELDS, "images")),
+    "preference": _Names(("chosen", "rejected"), ("prompt", "margin", *_CHAT_FIELDS)),
+    "labelled": _Names(("prompt", "completion", "label"), _CHAT_FIELDS),
+    "chat": _Names(("messages",), _CHAT_FIELDS),
+    "completion": _Names(("prompt", "completion"), _CHAT_FIELDS),
     "text": _Names(("text",)),
-    "prompt": _Names(("prompt",), _TEMPLATE_FIELDS),
+    "prompt": _Names(("prompt",), _CHAT_FIELDS),
     "pair": _Names(("query", "positive"), ("negative", "negatives")),
 }
 """The required and optional fields of each kind. A record is of the first kind whose required fields it has.
@@ -174,7 +174,8 @@ def check_record(record: Fields, kind: Kind) -> Fields:
             remedy = did_you_mean(name, present)
             raise DataError(f"the field {name!r} is missing", got=got, expected=expected, remedy=remedy)
     if present.get("images") and "images" not in accepted:
-        raise refused_images(kind)
+        what, expected = f"images are not supported in records of kind {kind!r}", "records with messages"
+        raise DataError(what, expected=expected)
     return present
 
 
@@ -199,13 +200,6 @@ def _null(name: str, present: Fields) -> DataError:
     got = f"values of {first_names([*present])}" if present else None
     remedy = "Fill it in, or leave out the record."
     return DataError(f"the field {name!r} is null", got=got, expected="a value", remedy=remedy)
-
-
-def refused_images(kind: Kind) -> DataError:
-    """Returns the error of a record with images whose kind cannot have any."""
-    what = f"images are not supported in records of kind {kind!r}"
-    remedy = "Images are trained with --method sft."
-    return DataError(what, expected="kind 'chat', or 'completion' with messages", remedy=remedy)
 
 
 def _refuse_misspelled(record: Fields, accepted: tuple[str, ...]) -> None:

@@ -157,10 +157,13 @@ class SampleImages:
 
     Args:
         images_of_record: returns the images of a record in order, reading it again.
+
+    Attributes:
+        images_of_record: as given.
     """
 
     def __init__(self, processor: Processor, images_of_record: Callable[[Source], list[object]]) -> None:
-        self._family, self._images_of_record = processor.family, images_of_record
+        self._family, self.images_of_record = processor.family, images_of_record
 
     def read(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Returns the images of samples in order, uint8 (3, H, W).
@@ -171,7 +174,7 @@ class SampleImages:
         listed = []
         for sample in samples:
             if sample.images:
-                given = self._images_of_record(sample.source)
+                given = self.images_of_record(sample.source)
                 if len(given) < len(sample.images):
                     raise _changed(sample.source)
                 listed += [(i, image, sample) for i, image in enumerate(given[: len(sample.images)])]

@@ -93,6 +93,8 @@ def _typed(name: str, cell: object) -> object:
         return cell
     if name == "label":
         return _FLAGS.get(cell.lower(), cell)
+    if name == "margin":
+        return _number(cell)
     if name in _LISTS or (name in _TEXTS and _MESSAGES.match(cell)):
         try:
             return json.loads(cell)
@@ -100,6 +102,13 @@ def _typed(name: str, cell: object) -> object:
             remedy = "Write lists with json.dumps; this is Python's notation." if "'" in cell[:4] else None
             raise DataError(f"not JSON: {error}", where=name, got=quote(cell), remedy=remedy) from error
     return cell
+
+
+def _number(cell: str) -> float | str:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
 
 
 # Layouts

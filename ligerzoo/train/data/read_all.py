@@ -130,8 +130,8 @@ def check_samples(stream: SampleStream, *, progress: bool | None = None) -> Data
                 if isinstance(result, DataError):
                     raise result
                 for sample in result:
-                    if stream.images is not None and isinstance(sample, Sample):
-                        stream.images.read([sample])  # all pixels: files may be truncated
+                    if stream.images is not None:
+                        stream.images.read(sample.segments[:1])  # all pixels: files may be truncated
             except DataError as error:
                 report.num_problems += 1
                 if len(report.problems) < _MAX_PROBLEMS:

@@ -16,7 +16,6 @@ from ligerzoo.train.data.fields import (
     flag_field,
     messages_field,
     number_field,
-    refused_images,
     template_fields,
     text_field,
 )
@@ -108,7 +107,7 @@ class SampleEncoder:
                 label = flag_field(fields, "label")
                 return LabelledSample(self._completion(fields, "completion", source), label)
             case "prompt":
-                return PromptSample(self._prompt(fields, source), fields, source)
+                return self._prompt(fields, source)
         raise AssertionError(kind)
 
     def _text(self, text: str, source: Source) -> list[int]:
@@ -149,29 +148,32 @@ class SampleEncoder:
 
     def _images_of(self, messages: Messages, fields: Fields) -> list[object]:
         """Returns the images of a conversation. Raises DataError where they are not supported."""
-        if fields.get("images") or image_parts(messages):
-            if self._kind not in ("chat", "completion"):
-                raise refused_images(self._kind)
-            if self._images is None:
-                remedy = (
-                    "Images need --method sft, no --tokenizer, and a vision-language model whose directory has "
-                    "its preprocessor_config.json."
-                )
-                what = "the record has images, which this run cannot train"
-                raise DataError(what, expected="text only", remedy=remedy)
+        if self._images is None and (fields.get("images") or image_parts(messages)):
+            remedy = (
+                "Images need --method sft, preferences or GRPO, no --tokenizer, and a vision-language model whose "
+                "directory has its preprocessor_config.json."
+            )
+            raise DataError("the record has images, which this run cannot train", expected="text only", remedy=remedy)
         return [] if self._images is None else images_of(messages, fields)
 
     def images_of(self, fields: Fields) -> list[object]:
-        """Returns the images of a record in order."""
+        """Returns the images of a record in order; of a preference, those of each of its sequences."""
         fields = check_record(fields, self._kind)
-        names = ("messages",) if self._kind == "chat" else ("prompt", "completion")
-        return images_of([one for name in names for one in messages_field(fields, name)], fields)
+        return self._images_in(fields, "chosen" if self._kind == "preference" else "completion")
+
+    def _images_in(self, fields: Fields, answer: str) -> list[object]:
+        names = {"chat": ("messages",), "prompt": ("prompt",)}.get(self._kind, ("prompt", answer))
+        given = [name for name in names if is_array(fields.get(name))]
+        return images_of([one for name in given for one in messages_field(fields, name)], fields)
 
     def _preference(self, fields: Fields, source: Source) -> PreferenceSample:
         chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
         margin = number_field(fields, "margin", 0.0)
         if chosen == rejected:
             raise DataError("chosen and rejected are equal", got=quote(chosen))
+        if self._images is not None and self._images_in(fields, "chosen") != self._images_in(fields, "rejected"):
+            what = "chosen and rejected have different images"
+            raise DataError(what, expected="the images of the prompt only")
         if is_array(chosen) and not is_array(prompt):
             shared = _shared_messages(fields)
             chosen, rejected = (self._conversation(fields, (name,), source, shared) for name in _PAIR)
@@ -181,12 +183,19 @@ class SampleEncoder:
         chosen, rejected = (self._completion(fields, name, source) for name in _PAIR)
         return PreferenceSample(chosen, rejected, margin)
 
-    def _prompt(self, fields: Fields, source: Source) -> list[int]:
+    def _prompt(self, fields: Fields, source: Source) -> PromptSample:
         if not is_array(fields["prompt"]):
-            return self._text(text_field(fields, "prompt"), source)
+            self._images_of([], fields)
+            return PromptSample(self._text(text_field(fields, "prompt"), source), fields, source)
         messages = messages_field(fields, "prompt")
-        self._images_of(messages, fields)
-        return self._chat.encode_prompt(messages, template_fields(fields), source)
+        conversation = RecordConversation(
+            messages=messages,
+            names=[f"prompt[{index}]" for index in range(len(messages))],
+            template=template_fields(fields),
+            images=self._images_of(messages, fields),
+        )
+        sample = self._chat.encode_prompt(conversation, source)
+        return PromptSample(sample.input_ids, fields, source, sample.images)
 
     def _fit(self, sample: TrainedSample | PromptSample) -> list[AnySample]:
         """Returns the sample if it is short enough, possibly truncated, or nothing."""

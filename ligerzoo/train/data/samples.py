@@ -187,16 +187,18 @@ class PromptSample:
         input_ids: token ids of the prompt.
         record: all fields of the record, for the reward function.
         source: the record.
+        images: the images in it, in order.
     """
 
     input_ids: list[int]
     record: Mapping[str, Any]
     source: Source
+    images: tuple[ImageTokens, ...] = ()
 
     @property
     def segments(self) -> tuple[Sample, ...]:
         """The prompt, without labels."""
-        return (Sample(self.input_ids, [UNTRAINED] * len(self.input_ids), self.source),)
+        return (Sample(self.input_ids, [UNTRAINED] * len(self.input_ids), self.source, self.images),)
 
 
 @dataclass(frozen=True)

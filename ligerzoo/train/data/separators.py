@@ -96,7 +96,7 @@ class CsvRows(Separators):
 
 
 _IS_STRUCTURE = bytes(byte in b'"\\[]{},' for byte in range(256))
-_STEPS = np.zeros(256, np.int64)
+_STEPS = np.zeros(256, np.int8)
 _STEPS[[*b"[{"]], _STEPS[[*b"]}"]] = 1, -1
 _IN_STRING, _ESCAPED, _PER_LEVEL = 1, 2, 4
 
@@ -110,31 +110,42 @@ class ArrayItems(Separators):
     def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
         """Returns the indices of the commas between items, and of a bracket that ends the array."""
         positions = np.flatnonzero(np.frombuffer(data.tobytes().translate(_IS_STRUCTURE), bool))
+        if len(positions) == 0:
+            return positions, state & ~_ESCAPED if len(data) else state
         kinds = data[positions]
-        backslashes, lengths = _runs(positions[kinds == _BACKSLASH], bool(state & _ESCAPED))
-        is_quote = kinds == _QUOTE
-        if len(backslashes):
-            before = np.searchsorted(backslashes, positions) - 1
-            is_quote &= ~((backslashes[before] == positions - 1) & (before >= 0) & (lengths[before] % 2 == 1))
-        outside = (np.cumsum(is_quote) + (state & _IN_STRING)) % 2 == 0
+        escapes, is_escaped = _escapes(positions, kinds == _BACKSLASH, bool(state & _ESCAPED))
+        quotes = (kinds == _QUOTE) & ~is_escaped
+        outside = (np.cumsum(quotes, dtype=np.int32) + (state & _IN_STRING)) % 2 == 0
         steps = np.where(outside, _STEPS[kinds], 0)
-        levels = state // _PER_LEVEL + np.cumsum(steps)
+        levels = state // _PER_LEVEL + np.cumsum(steps, dtype=np.int32)
         ends = outside & (((kinds == _COMMA) & (levels == 0)) | ((steps == -1) & (levels == -1)))
-        after = state & ~_ESCAPED
-        if len(positions):
-            after = _PER_LEVEL * int(levels[-1]) + _IN_STRING * (not outside[-1])
-        is_escaping = len(backslashes) and backslashes[-1] == len(data) - 1 and lengths[-1] % 2 == 1
-        return positions[ends], after + _ESCAPED * bool(is_escaping)
+        escapes_next = positions[-1] == len(data) - 1 and escapes[-1]
+        after = _PER_LEVEL * int(levels[-1]) + _IN_STRING * (not outside[-1]) + _ESCAPED * bool(escapes_next)
+        return positions[ends], after
 
 
-def _runs(positions: Positions, is_continued: bool) -> tuple[Positions, Positions]:
-    """Returns positions of backslashes, and for each how many follow each other up to it.
+Flags = NDArray[np.bool_]
+
+
+def _escapes(positions: Positions, is_backslash: Flags, is_first_escaped: bool) -> tuple[Flags, Flags]:
+    """Returns which bytes are backslashes that escape the next byte, and which are escaped.
 
     Args:
-        is_continued: whether an odd number ends at the byte before.
+        positions: of bytes, all backslashes among them.
+        is_first_escaped: whether the first byte of the piece is escaped.
     """
-    if is_continued:
-        positions = np.concatenate([[-1], positions])
+    is_escaped = np.zeros(len(positions), bool)
+    is_escaped[0] = is_first_escaped and positions[0] == 0
+    if not is_backslash.any():
+        return is_backslash, is_escaped
+    is_next = np.diff(positions) == 1
     index = np.arange(len(positions))
-    is_first = np.diff(positions, prepend=-3) != 1
-    return positions, index - np.maximum.accumulate(np.where(is_first, index, 0)) + 1
+    begins = is_backslash.copy()
+    begins[1:] &= ~(is_backslash[:-1] & is_next)  # the first of backslashes that follow each other
+    first = np.maximum.accumulate(np.where(begins, index, 0))
+    odd = (index - first) % 2 == 0  # the first, third, ... of them
+    if is_escaped[0]:
+        odd ^= first == 0
+    escapes = is_backslash & odd
+    is_escaped[1:] = escapes[:-1] & is_next
+    return escapes, is_escaped

@@ -232,6 +232,11 @@ class SampleStream:
         return next(self._samples)
 
     @property
+    def names(self) -> list[str]:
+        """The names of the files and datasets."""
+        return [name for source in self._order.sources for name in source.names]
+
+    @property
     def notes(self) -> list[str]:
         """Lines to print about the data, such as whose fields it has."""
         return [note for source in self._order.sources for note in source.notes]

@@ -37,11 +37,11 @@ def main(options: GRPORunOptions) -> int:
     """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
     with Run(options) as run:
         reward = run.problems.result_of(open_reward, options.reward, run.device)
-        data = RunPrompts(options, run.tokenizer, run.meta_model)
+        data = RunPrompts(options, run.processor, run.meta_model)
         needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
         run.prepare(data, frozen=run.meta_model if needs_copy else None)
         model = run.open_model()
-        roll_out = Rollouts(run, options, reward)
+        roll_out = Rollouts(run, options, reward, data.images)
         if options.dry_run:
             roll_out.show(data)
             return 0

@@ -33,7 +33,7 @@ def main(options: PreferenceRunOptions) -> int:
     needs_reference = loss_function.needs_reference({})
     kind: Literal["labelled", "preference"] = "labelled" if is_kto else "preference"
     with Run(options) as run:
-        data = RunData(options, run.tokenizer, run.meta_model, kind, pin_memory=run.device.type == "cuda")
+        data = RunData(options, run.processor, run.meta_model, kind, pin_memory=run.device.type == "cuda")
         # The reference of adapters is the model without them.
         keeps_copy = needs_reference and not options.lora_rank and not options.precompute_reference
         run.prepare(data, frozen=run.meta_model if keeps_copy else None)
@@ -60,9 +60,9 @@ def main(options: PreferenceRunOptions) -> int:
                 if is_kto:
                     given["desirable"] = desirable_of(batch).to(run.device)
                 inputs = run.to_device({**batch.inputs, "sequences": sequences_of(batch)})
-                positions = {"position_ids": inputs.pop("position_ids")}
+                given |= {name: inputs.pop(name) for name in ("input_ids", "labels", "sequences")}
                 with run.autocast():
-                    return loss_function.of(model, **inputs, model_inputs=positions, **given)
+                    return loss_function.of(model, **given, model_inputs=inputs)  # positions, and images
 
             loss, metrics = forward_backward(forward, micro_batches, sizes, run)
             if is_kto and metrics:  # of all completions of the step: a micro-batch may have none of a kind
