@@ -222,17 +222,19 @@ def filled(
         third_back, second_back = (_between(count, left[a], left[b]) for a, b in pairwise(reversed(around)))
         own, later = (moments[part.moments] for part in (second_back, third_back))
         pairs = [*zip(own, later, strict=False)]
-        steps = {(b.dynamic - a.dynamic, b.activations - a.activations) for a, b in pairs[1:]}
+        steps = {b.dynamic - a.dynamic for a, b in pairs[1:]} | {b.activations - a.activations for a, b in pairs[1:]}
         grown = {(a.gradients - b.gradients, a.of_experts - b.of_experts) for a, b in pairs}
         are_equal = second.counted == third.counted and second_back.counted[1:] == third_back.counted[1:]
-        if not are_equal or len(own) != len(later) or not steps <= {(second.kept,) * 2} or len(grown) > 1:
+        if not are_equal or len(own) != len(later) or len(steps) > 1 or len(grown) > 1:
             return None
         gradients, of_experts = next(iter(grown), (0, 0))
+        freed = next(iter(steps), second.kept)  # by a repeat; the rest after all of backward
+        stays = gap.repeats * (second.kept - freed)
 
-        def moved(moment: Moment, above: int, done: int, kept: int = second.kept) -> Moment:
+        def moved(moment: Moment, above: int, done: int, freed: int = freed, stays: int = stays) -> Moment:
             """Moment of another repeat, with more repeats before it and more finished ones after it."""
-            more = above * kept, above * kept, done * gradients, done * of_experts  # noqa: B023
-            return Moment(*map(add, moment, more))
+            kept = above * freed + stays
+            return Moment(*map(add, moment, (kept, kept, done * gradients, done * of_experts)))  # noqa: B023
 
         inserted = [moved(one, above, gap.repeats - above) for above in range(gap.repeats + 1, 0, -1) for one in own]
         rest = [moved(one, 0, gap.repeats) for one in moments[third_back.moments.stop :]]

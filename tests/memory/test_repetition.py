@@ -66,11 +66,12 @@ def test_equal_blocks_count_the_same(name: str, method: str, monkeypatch: pytest
         assert ran < blocks or (levels[0] == BLOCK and name == "two windows")
 
 
-@pytest.mark.parametrize("sizes", [MeshSizes(tensor=2), MeshSizes(context=2)], ids=str)
+@pytest.mark.parametrize("sizes", [MeshSizes(tensor=2), MeshSizes(context=2), MeshSizes(expert=2)], ids=str)
 def test_divided_blocks_count_the_same(sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with divided(Llama(LLAMA, device="meta"), sizes) as one:
+    model_class, config = MODELS["a dense layer among experts" if sizes.expert > 1 else "llama"]
+    with divided(model_class(config, device="meta"), sizes) as one:
         setting = TrainingSetting(batch_size=2, seq_length=32, mesh=str(replace(sizes, shard=2)))
-        assert counted(one.model, setting, [NOTHING] * 11, monkeypatch) == [4]
+        assert counted(one.model, setting, [NOTHING] * 11, monkeypatch) == [4 + (sizes.expert > 1)]
 
 
 def test_all_blocks_run_whose_repeats_differ(monkeypatch: pytest.MonkeyPatch) -> None:
