@@ -122,7 +122,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
             raise DataError("data is not downloaded", where=path, expected="a file", remedy="Download it first.")
         files += _expand(Path(path))
     if not files:
-        raise DataError("no data files", where="paths", got=repr(paths), expected="at least one file")
+        raise DataError("no data files", where="option data", got=repr(paths), expected="at least one file")
     for file in files:
         if file.suffix not in FORMATS:
             expected, remedy = ", ".join(FORMATS), _REMEDIES.get(file.suffix)
@@ -132,7 +132,9 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
             raise DataError("the file is empty", where=file)
     if len({FORMATS[file.suffix] for file in files}) > 1:
         got, remedy = first_names(list(map(str, files))), _WEIGHTS
-        raise DataError("files of different formats", where="paths", got=got, expected="one format", remedy=remedy)
+        raise DataError(
+            "files of different formats", where="option data", got=got, expected="one format", remedy=remedy
+        )
     resolved = set[Path]()
     for file in files:
         if (target := file.resolve()) in resolved:
@@ -194,7 +196,7 @@ def _open_named(data: Sequence[str | os.PathLike[str]], options: ReadOptions) ->
         return FORMATS[files[0].suffix](files, options)
     if len(data) > 1:
         got = first_names(list(map(str, data)))
-        raise DataError("several datasets", where="paths", got=got, expected="one, or files", remedy=_WEIGHTS)
+        raise DataError("several datasets", where="option data", got=got, expected="one, or files", remedy=_WEIGHTS)
     return open_rows(data[0]) if on_hub[0] is None else open_hub_data(on_hub[0])
 
 
@@ -387,5 +389,5 @@ def open_sources(data: object, kind: Kind | Literal["auto"], options: ReadOption
     kinds = {source.kind for source in sources}
     if len(kinds) > 1:
         got = ", ".join(f"{source.name} of kind {source.kind!r}" for source in sources)
-        raise DataError("the data has several kinds", where="paths", got=got, expected="one")
+        raise DataError("the data has several kinds", where="option data", got=got, expected="one")
     return sources
