@@ -50,7 +50,7 @@ class Grammar:
         where: name of the source, for messages.
 
     Raises:
-        LigerzooError: llguidance is not installed, or does not accept the grammar.
+        LigerzooError: llguidance is not installed, or does not accept the grammar, or no text can begin.
     """
 
     def __init__(self, source: str, tokenizer: SupportsTokenBytes, *, where: str = "grammar") -> None:
@@ -63,6 +63,8 @@ class Grammar:
         self._matcher = LLMatcher(self._vocabulary, source, log_level=0)
         if self._matcher.is_error():
             raise LigerzooError("not a supported grammar", where=where, got=_summary(self._matcher))
+        if not self._has_texts():
+            raise LigerzooError("no text can begin", where=where, got="a definition that refers to itself without end")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, object], tokenizer: SupportsTokenBytes, *, where: str = "schema") -> Self:
@@ -76,6 +78,11 @@ class Grammar:
             tokenizer, where: see `Grammar`.
         """
         return cls(json_grammar(schema), tokenizer, where=where)
+
+    def _has_texts(self) -> bool:
+        matcher, mask = self._matcher.deep_copy(), np.zeros(-(-self._vocabulary.vocab_size // 32) * 4, np.uint8)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size)
+        return not matcher.is_error() and bool(mask.any())
 
     def start(self, eos_token_ids: Sequence[int]) -> GrammarState:
         """Returns the state of one row before its first new token; see `ligerzoo.generate.Constraint`."""

@@ -438,7 +438,7 @@ class BrokenLogitsError(LigerzooError):
             got="NaN, inf or only -inf" + ("" if steps is None else f" within {steps} new tokens"),
             expected="finite logits; -inf for some tokens only",
             remedy="Check the weights for NaN, use bfloat16 or float32 instead of float16, a higher temperature, or "
-            "options that allow more tokens.",
+            "options that allow more tokens, such as a constraint with finite texts.",
         )
 
 

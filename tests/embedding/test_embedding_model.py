@@ -263,7 +263,7 @@ def test_transformers_has_no_such_wrapper(model: EmbeddingModel) -> None:
     pytest.importorskip("accelerate")
     from ligerzoo.integrations.transformers import wrap
 
-    with pytest.raises(ConfigError, match="cannot be wrapped, nor embedding models"):
+    with pytest.raises(ConfigError, match="an embedding model cannot be wrapped"):
         wrap(model)  # type: ignore[call-overload]
 
 

@@ -267,6 +267,7 @@ def _schema(schema: Any, **options: Any) -> dict[str, Any]:
             "response_format.json_schema.schema: not a supported grammar; got Invalid type: strin",
         ),
         (_schema({"enum": []}), "schema: not a supported grammar; got Unsatisfiable schema"),
+        (_schema({"$ref": "#"}), "schema: no text can begin; got a definition that refers to itself without end"),
     ],
 )  # fmt: skip
 def test_invalid_fields_are_named(client: Any, options: dict[str, Any], message: str) -> None:

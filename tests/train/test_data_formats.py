@@ -241,16 +241,17 @@ def test_a_large_row_group_is_read_in_bounded_memory(tmp_path: Path) -> None:
 def test_a_directory_has_files_of_several_text_formats(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
     write_csv(tmp_path / "b.csv", [{"text": "two"}])
-    write_json(tmp_path / "info.json", [{"text": "not data, next to other files"}])
+    write_json(tmp_path / "c.json", [{"text": "three"}])
+    (tmp_path / "info.json").write_text('{"text": "an object: not data, next to other files"}')
 
     def texts(path: Any) -> list[str]:
         stream = open_data(path, "auto", tokenizer(), seq_length=32, epochs=1, shuffle=False)
         return [tokenizer().decode(one, skip_special_tokens=True) for one in ids(stream)]
 
-    assert texts(tmp_path) == ["one", "two"]
-    (tmp_path / "a.jsonl").unlink()
-    (tmp_path / "b.csv").unlink()
-    assert texts(tmp_path) == ["not data, next to other files"]
+    assert texts(tmp_path) == ["one", "two", "three"]
+    for name in ("a.jsonl", "b.csv", "c.json"):
+        (tmp_path / name).unlink()
+    assert texts(tmp_path) == ["an object: not data, next to other files"]
 
 
 def test_cells_of_csv_are_json_where_fields_are_lists(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def parse_text(data: bytes) -> Fields | None:
     return {"text": text} if text.strip() else None
 
 
-def parse_json(data: bytes) -> Fields | None:
+def parse_fields(data: bytes) -> Fields | None:
     """Parses a line of a JSON Lines file, or an item of a JSON array; None if it is blank.
 
     Raises:
@@ -144,7 +144,7 @@ def record_kind(record: Fields) -> Kind:
     required = [name for names in FIELDS.values() for name in names.required]
     null = [name for name, value in record.items() if value is None and name in required]
     if null and found in (None, "prompt"):  # a column that another kind fills, or a missing completion
-        raise _null(null[0], present)
+        raise null_field(null[0], present)
     if found is not None:
         return found
     near = (did_you_mean(name, required) for name in record if name not in required)
@@ -168,7 +168,7 @@ def check_record(record: Fields, kind: Kind) -> Fields:
     _refuse_misspelled(present, accepted)
     for name in names.required:
         if name not in present and name in record:
-            raise _null(name, present)
+            raise null_field(name, present)
         if name not in present:
             got, expected = f"fields {first_names([*present])}", " and ".join(names.required)
             remedy = did_you_mean(name, present)
@@ -195,7 +195,7 @@ def _present(record: Fields) -> Fields:
     return {ours.get(name, name): value for name, value in given.items()}
 
 
-def _null(name: str, present: Fields) -> DataError:
+def null_field(name: str, present: Fields) -> DataError:
     """Returns the error of a required field that is null."""
     got = f"values of {first_names([*present])}" if present else None
     remedy = "Fill it in, or leave out the record."

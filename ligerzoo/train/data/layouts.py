@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ligerzoo.checks import is_text
 from ligerzoo.entries import is_array, is_object
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
-from ligerzoo.train.data.fields import FIELDS, Kind, text_field
+from ligerzoo.train.data.fields import FIELDS, Kind, null_field, text_field
 from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import Source
 
@@ -52,14 +52,17 @@ def parse_columns(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_column_names(columns: Mapping[str, str], firsts: Sequence[tuple[Source, Fields]]) -> None:
-    """Raises DataError for a column that no source has, unless one has the field that it should be.
+    """Raises DataError for a column that no source has, unless the data has our names for all of them.
 
     Args:
         firsts: the first record of each source, and where it is.
     """
     names = list(dict.fromkeys(name for _, fields in firsts for name in fields))
-    for field, column in columns.items():
-        if firsts and column not in names and field not in names:
+    missing = {field: column for field, column in columns.items() if column not in names}
+    if missing == columns and all(field in names for field in columns):  # such as data for evaluation
+        return
+    for column in missing.values():
+        if firsts:
             got, remedy = f"columns {first_names(names)}", did_you_mean(column, names)
             what = f"there is no column {column!r}, which --map names"
             raise DataError(what, where=firsts[0][0], got=got, remedy=remedy)
@@ -181,7 +184,9 @@ def _message(role: str, content: object) -> Message:
 
 
 def _text(record: Fields, name: str) -> str:
-    if record.get(name) is None:
+    if name in record and record[name] is None:
+        raise null_field(name, record)
+    if name not in record:
         got = f"fields {first_names([*record])}"
         raise DataError(f"the field {name!r} is missing", got=got, remedy=did_you_mean(name, record))
     return text_field(record, name)

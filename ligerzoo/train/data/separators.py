@@ -63,6 +63,8 @@ class CsvRows(Separators):
 
     def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
         """Returns the indices of the line ends outside of quotes."""
+        if not len(data):
+            return np.array([], np.int64), state
         newlines = np.flatnonzero(data == _NEWLINE)
         quotes = np.flatnonzero(data == _QUOTE)
         was_quoted = state == _QUOTED

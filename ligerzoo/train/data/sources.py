@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import math
 import os
@@ -147,7 +148,7 @@ def _expand(path: Path) -> list[Path]:
     if path.is_dir():
         inner = (file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
         files = sorted(file for file in inner if not file.name.startswith("."))
-        data = [file for file in files if file.suffix != ".json"]  # next to other data, .json files describe it
+        data = [file for file in files if file.suffix != ".json" or _is_list(file)]  # objects describe other data
         if not files:
             raise DataError("the directory has no data files", where=path, expected=", ".join(FORMATS))
         return data or files
@@ -164,11 +165,16 @@ def _expand(path: Path) -> list[Path]:
     raise DataError("no such file or directory", where=path)
 
 
+def _is_list(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
 # Names and weights
 
 
 _WEIGHTS = "Give each a weight, such as a.jsonl:0.7 b.csv:0.3."
-_WEIGHT = re.compile(r"(.+):(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)")
+_WEIGHT = re.compile(r"(.+):([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf))")
 
 
 class _Named(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ligerzoo.errors import DataError, first_names, quote
-from ligerzoo.train.data.fields import decoded, parse_json, parse_text
+from ligerzoo.train.data.fields import decoded, parse_fields, parse_text
 from ligerzoo.train.data.records import Fields, Parse
 from ligerzoo.train.data.samples import naming
 from ligerzoo.train.data.separators import ArrayItems, CsvRows, LineEnds, Separators
@@ -75,7 +75,7 @@ def first_byte(read: ReadBytes, name: str) -> int:
 
 def open_json_lines(read: ReadBytes, size: int, name: str) -> TextFormat:
     """A JSON object in each line."""
-    return TextFormat(LineEnds(), parse_json, first_byte(read, name), "a file with one object per line")
+    return TextFormat(LineEnds(), parse_fields, first_byte(read, name), "a file with one object per line")
 
 
 def open_text(read: ReadBytes, size: int, name: str) -> TextFormat:
@@ -101,12 +101,12 @@ def open_json(read: ReadBytes, size: int, name: str) -> TextFormat:
         got, remedy = quote(tail.decode(errors="replace")[-40:]), "The file may be truncated."
         raise DataError("the list does not end", where=name, got=f"{got} at the end", expected="]", remedy=remedy)
     last = size - (len(tail) - len(tail.rstrip())) - 1
-    return TextFormat(ArrayItems(), parse_json, first + 1, "a list of objects", last, b" \t\r\n")
+    return TextFormat(ArrayItems(), parse_fields, first + 1, "a list of objects", last, b" \t\r\n")
 
 
 def _parse_line_or_whole(data: bytes) -> Fields | None:
     try:
-        return parse_json(data)
+        return parse_fields(data)
     except DataError as error:
         if data.strip() not in (b"{", b"}"):
             raise
