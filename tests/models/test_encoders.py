@@ -322,13 +322,13 @@ def test_what_only_decoders_do_is_refused(tmp_path: Path, capsys: pytest.Capture
     write_tokenizer(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("Two ligers. " * 50)
-    for command in (
-        ["generate", "--prompt", "Hi"],
-        ["serve"],
-        ["train", "--data", str(text), "--output", str(tmp_path / "run")],
+    for command, remedy in (
+        (["generate", "--prompt", "Hi"], "AutoModelForMaskedLM"),
+        (["serve"], "AutoModelForMaskedLM"),
+        (["train", "--data", str(text), "--output", str(tmp_path / "run")], "Train it with --method mlm."),
     ):
         assert cli.main([command[0], str(tmp_path), *command[1:]]) != 0
-        assert "AutoModelForMaskedLM" in capsys.readouterr().err
+        assert remedy in capsys.readouterr().err
     assert "per token of context" not in describe(tmp_path)
 
 

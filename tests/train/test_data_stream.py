@@ -477,7 +477,7 @@ def test_the_report_counts_problems(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["{", '{"text": "yes"}'] * 25)
     report = check_data(path, "text", tokenizer(), seq_length=9, progress=False)
     assert (report.samples, report.num_problems, len(report.problems)) == (25, 25, 20)
-    assert str(report).endswith("and 5 more")
+    assert str(report).endswith("5 more records have problems")
     assert report.trained_tokens == report.tokens - 25
 
 

@@ -212,7 +212,7 @@ def test_all_data_is_checked_before_the_model_is_loaded(tmp_path: Path, capsys: 
     (checkpoint / "model.safetensors").unlink()
     data = write_lines(tmp_path / "bad.jsonl", [{"text": "good"}, "{", {"text": ""}])
     message = evaluate(capsys, str(checkpoint), "--data", str(data), code=1)
-    assert message.count("\n") == 1
+    assert message.count("\n") == 2  # one line for each
     assert "bad.jsonl:2: broken JSON" in message
     assert "bad.jsonl:3: text is empty" in message
 
