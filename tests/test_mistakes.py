@@ -54,7 +54,7 @@ MISTAKES = [
     (f"{TRAIN} --data bytes.jsonl", "bytes.jsonl:1: invalid UTF-8"),
     (f"{TRAIN} --data broken.jsonl", "broken.jsonl:2: broken JSON"),
     (f"{TRAIN} --data utf16.jsonl", "utf16.jsonl:1: the file is UTF-16"),
-    (f"{TRAIN} --data list.json", "list.json:1: unknown field 'txt'. Did you mean 'text'?"),
+    (f"{TRAIN} --data list.json", "list.json:1:17: unknown field 'txt'. Did you mean 'text'?"),
     (f"{TRAIN} --data cut.json", "cut.json: the list does not end"),
     (f"{TRAIN} --data pretty.json", "pretty.json:1: an object that several lines share"),
     (f"{TRAIN} --data table.csv", "table.csv: the data has no records"),
@@ -70,6 +70,10 @@ MISTAKES = [
     (
         f"{TRAIN} --data answers.csv --map prompt=question completion=respones",
         "answers.csv:2: there is no column 'respones', which --map names; got columns 'question', 'response', ",
+    ),
+    (
+        "evaluate model --data questions.csv --map prompt=question",
+        "questions.csv: prompts have no labels; expected text, prompt and completion, messages, or chosen and rejected",
     ),
     (f"{TRAIN} --data questions.csv --map promt=question", "error: --map: unknown field; got 'promt'"),
     (f"{TRAIN} --data questions.csv --map question=prompt", "Write prompt=question: our field first."),

@@ -107,8 +107,10 @@ class _Producer:
 
     def __post_init__(self) -> None:
         if self.stream.kind in ("prompt", "pair"):
-            got = f"kind {self.stream.kind!r}"
-            raise DataError(f"{self.stream.kind}s have no labels", where="stream", got=got, expected="another kind")
+            what, where = f"{self.stream.kind}s have no labels", ", ".join(self.stream.names)
+            expected = "text, prompt and completion, messages, or chosen and rejected"
+            remedy = "Say which columns they are, such as --map completion=answer."
+            raise DataError(what, where=where, expected=expected, remedy=remedy)
         if self.batch_size < 1 or not 0 <= self.rank < self.world_size:
             got = f"batch_size={self.batch_size}, rank={self.rank}, world_size={self.world_size}"
             raise DataError("invalid batches", where="batch_size, rank and world_size", got=got)

@@ -22,7 +22,7 @@ _MAX_COUNTED = 64  # files
 
 
 class Source(NamedTuple):
-    """Where a record is. `str` gives `file:line`, or `dataset[row]`.
+    """Where a record is. `str` gives `file:line`, `file:line:column` after others in the line, or `dataset[row]`.
 
     The line number is computed when it is asked for, by counting the lines before the record.
 
@@ -39,7 +39,7 @@ class Source(NamedTuple):
     def __str__(self) -> str:
         match self.unit:
             case "byte":
-                return f"{self.name}:{_line_number(self.name, self.start)}"
+                return f"{self.name}:{_line_and_column(self.name, self.start)}"
             case "row":
                 return f"{self.name}[{self.start}]"
             case "token":
@@ -55,24 +55,27 @@ def naming(where: object) -> Iterator[None]:
         raise DataError(str(error), where=where) from error
 
 
-_counted: dict[tuple[str, int, int], tuple[int, int]] = {}
-"""By file, size and time of its last change: a byte, and its line. A report of many lines counts each byte once."""
+_counted: dict[tuple[str, int, int], tuple[int, int, int]] = {}
+"""By file, size and time of its last change: a byte, its line, and where that begins. Counts each byte once."""
 
 
-def _line_number(file: str, offset: int) -> int:
+def _line_and_column(file: str, offset: int) -> str:
     status = os.stat(file)
     key = file, status.st_size, status.st_mtime_ns
-    start, line = _counted.get(key, (0, 1))
+    start, line, begin = _counted.get(key, (0, 1, 0))
     if start > offset:
-        start, line = 0, 1
+        start, line, begin = 0, 1, 0
     with open(file, "rb") as stream:
         stream.seek(start)
         while start < offset and (data := stream.read(min(offset - start, _CHUNK))):
+            begin = start + data.rindex(b"\n") + 1 if b"\n" in data else begin
             start, line = start + len(data), line + data.count(b"\n")
+        stream.seek(begin)
+        others = stream.read(min(offset - begin, _CHUNK)).strip(b" \t\r[\xef\xbb\xbf")
     if len(_counted) > _MAX_COUNTED:
         _counted.clear()
-    _counted[key] = start, line
-    return line
+    _counted[key] = start, line, begin
+    return f"{line}:{offset - begin + 1}" if others else str(line)
 
 
 class ImageTokens(NamedTuple):
