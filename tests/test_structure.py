@@ -46,16 +46,13 @@ def test_lines_of_checks() -> None:
 
 
 def test_a_figure_above_its_limit_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limits = tmp_path / "structure.toml"
-    limits.write_text(structure.LIMITS.read_text())
+    limits, modules = tmp_path / "structure.toml", package(a="x = 1\ny = 2")
     monkeypatch.setattr(structure, "LIMITS", limits)
-    modules = structure.modules()
-    assert structure.exceeded(modules) == []
-    text = limits.read_text()
-    lowered = text.replace('"lines" = ', '"lines" = -')
-    assert lowered != text
-    limits.write_text(lowered)
-    assert [line.split(":")[:2] for line in structure.exceeded(modules)] == [["figures", " lines"]]
+    for lines, expected in ((2, []), (1, [["figures", " lines"]])):
+        limits.write_text(
+            f'[figures]\nmodules = 1\n"lines" = {lines}\n["lines per package"]\nligerzoo = 100\n[repeated]\n'
+        )
+        assert [line.split(":")[:2] for line in structure.exceeded(modules)] == expected
 
 
 def test_limits_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

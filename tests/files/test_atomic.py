@@ -732,7 +732,7 @@ def run_faults(script: str, directory: Path, scenario: str, fault: str, step: in
 @pytest.mark.parametrize(
     "fault, step",
     [
-        ("kill", 4),
+        ("kill", 7),
         pytest.param("kill", 1, marks=pytest.mark.slow),
         pytest.param("interrupt", 1, marks=pytest.mark.slow),
     ],
@@ -745,7 +745,7 @@ def test_kill_or_interrupt_at_any_line_leaves_old_or_new_files(
     run_faults(AT_EVERY_LINE, tmp_path / "directory", scenario, fault, step)
 
 
-@pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
 def test_interrupt_at_any_instruction_leaves_no_slot(tmp_path: Path, scenario: str, step: int) -> None:
     run_faults(AT_EVERY_INSTRUCTION, tmp_path / "directory", scenario, "interrupt", step)
