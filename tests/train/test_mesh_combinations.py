@@ -164,23 +164,7 @@ def compare_gradients(case: Case, one: Path, many: Path) -> None:
 
 
 TOGETHER = 8
-"""Runs of the same processes. Each makes a mesh, whose gloo groups keep their threads until the processes end."""
-
-
-def run_all(directory: Path, processes: int, cases: Sequence[Case]) -> None:
-    """Trains each case in one process and over its mesh."""
-    files = Files(directory)
-    runs = [files.runs(case, number) for number, case in enumerate(cases)]
-    for start in range(0, len(cases), TOGETHER):
-        part = slice(start, start + TOGETHER)
-        for one, _ in runs[part]:
-            assert recorded(one) == 0
-        on_all_processes(partial(train_all, given=[many for _, many in runs[part]]), processes)
-        for case, (one, many) in zip(cases[part], runs[part], strict=True):
-            outputs = Path(one["output"]), Path(many["output"])
-            compare_logs(case, *outputs)
-            compare_gradients(case, *outputs)
-
+"""Cases of a test. Each makes a mesh, whose gloo groups keep their threads until the processes end."""
 
 LORA = {"lora_rank": 2, "lr": 1e-2}
 MESHES: dict[int, Sequence[str]] = {
@@ -229,10 +213,31 @@ def thorough(processes: int) -> list[Case]:
     return [*{str(case): case for case in cases}.values()]
 
 
+PARTS = [
+    pytest.param(processes, cases[start : start + TOGETHER], id=f"{processes}-{start // TOGETHER}")
+    for processes in MESHES
+    for cases in [thorough(processes)]
+    for start in range(0, len(cases), TOGETHER)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", MESHES)
-def test_every_pair_trains_as_one_process(tmp_path: Path, processes: int) -> None:
-    run_all(tmp_path, processes, thorough(processes))
+@pytest.mark.parametrize("processes, cases", PARTS)
+def test_every_pair_trains_as_one_process(tmp_path: Path, processes: int, cases: Sequence[Case]) -> None:
+    files = Files(tmp_path)
+    runs = [files.runs(case, number) for number, case in enumerate(cases)]
+    for one, _ in runs:
+        assert recorded(one) == 0
+    on_all_processes(partial(train_all, given=[many for _, many in runs]), processes)
+    failed = []
+    for case, (one, many) in zip(cases, runs, strict=True):
+        outputs = Path(one["output"]), Path(many["output"])
+        try:
+            compare_logs(case, *outputs)
+            compare_gradients(case, *outputs)
+        except AssertionError as error:
+            failed.append(f"{case}: {error}")
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.slow
