@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chart import Bar, Group, bar_chart
+from benchmarks.contrastive_report import contrastive_figures
+from benchmarks.encoders_report import encoder_figures
 from benchmarks.exact_report import mixture_figures, packed_figures, start_figures, update_chart, update_figures
 from benchmarks.generation_report import generation_chart, generation_figures
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
@@ -38,7 +40,7 @@ ATTENTION = ("attention_sinks", "latent_attention")
 SUITES = (
     "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "meshes", "memory",
     "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, "delta_rule", "exact_updates", "packed_attention",
-    "exact_mixtures", "starts",
+    "exact_mixtures", "starts", "contrastive", "encoders",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = (
@@ -318,6 +320,8 @@ def all_figures(results: Mapping[str, Json]) -> str:
         ("packed_attention", packed_figures),
         ("operations", operation_figures),
         ("losses", loss_figures),
+        ("contrastive", contrastive_figures),
+        ("encoders", encoder_figures),
         ("scaling", scaling_figures),
         ("launching", launch_figures),
         ("delta_rule", delta_rule_figures),

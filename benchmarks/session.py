@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import training
+from benchmarks import encoders, training
 from benchmarks.measure import compact_json
 from benchmarks.workloads import select
 
@@ -43,6 +43,9 @@ PYTEST = "pytest -v -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider -
 """With a line for each test, so that failures are known if pytest is stopped."""
 OUTPUT = 20_000
 """Characters of a job's output that are kept, from its end."""
+
+MERGED = {"training.json": training.Results, "encoders.json": encoders.Results}
+"""Files that several jobs fill."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,16 @@ JOBS = {
     "memory": suite_job(180, "memory"),
     "training_1b": training_job(90, "llama_1b_8x2048"),
     "small_models": suite_job(120, "small_models"),
+    "contrastive": suite_job(150, "contrastive", "--patience 25"),
+    **{
+        f"encoders_{name}": suite_job(170, "encoders", f"--workloads {workloads}")
+        for name, workloads in {
+            "mlm": "modernbert_large_mlm",
+            "embedding": "modernbert_large_embedding",
+            "encoding": "modernbert_large_encoding bert_base_encoding",
+            "bert": "bert_base_mlm bert_base_embedding",
+        }.items()
+    },
 }
 
 
@@ -214,15 +227,15 @@ def stop(process: subprocess.Popen[bytes], grace: float = 15.0) -> None:
 
 
 def unpack(path: Path, directory: Path = RESULTS) -> None:
-    """Writes the results of a session to files; those of `benchmarks.training` are merged into its file."""
+    """Writes the results of a session to files; those of several jobs are merged into one file."""
     for name, found in json.loads(path.read_text(encoding="utf-8")).items():
         for file, result in found.get("result", {}).items():
             print(f"{name}: {directory / file}")
-            if file == "training.json":
+            if file in MERGED:
                 with tempfile.TemporaryDirectory() as temporary:
                     part = Path(temporary) / file
                     part.write_text(json.dumps(result), encoding="utf-8")
-                    training.Results(directory / file).merge(part)
+                    MERGED[file](directory / file).merge(part)
             else:
                 (directory / file).write_text(compact_json(result) + "\n", encoding="utf-8")
 
