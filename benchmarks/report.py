@@ -37,15 +37,16 @@ TRAINERS = {
 }
 LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shape in MXFP4"}
 ATTENTION = ("attention_sinks", "latent_attention")
+RECURRENCES = ("state_space", "delta_channels")
 SUITES = (
     "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "meshes", "memory",
-    "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, "delta_rule", "exact_updates", "packed_attention",
-    "exact_mixtures", "starts", "contrastive", "encoders",
+    "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, *RECURRENCES, "delta_rule", "exact_updates",
+    "packed_attention", "exact_mixtures", "starts", "contrastive", "encoders",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = (
     "torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy",
-    "flash-linear-attention",
+    "flash-linear-attention", "mamba-ssm",
 )  # fmt: skip
 HIGHLIGHTS = (
     "rms norm 16384 x 4096",
@@ -240,6 +241,19 @@ def delta_rule_figures(result: Json) -> list[str]:
     return ["## Linear attention", paragraph(about), operation_table("layer", measured(result["rows"]))]
 
 
+def recurrence_figures(results: Mapping[str, Json]) -> list[str]:
+    """The layers of Mamba-2 and of Kimi Linear."""
+    used = [results[name] for name in RECURRENCES if name in results]
+    rows = [row for result in used for row in measured(result["rows"])]
+    if not rows:
+        return []
+    about = (
+        f"bf16, with the gates. ssd: texts x tokens x heads x head size x groups x state size. Norm: tokens x features "
+        f"x groups. Delta rule: texts x tokens x heads x head size. {measured_on(*used)}."
+    )
+    return ["## Mamba-2 and Kimi Linear", paragraph(about), operation_table("layer", rows)]
+
+
 def memory_figures(result: Json) -> list[str]:
     """Predicted and measured peaks."""
     about = (
@@ -328,7 +342,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
     ):
         if name in results:
             parts += figures(results[name])
-    parts += attention_figures(results)
+    parts += attention_figures(results) + recurrence_figures(results)
     return "\n\n".join(part for part in parts if part)
 
 

@@ -58,8 +58,8 @@ class Job:
             of GPUs.
         result: name of the file in benchmarks/results that it writes; empty for none.
         all_gpus: it needs all GPUs of the machine, at least two.
-        with_fla: it measures flash-linear-attention too, which `--fla` names. The path of other jobs lacks it:
-            transformers would use it in the tests, whose tolerances it exceeds.
+        with_fla: it measures flash-linear-attention or mamba-ssm too, which are in the directory that `--fla` names.
+            The path of other jobs lacks them: transformers would use them in the tests, whose tolerances they exceed.
     """
 
     seconds: float
@@ -92,7 +92,12 @@ JOBS = {
     "delta_rule": suite_job(420, "delta_rule", "--patience 200", with_fla=True),
     "exact_updates": suite_job(240, "exact_updates"),
     "packed_attention": suite_job(120, "packed_attention"),
-    "delta_launches": suite_job(200, "delta_launches"),
+    "delta_launches": Job(200, "benchmarks.recurrence_launches --out {out}", "delta_launches.json"),
+    "state_space": suite_job(150, "state_space", "--patience 60", with_fla=True),
+    "delta_channels": suite_job(120, "delta_channels", "--patience 90", with_fla=True),
+    "ssd_launches": Job(
+        150, "benchmarks.recurrence_launches --shape Nemotron-H-8B --out {out}", "ssd_launches.json", with_fla=True
+    ),
     "attention_sinks": suite_job(90, "attention_sinks"),
     "latent_attention": suite_job(120, "latent_attention"),
     "latent_decoding": suite_job(40, "latent_decoding"),
@@ -131,7 +136,7 @@ class Session:
         gpus: number of GPUs; 0: jobs run one after the other on the CPU.
         deadline: of `time.monotonic`.
         out: the file.
-        fla: directory of flash-linear-attention; None without.
+        fla: directory of flash-linear-attention and mamba-ssm; None without.
     """
 
     def __init__(self, jobs: dict[str, Job], gpus: int, deadline: float, out: Path, fla: Path | None = None) -> None:
@@ -247,7 +252,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="time of the session; default: 3600")
     parser.add_argument("--out", type=Path, default=Path("session.json"))
     parser.add_argument("--unpack", type=Path, metavar="FILE", help="write the results of a session; run nothing")
-    parser.add_argument("--fla", type=Path, metavar="DIR", help="directory of flash-linear-attention, for its jobs")
+    parser.add_argument(
+        "--fla", type=Path, metavar="DIR", help="directory of flash-linear-attention and mamba-ssm, for their jobs"
+    )
     arguments = parser.parse_args(argv)
     if arguments.unpack:
         unpack(arguments.unpack)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import delta_launches, losses, operations, report, scaling
+from benchmarks import delta_channels, losses, operations, recurrence_launches, report, scaling, state_space
 from benchmarks.measure import compact_json, interleaved
 from benchmarks.row import (
     DIRECTIONS,
@@ -29,7 +29,6 @@ from benchmarks.row import (
     verdicts,
 )
 from benchmarks.suite import compact_row, measure_suite, suite_command, summary
-from ligerzoo.kernels import delta_chunk_gradients, delta_chunks
 
 MACHINE = Machine(bytes_per_second=1e9, flops_per_second=1e9, measured_flops_per_second=1e9)
 
@@ -224,14 +223,42 @@ def test_compact_json_is_json_with_a_line_for_each_row() -> None:
     assert json.loads(text) == value | {"figure": 1018.47}
 
 
-@pytest.mark.parametrize("kernel", delta_launches.LAUNCHES)
-def test_launches_to_try_include_the_present_one_and_no_wgmma(kernel: str) -> None:
-    launches = [item.launch for item in delta_launches.candidates(kernel, "4B")]
-    assert delta_launches.LAUNCHES[kernel][2] in launches
-    assert any(hasattr(module, f"_{kernel}_kernel") for module in (delta_chunks, delta_chunk_gradients))
-    rows = {"query_gradients": delta_chunk_gradients.ROWS, "key_gradients": delta_chunk_gradients.ROWS}
-    for launch in launches:
-        assert launch.warps <= 2 or (launch.values if "scan" in kernel else rows[kernel]) < 64
+@pytest.mark.parametrize("shape", ["4B", "Nemotron-H-8B"])
+def test_launches_to_try_include_the_present_one_and_no_wgmma(shape: str) -> None:
+    launches = recurrence_launches.SHAPES[shape].launches
+    assert launches.keys() >= {"prepare", "scan", "outputs", "reverse_scan", "query_gradients", "key_gradients"}
+    rows = dict.fromkeys(("query_gradients", "key_gradients"), 32) | ({} if shape == "4B" else {"prepare": 32})
+    for kernel in launches:
+        items = [item.launch for item in recurrence_launches.candidates(kernel, shape)]
+        assert launches[kernel][2] in items
+        for launch in items:
+            assert launch is not None
+            assert launch.warps <= 2 or (launch.values if "scan" in kernel else rows[kernel]) < 64
+
+
+def small_ssd(packed: bool = False) -> Row:
+    return state_space.ssd_row("small", 2, 50, state_space.Shape(4, 6, 2, 8, 16), packed)
+
+
+def small_channels(packed: bool = False) -> Row:
+    return delta_channels.rule_row("small", 1, 40, 2, packed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("small", [small_ssd, small_channels])
+def test_our_recurrences_are_those_of_the_formulas(small: Callable[[bool], Row], packed: bool) -> None:
+    result = measure_row(small(packed), device="cpu", machine=MACHINE, seconds=0.001)
+    errors = result["providers"][OURS]["errors"]
+    assert len(errors) == 8
+    assert max(errors.values()) < 0.1  # in bf16; another formula would err by about 1
+    table = "\n".join(report.recurrence_figures({"state_space": {"environment": {}, "rows": [compact_row(result)]}}))
+    assert f"| {report.label(result)} |" in table
+
+
+def test_our_grouped_norm_is_the_formula() -> None:
+    small = state_space.norm_row("small", 5, state_space.Shape(4, 6, 2, 8, 16))
+    result = measure_row(small, device="cpu", machine=MACHINE, seconds=0.001)
+    assert max(result["providers"][OURS]["errors"].values()) < 0.02
 
 
 def test_the_committed_results_are_compact() -> None:

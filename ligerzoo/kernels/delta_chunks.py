@@ -81,7 +81,7 @@ SOLVE = {2: Launch(values=32, warps=1, stages=3), 4: Launch(values=32, warps=8, 
 SOLVE_CHANNELS = {2: Launch(values=32, warps=2, stages=2), 4: Launch(values=16, warps=8, stages=1)}
 SCAN = {2: Launch(values=16, warps=4, stages=3), 4: Launch(values=16, warps=8, stages=1)}
 OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-"""By the element size of the tokens' tensors; those of 2 bytes were measured by `benchmarks.delta_launches`.
+"""By the element size of the tokens' tensors; those of 2 bytes were measured by `benchmarks.recurrence_launches`.
 
 Triton uses the instructions `wgmma` for products of 2-byte elements with at least 64 rows in programs with a multiple
 of 4 warps. ptxas 12.8 compiles some of them to code that accesses illegal memory (triton issue 11366). So programs with
