@@ -25,12 +25,15 @@ from benchmarks.training_step import LLAMA_1B
 from ligerzoo import AutoModel, models
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.layers import Experts
+from ligerzoo.models.nemotron_h import MIXER_TYPES
 
 EXACT = f"{OURS} exact"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 BANDWIDTH = {"NVIDIA H200": 4.27e12}
 """Bytes per second of a large copy, by GPU."""
+
+NEMOTRON_NANO_BLOCKS = [MIXER_TYPES[kind] for kind in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"]
 
 CONFIGS: dict[str, Any] = {
     "llama_8b": LLAMA_8B,
@@ -39,6 +42,53 @@ CONFIGS: dict[str, Any] = {
     "gpt_oss_20b": models.GptOssConfig(num_hidden_layers=24, num_experts=32),
     "qwen3_5_4b": models.Qwen3_5TextConfig(
         hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, tie_word_embeddings=True
+    ),
+    "gemma4_e4b": models.Gemma4TextConfig(
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_hidden_layers=42,
+        num_key_value_heads=2,
+        num_kv_shared_layers=18,
+        final_logit_softcapping=30.0,
+    ),
+    "nemotron_nano_30b": models.NemotronHConfig(
+        hidden_size=2688,
+        num_hidden_layers=52,
+        layers_block_type=NEMOTRON_NANO_BLOCKS,
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        mamba_n_heads=64,
+        num_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+    ),
+    "tiny_gemma4": models.Gemma4TextConfig(
+        **{**TINY, "num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
+        final_logit_softcapping=30.0,
+    ),
+    "tiny_nemotron": models.NemotronHConfig(
+        **{**TINY, "num_hidden_layers": 4},
+        layers_block_type=[*MIXER_TYPES.values()],
+        num_key_value_heads=2,
+        head_dim=16,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=32,
     ),
     "tiny_hybrid": models.Qwen3_5TextConfig(**TINY, head_dim=16, full_attention_interval=2),
     "tiny": models.LlamaConfig(**TINY),
@@ -119,14 +169,14 @@ def with_compiled_layers(config: Any) -> Generator:
     return Generator(decoding.generate, release)
 
 
-def build_transformers(config: Any) -> Any:
-    """transformers' model with random weights, initialized on the device."""
+def build_transformers(config: Any, attention: str = "sdpa") -> Any:
+    """transformers' model with random weights and one of its kinds of attention, initialized on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture = architecture_for_config(type(config))
     theirs = AutoConfig.for_model(architecture.model_type, **architecture.config_to_hf(config))
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(theirs, dtype=DTYPE, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(theirs, dtype=DTYPE, attn_implementation=attention).eval()
     model.generation_config.eos_token_id = None
     return model
 

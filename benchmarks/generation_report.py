@@ -14,6 +14,8 @@ MODELS = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "gpt_oss_20b": "gpt-oss-20b",
     "qwen3_5_4b": "Qwen3.5-4B",
+    "gemma4_e4b": "Gemma 4 E4B",
+    "nemotron_nano_30b": "Nemotron Nano 30B-A3B",
 }
 THEIRS = ("transformers", "transformers, torch.compile")
 PROVIDERS = (OURS, f"{OURS} exact", f"{OURS}, torch.compile", *THEIRS)

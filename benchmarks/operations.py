@@ -647,21 +647,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float | Non
 
 def our_attention(window: int, softcap: float | None) -> Function:
     from ligerzoo.layers import Context, attend
+    from ligerzoo.layers.attention_paths import needs_flex_attention
 
     @functools.cache
     def context(tokens: int, device: torch.device) -> Context:  # shared by all layers of a forward
         return Context(torch.empty(1, tokens, device=device))
 
     def attend_windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, force=softcap is not None)
+        needs_mask = softcap is not None or needs_flex_attention(q, k.shape[1])
+        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, force=needs_mask)
         return attend(q, k, v, mask, softcap=softcap)
 
     return attend_windowed
 
 
 def flex_attention(window: int, softcap: float | None) -> Function:
-    """FlexAttention as its documentation recommends."""
+    """FlexAttention as its documentation recommends; of large heads in our tiles, since its own do not fit."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from ligerzoo.layers.attention_paths import flex_tiles
 
     compiled = torch.compile(flex_attention)
     score_mod = None if softcap is None else lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)
@@ -674,7 +678,7 @@ def flex_attention(window: int, softcap: float | None) -> Function:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = block_mask(q.shape[1], q.device)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = compiled(q, k, v, score_mod, mask, enable_gqa=True)
+        out: Tensor = compiled(q, k, v, score_mod, mask, enable_gqa=True, kernel_options=flex_tiles(q))
         return out.transpose(1, 2)
 
     return call

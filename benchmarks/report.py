@@ -36,7 +36,7 @@ TRAINERS = {
     "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
 }
 LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shape in MXFP4"}
-ATTENTION = ("attention_sinks", "latent_attention")
+ATTENTION = ("attention_sinks", "latent_attention", "large_heads")
 RECURRENCES = ("state_space", "delta_channels")
 SUITES = (
     "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "meshes", "memory",
@@ -218,7 +218,7 @@ def exactness(rows: Iterable[Json]) -> str:
 
 
 def attention_figures(results: Mapping[str, Json]) -> list[str]:
-    """Attention with sinks and latent attention."""
+    """Attention with sinks, latent attention and attention of large heads."""
     used = [results[name] for name in ATTENTION if name in results]
     rows = [row for result in used for row in measured(result["rows"])]
     if not rows:
@@ -229,7 +229,7 @@ def attention_figures(results: Mapping[str, Json]) -> list[str]:
         f"{measured_on(*used)}. Attention without sinks and of equal heads runs cuDNN alone, with equal FLOPs. A large "
         f"GEMM of random matrices reached {gemms} TFLOP/s in these runs."
     )
-    return ["## Attention of gpt-oss and DeepSeek-V3", paragraph(about), operation_table("attention", rows)]
+    return ["## Attention of gpt-oss, DeepSeek-V3 and Gemma 4", paragraph(about), operation_table("attention", rows)]
 
 
 def delta_rule_figures(result: Json) -> list[str]:

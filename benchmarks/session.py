@@ -39,6 +39,7 @@ from benchmarks.workloads import select
 
 RESULTS = Path("benchmarks/results")
 PEER = "'transformers + liger-kernel'"
+FLEX_PEER = "'transformers + liger-kernel, FlexAttention'"
 PYTEST = "pytest -v -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider --timeout 100 -rfE --tb short"
 """With a line for each test, so that failures are known if pytest is stopped."""
 OUTPUT = 20_000
@@ -103,6 +104,11 @@ JOBS = {
     "latent_decoding": suite_job(40, "latent_decoding"),
     "training_qwen3_30b_lora": training_job(90, "qwen3_30b_a3b_lora_1x8192", "ligerzoo"),
     "training_qwen3_5_4b": training_job(120, "qwen3_5_4b_1x8192", with_fla=True),
+    "training_gemma4_e4b_1x4096": training_job(120, "gemma4_e4b_1x4096"),
+    "training_gemma4_e4b_1x8192": training_job(120, "gemma4_e4b_1x8192"),
+    "training_gemma4_e4b_flex": training_job(120, "'gemma4_e4b_*'", FLEX_PEER),
+    "training_nemotron_nano_lora": training_job(120, "nemotron_nano_30b_lora_1x8192", "ligerzoo"),
+    "large_heads": suite_job(120, "large_heads"),
     "training_gpt_oss_20b": training_job(100, "gpt_oss_20b_1x8192", "ligerzoo"),
     "tests_train": Job(100, f"{PYTEST} tests/train/test_on_gpu.py tests/train/test_captured_step.py"),
     "tests_models": Job(300, f"{PYTEST} -m 'not thorough' tests/models tests/generate tests/vision tests/parallel"),

@@ -6,10 +6,10 @@
 
 Random bf16 weights and tokens, fused AdamW, no gradient clipping; two steps to warm up and three measured ones. As in
 `ligerzoo train`, our AdamW rounds bf16 weights stochastically; that of the peers is torch's. gpt-oss-20b has our
-`Fp8AdamW`. LoRA has rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on those of attention. ligerzoo
-trains with the activation plan of a budget, and its LoRA updates are in fp32. Its peers recompute nothing, or all
-blocks if that does not fit; PEFT's updates are in bf16, its fastest setting. The setting that was measured is in the
-results.
+`Fp8AdamW`. LoRA has rank 16 on all linear layers of the blocks, of Nemotron Nano 30B-A3B on experts too; of
+Qwen3-30B-A3B, on those of attention. ligerzoo trains with the activation plan of a budget, and its LoRA updates are in
+fp32. Its peers recompute nothing, or all blocks if that does not fit; PEFT's updates are in bf16, its fastest setting.
+The setting that was measured is in the results.
 
 Each provider measures the workloads of a model in a separate process. The file of results is written after each
 measurement; errors are results too. A measurement replaces that of the same workload and provider, and drops those of
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks import trainer
@@ -51,6 +51,7 @@ from benchmarks.trainer import DEVICE, ENVIRONMENT, patched_by_liger, train_in_p
 from benchmarks.workloads import WorkloadResults, select
 from ligerzoo.adapters import add_lora
 from ligerzoo.convert import architecture_for_config
+from ligerzoo.layers.attention_paths import flex_tiles
 from ligerzoo.memory import apply_activation_plan, plan_activations
 from ligerzoo.train.optimizer_step import trains_bfloat16
 
@@ -58,6 +59,9 @@ WARMUP, STEPS = 2, 3
 RANK, ALPHA = 16, 32
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+HYBRID_LINEARS = (*ATTENTION, "in_proj", "out_proj", "up_proj", "down_proj")
+LIGER_NAMES = {"qwen3_5_text": "qwen3_5"}
+"""liger-kernel's names of model types, where they differ from transformers'."""
 GIB = 2**30
 
 
@@ -81,7 +85,8 @@ class Workload:
     @property
     def in_trainer(self) -> trainer.Workload:
         config = CONFIGS[self.model]
-        patch = f"apply_liger_kernel_to_{architecture_for_config(type(config)).model_type.removesuffix('_text')}"
+        model_type = architecture_for_config(type(config)).model_type
+        patch = f"apply_liger_kernel_to_{LIGER_NAMES.get(model_type, model_type)}"
         return trainer.Workload(config, patch, self.batch, self.length, self.optimizer)
 
 
@@ -95,11 +100,16 @@ WORKLOADS = {
     "qwen3_30b_a3b_lora_1x8192": Workload("qwen3_30b_a3b", 1, 8192, ATTENTION),
     "gpt_oss_20b_1x8192": Workload("gpt_oss_20b", 1, 8192, optimizer="adamw-fp8"),
     "qwen3_5_4b_1x8192": Workload("qwen3_5_4b", 1, 8192),
+    "gemma4_e4b_1x4096": Workload("gemma4_e4b", 1, 4096),
+    "gemma4_e4b_1x8192": Workload("gemma4_e4b", 1, 8192),
+    "nemotron_nano_30b_lora_1x8192": Workload("nemotron_nano_30b", 1, 8192, HYBRID_LINEARS),
     "tiny_2x16": Workload("tiny", 2, 16),
     "tiny_1x8": Workload("tiny", 1, 8),
     "tiny_lora_2x16": Workload("tiny", 2, 16, LINEARS),
     "tiny_hybrid_2x16": Workload("tiny_hybrid", 2, 16),
     "tiny_moe_lora_2x16": Workload("tiny_moe", 2, 16, ATTENTION),
+    "tiny_gemma4_2x16": Workload("tiny_gemma4", 2, 16),
+    "tiny_nemotron_lora_2x16": Workload("tiny_nemotron", 2, 16, HYBRID_LINEARS),
 }
 
 # Models
@@ -117,11 +127,25 @@ def train_ours(model: nn.Module, workload: trainer.Workload, steps: int) -> list
     return train_in_plain_loop(model, workload, steps, stochastic_rounding=is_stochastic)
 
 
-def build_peer(workload: Workload) -> nn.Module:
-    """transformers' model with liger-kernel's layers and loss; without them on a CPU."""
-    model: Any = build_transformers(CONFIGS[workload.model])
+def build_peer(workload: Workload, attention: str = "sdpa") -> nn.Module:
+    """transformers' model with liger-kernel's layers and loss; without them and with SDPA on a CPU."""
+    is_on_gpu = DEVICE == "cuda"
+    model: Any = build_transformers(CONFIGS[workload.model], attention if is_on_gpu else "sdpa")
     model.config.use_cache = False
-    return patched_by_liger(model, workload.in_trainer) if DEVICE == "cuda" else model
+    return patched_by_liger(model, workload.in_trainer) if is_on_gpu else model
+
+
+def build_flex_peer(workload: Workload) -> nn.Module:
+    """`build_peer` with FlexAttention, in tiles that fit: its own exceed the shared memory for heads of 512."""
+    from transformers import AttentionInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    def attend(module: nn.Module, q: Tensor, *arguments: Any, **options: Any) -> Any:
+        return flex_attention_forward(module, q, *arguments, **options, kernel_options=flex_tiles(q))
+
+    AttentionInterface.register("flex_attention", attend)
+    torch._dynamo.config.recompile_limit = 128  # above it, torch would run FlexAttention without a kernel
+    return build_peer(workload, "flex_attention")
 
 
 def build_peft(workload: Workload) -> nn.Module:
@@ -182,6 +206,9 @@ class Provider:
 PROVIDERS = {
     OURS: Provider(build_ours, our_settings, train_ours, ("full", "lora")),
     "transformers + liger-kernel": Provider(build_peer, peer_settings, train_in_plain_loop, ("full",)),
+    "transformers + liger-kernel, FlexAttention": Provider(
+        build_flex_peer, peer_settings, train_in_plain_loop, ("full",)
+    ),
     "transformers + PEFT + liger-kernel": Provider(build_peft, peft_settings, train_in_plain_loop, ("lora",)),
     "Trainer + PEFT + liger-kernel": Provider(build_peft, peft_settings, train_in_trainer, ("lora",)),
 }

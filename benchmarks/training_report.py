@@ -51,7 +51,8 @@ def training_figures(result: Json, title: str = "Training", chart: str = "traini
         return []
     text = (
         "Whole steps with fused AdamW, bf16 weights, random tokens. Each provider has the fastest setting that fits. "
-        f"LoRA has rank 16 on all linear layers, of Qwen3-30B-A3B on those of attention. {measured_on(*workloads)}."
+        "LoRA has rank 16 on all linear layers, of Nemotron Nano 30B-A3B on experts too, of Qwen3-30B-A3B on those of "
+        f"attention. {measured_on(*workloads)}."
     )
     header = ["model and batch", "provider", "tokens/s", "ligerzoo / it", "peak GiB", "predicted", "setting"]
     lines = [line for workload in workloads for line in training_lines(workload)]

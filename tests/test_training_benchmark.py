@@ -23,7 +23,7 @@ def method(workload: training.Workload) -> str:
 
 
 @pytest.mark.parametrize("provider", training.PROVIDERS)
-@pytest.mark.parametrize("name", ["tiny_2x16", "tiny_lora_2x16", "tiny_moe_lora_2x16", "tiny_hybrid_2x16"])
+@pytest.mark.parametrize("name", [name for name in training.WORKLOADS if "_2x16" in name])
 def test_every_provider_trains(provider: str, name: str) -> None:
     workload = training.WORKLOADS[name]
     if method(workload) not in training.PROVIDERS[provider].methods:
@@ -31,6 +31,8 @@ def test_every_provider_trains(provider: str, name: str) -> None:
     if provider != OURS:
         pytest.importorskip("transformers")
         pytest.importorskip("peft")
+        if workload.adapted == training.HYBRID_LINEARS:
+            pytest.skip("PEFT refuses the output projections of Mamba-2")
     result = training.Start(provider, name, ("auto",))()(name)
     assert len(result["all_ms"]) == training.STEPS
     assert min(result["all_ms"]) <= result["ms"] <= max(result["all_ms"])

@@ -234,24 +234,26 @@ def _flex_attention(call: AttentionCall) -> Tensor:
         return out if sinks is None else apply_sinks(out, lse, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = q, k, v, _softcapped(softcap), mask.block_mask(), scale, q.shape[1] != k.shape[1]
-    options = _tiles_of_large_heads(q) if q.shape[-1] > _MAX_FUSED_HEAD else {}
+    tiles = flex_tiles(q)
     with nullcontext() if torch.compiler.is_compiling() else _many_flex_kernels():
         if sinks is None:
-            plain: Tensor = _compiled_flex_attention()(*arguments, **options)
+            plain: Tensor = _compiled_flex_attention()(*arguments, kernel_options=tiles)
             return plain.transpose(1, 2)
         from torch.nn.attention.flex_attention import AuxRequest
 
-        out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True), **options)
+        out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True), kernel_options=tiles)
     return apply_sinks(out.transpose(1, 2), aux.lse, sinks)
 
 
-def _tiles_of_large_heads(x: Tensor) -> dict[str, dict[str, int]]:
-    """Returns an argument for FlexAttention, whose own tiles exceed the shared memory: the fastest on an H100."""
+def flex_tiles(x: Tensor) -> dict[str, int] | None:
+    """Returns FlexAttention's `kernel_options` for large heads, (..., D), whose own tiles exceed the shared memory."""
+    if x.shape[-1] <= _MAX_FUSED_HEAD:
+        return None
     has_large_memory = torch.cuda.get_device_capability(x.device)[0] in (9, 10)
     queries, keys, tile, warps = (64, 64, 32, 8) if has_large_memory and x.itemsize == 2 else (32, 16, 16, 4)
     forward = {"fwd_BLOCK_M": queries, "fwd_BLOCK_N": keys, "fwd_num_stages": 1, "fwd_num_warps": warps}
     backward = {f"bwd_BLOCK_{name}": tile for name in ("M1", "N1", "M2", "N2")}
-    return {"kernel_options": {**forward, **backward, "bwd_num_stages": 1, "bwd_num_warps": warps}}
+    return {**forward, **backward, "bwd_num_stages": 1, "bwd_num_warps": warps}
 
 
 @cached
