@@ -1,8 +1,8 @@
 """Options that scripts for transformers pass to `from_pretrained`: accepted with one meaning, or refused by name."""
 
-import logging
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -88,12 +88,12 @@ def test_refused(directory: Path, options: dict[str, Any], message: str) -> None
         AutoModel.from_pretrained(directory, **options)
 
 
-def test_what_changes_nothing_is_noted_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_nothing_is_noted_once(directory: Path) -> None:
     transformers_options._log.cache_clear()
-    with caplog.at_level(logging.WARNING, "ligerzoo"):
+    with TestCase().assertLogs("ligerzoo", "WARNING") as logs:
         for _ in range(2):
             AutoModel.from_pretrained(directory, attn_implementation="sdpa", trust_remote_code=True, use_cache=False)
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+    assert [record.getMessage().partition(":")[0] for record in logs.records] == [
         "attn_implementation='sdpa'", "trust_remote_code=True"
     ]  # fmt: skip
 
