@@ -25,8 +25,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,7 +40,7 @@ from tqdm import tqdm
 
 from benchmarks.decoding import clean_up
 from benchmarks.measure import save_result, synchronize
-from benchmarks.processes import Json
+from benchmarks.processes import Json, run_module
 from benchmarks.sharded_training import LLAMA_8B
 from benchmarks.trainer import QWEN3_30B_A3B_4_LAYERS
 from ligerzoo.adapters import add_lora
@@ -339,15 +337,9 @@ def work(arguments: argparse.Namespace) -> None:
 
 def run_apart(provider: str, gpus: int, cases: list[list[str]], lengths: list[int], arguments: Any) -> list[Json]:
     """Runs cases in new processes; those that end without a result have an "error"."""
-    command = [sys.executable]
-    command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
-    command += ["-m", "benchmarks.meshes", "--worker", provider, "--cases", json.dumps(cases)]
+    command = ["benchmarks.meshes", "--worker", provider, "--cases", json.dumps(cases)]
     command += ["--lengths", json.dumps(lengths), *["--tiny"] * arguments.tiny]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-        output, failure = done.stdout, done.stderr[-300:] if done.returncode else ""
-    except subprocess.TimeoutExpired as expired:
-        output, failure = (expired.stdout or b"").decode(), f"not finished within {arguments.limit:.0f} s"
+    output, failure = run_module(command, gpus, arguments.limit)
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     unfinished: Json = {"provider": provider, "gpus": gpus, "error": failure or "no result"}
     return rows + [{**unfinished, "case": case, "mesh": name} for case, name in cases[len(rows) :]]
@@ -377,6 +369,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds for the cases of one provider and case")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try the benchmark")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/meshes.json"))
+    parser.add_argument("--earlier", type=Path, metavar="FILE", help="results whose rows stay (default: --out)")
     parser.add_argument("--worker", choices=[OURS, PEER], help=argparse.SUPPRESS)
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--lengths", type=json.loads, help=argparse.SUPPRESS)
@@ -390,7 +383,7 @@ def main() -> None:
         for (provider, gpus), cases in CASES.items()
         if provider in arguments.providers and case in cases
     ]
-    rows = earlier_rows(arguments.out)
+    rows = earlier_rows(arguments.earlier or arguments.out)
     for provider, gpus, cases in tqdm(plan, unit="run"):
         lengths = lengths_for(gpus, rows, arguments.tiny) if cases[0][0] == "longest" else []
         found = run_apart(provider, gpus, cases, lengths, arguments)

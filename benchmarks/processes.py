@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.row import reason
@@ -61,3 +68,56 @@ def _measure_all(results: Connection, start: Start, items: Sequence[Any]) -> Non
     except Exception as error:
         results.send({"error": reason(error)})
         raise
+
+
+def module_command(arguments: Sequence[str], processes: int) -> list[str]:
+    """Returns the command of a module with its arguments; torchrun starts it if there are several processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, *(torchrun if processes > 1 else []), "-m", *arguments]
+
+
+def run_module(
+    arguments: Sequence[str], processes: int, limit: float, environment: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """Runs a module in new processes, and returns what they print, and why they failed; "" if they did not.
+
+    Args:
+        arguments: the module, and its arguments.
+        processes: their number; torchrun starts several.
+        limit: seconds. All that still run then are killed.
+        environment: of the processes; None for that of this one.
+    """
+    command = module_command(arguments, processes)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        output, errors = run.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        kill_all(run.pid)
+        output, _ = run.communicate()
+        return output, f"not finished within {limit:.0f} s"
+    return output, error_in(errors) if run.returncode else ""
+
+
+def error_in(text: str) -> str:
+    """Returns the first error in what processes print; torchrun's own follow. The end of the text without one."""
+    found = re.search(r"(?m)^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|error|Exception): .*)$", text)
+    return (found[1] if found else text.strip())[-300:]
+
+
+def below(pid: int) -> list[int]:
+    """Returns the ids of a process and of all processes that it has started."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            children.setdefault(int(file.read_text().rpartition(")")[2].split()[1]), []).append(int(file.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def kill_all(pid: int) -> None:
+    """Kills a process and all that it has started."""
+    for one in below(pid):
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)

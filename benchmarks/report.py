@@ -21,6 +21,7 @@ from benchmarks.encoders_report import encoder_figures
 from benchmarks.exact_report import mixture_figures, packed_figures, start_figures, update_chart, update_figures
 from benchmarks.generation_report import generation_chart, generation_figures
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
+from benchmarks.mesh_scaling_report import mesh_scaling_chart, mesh_scaling_figures
 from benchmarks.meshes_report import mesh_figures
 from benchmarks.readme_report import peer_table
 from benchmarks.row import OURS, compare
@@ -39,9 +40,9 @@ LOADS = {"loading": "Llama-3-8B shape", "loading_gpt_oss_20b": "gpt-oss-20b shap
 ATTENTION = ("attention_sinks", "latent_attention", "large_heads")
 RECURRENCES = ("state_space", "delta_channels")
 SUITES = (
-    "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "meshes", "memory",
-    "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, *RECURRENCES, "delta_rule", "exact_updates",
-    "packed_attention", "exact_mixtures", "starts", "contrastive", "encoders",
+    "operations", "losses", "launching", "scaling", "training", "training_80gb", "sharded_training", "meshes",
+    "mesh_scaling", "memory", "generation", *STEPS, *TRAINERS, *LOADS, *ATTENTION, *RECURRENCES, "delta_rule",
+    "exact_updates", "packed_attention", "exact_mixtures", "starts", "contrastive", "encoders",
 )  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = (
@@ -326,6 +327,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
         ("training_80gb", partial(training_figures, title="Training on GPUs of 80 GB", chart="training_80gb")),
         ("sharded_training", sharded_figures),
         ("meshes", mesh_figures),
+        ("mesh_scaling", mesh_scaling_figures),
         ("memory", memory_figures),
         ("generation", generation_figures),
         ("starts", start_figures),
@@ -404,6 +406,7 @@ def outputs(root: Path) -> dict[Path, str]:
         ("training", training_chart),
         ("training_80gb", training_chart),
         ("exact_updates", update_chart),
+        ("mesh_scaling", mesh_scaling_chart),
     ):
         if drawing := chart(results.get(name, {"workloads": {}})):
             drawn[name] = drawing

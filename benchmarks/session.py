@@ -79,6 +79,11 @@ def suite_job(seconds: float, name: str, arguments: str = "", *, with_fla: bool 
     return Job(seconds, f"benchmarks.{name} --out {{out}} {arguments}", f"{name}.json", with_fla=with_fla)
 
 
+def mesh_job(seconds: float, name: str, arguments: str) -> Job:
+    earlier = f"--earlier {RESULTS}/{name}.json"
+    return Job(seconds, f"benchmarks.{name} --out {{out}} {earlier} {arguments}", f"{name}.json", all_gpus=True)
+
+
 JOBS = {
     "sharded": Job(
         280,
@@ -86,6 +91,8 @@ JOBS = {
         "sharded_training.json",
         all_gpus=True,
     ),
+    "mesh_scaling": mesh_job(490, "mesh_scaling", "--gpus {gpus} --seconds 470"),
+    "meshes": mesh_job(300, "meshes", "--only dense experts --providers ligerzoo"),
     "tests_kernels": Job(240, f"{PYTEST} -m 'not thorough' tests/kernels tests/layers tests/losses tests/memory"),
     "training_8b_1x8192": training_job(90, "llama_8b_1x8192"),
     "training_8b_2x8192": training_job(90, "llama_8b_2x8192"),

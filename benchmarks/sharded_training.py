@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
@@ -118,7 +118,10 @@ def build(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: 
 
 
 def liger(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Returns transformers' model with liger-kernel's layers and loss; without them on a CPU."""
+    """Returns transformers' model with liger-kernel's layers and loss; without them on a CPU.
+
+    It is sharded over the processes of the process group, if there is one.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     with device:
@@ -128,6 +131,8 @@ def liger(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: 
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True, model=model)
+    if not dist.is_initialized():
+        return model  # type: ignore[no-any-return]
     policy = MixedPrecisionPolicy(reduce_dtype=variant.reduce_dtype)
     for block in model.model.layers:
         fully_shard(block, mesh=default_mesh(), mp_policy=policy, reshard_after_forward=variant.reshard_after_forward)
@@ -135,19 +140,27 @@ def liger(config: dict[str, Any], variant: Variant, dtype: torch.dtype, device: 
 
 
 class Training:
-    """Steps of one model with AdamW.
+    """Steps of one model.
 
     Args:
         model: a sharded model.
         length: tokens per step and process.
         vocab_size: number of tokens to sample from.
+        optimizer: of the model; None for torch's fused AdamW.
+
+    Attributes:
+        loss: of the last step, in this process.
     """
 
-    def __init__(self, model: nn.Module, length: int, vocab_size: int) -> None:
+    loss: Tensor
+
+    def __init__(
+        self, model: nn.Module, length: int, vocab_size: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         self.model = model.train()
         device = next(model.parameters()).device
         self.ids = torch.randint(vocab_size, (1, length), device=device)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
 
     def recompute(self, blocks: bool) -> None:
         if blocks:
@@ -156,13 +169,16 @@ class Training:
             self.model.gradient_checkpointing_disable()  # type: ignore[operator]
 
     def step(self) -> None:
-        self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        loss.backward()
+        self.loss = loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def milliseconds(self, steps: int) -> float:
-        """Returns the time of a step, of the slowest process, over a block of steps."""
-        self.step()
+    def milliseconds(self, steps: int, warmup: int = 1) -> float:
+        """Returns the time of a step, of the slowest process, over a block of steps after some to warm up."""
+        for _ in range(warmup):
+            self.step()
         synchronize(DEVICE)
         begin = time.perf_counter()
         for _ in range(steps):

@@ -5,27 +5,28 @@ python -m tools.mesh_tables --compare   # predicts only those that were measured
 python -m tools.mesh_tables --write     # rewrites both tables from the file of the predictions
 
 The predictions are in benchmarks/results/mesh_predictions.json. Measured were benchmarks/results/meshes.json and
-sharded_training.json, on two H100s.
+sharded_training.json, on two H100s, and mesh_scaling.json, on all of a host.
 """
 
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from benchmarks.markdown import table
 from benchmarks.memory import LLAMA_8B
-from benchmarks.meshes import EXPERTS, SHAPES, TOKENS
+from benchmarks.mesh_models import MODELS, build
+from benchmarks.mesh_scaling import RANK, levels_of
+from benchmarks.meshes import SHAPES, TOKENS
 from ligerzoo.adapters import add_lora
-from ligerzoo.memory import GPURates, Recompute, TrainingSetting, on_meta
+from ligerzoo.memory import GPURates, Recompute, TrainingSetting
 from ligerzoo.memory.divided import divided
 from ligerzoo.memory.mesh_plan import MeshPlan, Rejected, SimulatedSteps, named, propose_meshes
 from ligerzoo.memory.plan import WORDS
 from ligerzoo.memory.prediction import H100_GIB
-from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models import CausalLM
 
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs/parallelism.md", ROOT / "benchmarks/results"
@@ -34,31 +35,7 @@ BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 GPUS = (8, 64, 512, 1024)
 SEQ_LENGTH = 8192
-MODELS: dict[str, dict[str, Any]] = {
-    "8B": LLAMA_8B,
-    "30B-A3B": EXPERTS | {"num_hidden_layers": 48},
-    "70B": LLAMA_8B
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "235B-A22B": EXPERTS
-    | {
-        "hidden_size": 4096,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-    },
-}
-"""The shapes of Llama 3 and Qwen3."""
-
 Row = dict[str, Any]
-
-
-def build(config: dict[str, Any]) -> CausalLM:
-    model: CausalLM
-    if "num_experts" in config:
-        model = Qwen3Moe(Qwen3MoeConfig(**config), device="meta", dtype=torch.bfloat16)
-    else:
-        model = Llama(LlamaConfig(**config), device="meta", dtype=torch.bfloat16)
-    return on_meta(model)
 
 
 def fastest(name: str, gpus: tuple[int, ...] = GPUS) -> list[Row]:
@@ -85,8 +62,40 @@ def row(name: str, gpus: int, plan: MeshPlan | None, rejected: list[Rejected]) -
     }
 
 
-def measured() -> Iterator[tuple[str, CausalLM, TrainingSetting, Recompute, float, float]]:
-    """Yields what was measured: its name, the model, the setting, what is recomputed, milliseconds and GiB."""
+class Measured(NamedTuple):
+    """A step that was measured.
+
+    Attributes:
+        what: its name.
+        model: on meta.
+        setting: how it was trained.
+        levels: what backward recomputed of each block; one level for all.
+        ms, gib: its time and memory.
+        keeps_gathered: whether the weights of blocks stayed gathered until backward.
+    """
+
+    what: str
+    model: CausalLM
+    setting: TrainingSetting
+    levels: tuple[Recompute, ...]
+    ms: float
+    gib: float
+    keeps_gathered: bool = False
+
+
+def measured() -> Iterator[Measured]:
+    """Yields what was measured."""
+    yield from _measured_on_two()
+    rows = json.loads((RESULTS / "sharded_training.json").read_text())["rows"]
+    for kind, gpus in (("one-gpu", 1), ("default", 2)):
+        for key, level in (("kept", Recompute.NOTHING), ("recomputed", Recompute.BLOCK)):
+            setting = TrainingSetting(gpus=gpus, mesh="shard=2" if gpus > 1 else None, seq_length=8192)
+            name, one = f"Llama-3-8B, 1 x 8,192, {WORDS[level]}", rows[kind][key]
+            yield Measured(name, build(LLAMA_8B), setting, (level,), one["ms"], one["peak_gib"])
+    yield from _measured_on_a_host()
+
+
+def _measured_on_two() -> Iterator[Measured]:
     for one in json.loads((RESULTS / "meshes.json").read_text())["rows"]:
         if one["provider"] != "ligerzoo" or "reverse" in one["mesh"] or "tensor" in one["mesh"]:
             continue  # `tensor` was measured before it divided tokens between layers
@@ -95,33 +104,46 @@ def measured() -> Iterator[tuple[str, CausalLM, TrainingSetting, Recompute, floa
         rows //= 2 if mesh.startswith("shard=2") else 1
         model = build(SHAPES[case])
         if case == "experts":
-            add_lora(model, 16)
+            add_lora(model, RANK)
         setting = TrainingSetting(gpus=gpus, mesh=mesh or None, batch_size=rows, seq_length=tokens)
-        yield f"{case}, {rows} x {tokens:,}", model, setting, Recompute.NOTHING, one["ms"], one["peak_gib"]
-    rows = json.loads((RESULTS / "sharded_training.json").read_text())["rows"]
-    for kind, gpus in (("one-gpu", 1), ("default", 2)):
-        for key, level in (("kept", Recompute.NOTHING), ("recomputed", Recompute.BLOCK)):
-            setting = TrainingSetting(gpus=gpus, mesh="shard=2" if gpus > 1 else None, seq_length=8192)
-            name = f"Llama-3-8B, 1 x 8,192, {WORDS[level]}"
-            yield name, build(LLAMA_8B), setting, level, rows[kind][key]["ms"], rows[kind][key]["peak_gib"]
+        yield Measured(f"{case}, {rows} x {tokens:,}", model, setting, (Recompute.NOTHING,), one["ms"], one["peak_gib"])
+
+
+def _measured_on_a_host() -> Iterator[Measured]:
+    file = RESULTS / "mesh_scaling.json"
+    for one in json.loads(file.read_text())["rows"] if file.exists() else ():
+        if "levels" not in one or "ms" not in one:
+            continue
+        model, lora = build(MODELS[one["model"]]), one["method"] == "lora"
+        if lora:
+            add_lora(model, RANK)
+        setting = TrainingSetting(gpus=one["gpus"], mesh=one["mesh"] or None, seq_length=one["length"])
+        name = f"{one['model']}{', LoRA' * lora}, 1 x {one['length']:,}"
+        yield Measured(name, model, setting, levels_of(one), one["ms"], one["peak_gib"], one["keeps_gathered"])
 
 
 def compared(*meshes: str) -> list[Row]:
     """Returns the prediction of each measured step; of those on some meshes."""
     found = []
-    for name, model, setting, level, milliseconds, gibibytes in measured():
+    for one in measured():
+        setting = one.setting
         if meshes and setting.mesh not in meshes:
             continue
-        with divided(model, setting.sizes) as one:
-            steps = SimulatedSteps(one, setting, GPURates())
-            plan = steps.plan(setting, steps.uniform(setting, level))
+        with divided(one.model, setting.sizes) as model:
+            steps = SimulatedSteps(model, setting, GPURates())
+            levels = one.levels * (steps.blocks // len(one.levels))
+            memory = steps.memory(setting, levels, keeps_gathered=one.keeps_gathered)
+            activations = replace(
+                steps.uniform(setting, levels[0]), levels=levels, step=memory, keeps_gathered=one.keeps_gathered
+            )
+            plan = steps.plan(setting, activations)
         step = {
-            "what": name,
+            "what": one.what,
             "mesh": setting.mesh or "one GPU",
-            "measured_ms": milliseconds,
+            "measured_ms": one.ms,
             "predicted_ms": round(1e3 * plan.time.seconds, 1),
-            "measured_gib": gibibytes,
-            "predicted_gib": round(plan.activations.step.peak / 2**30, 3),
+            "measured_gib": one.gib,
+            "predicted_gib": round(memory.peak / 2**30, 3),
         }
         found.append(step)
     return found
