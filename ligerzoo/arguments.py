@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.problems: list[str] = []
         self.other_hint: Callable[[str], str | None] = lambda flag: None
         self._own_groups: dict[str, argparse._ArgumentGroup] = {}
+        self._several: dict[str, list[str]] = {}  # the values of options that have more than one
 
     def group(self, title: str, description: str | None = None) -> argparse._ArgumentGroup:
         """Returns the group of options with this title, which is added if it does not exist."""
@@ -64,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         arguments = sys.argv[1:] if args is None else [*args]
-        required = [one for one in self._actions if one.required and one.option_strings]
+        required = [one for one in self._actions if one.required and one.nargs != argparse.PARSER]
         is_help = not {"-h", "--help"}.isdisjoint(arguments)
         for one in required:  # those that are missing are named below, together with what is unknown
             one.required = is_help
@@ -76,13 +77,23 @@ class Parser(argparse.ArgumentParser):
                 self.problems.append(f"unrecognized arguments: {text}. {self.hint(words[0].partition('=')[0])}")
                 words = []
             words.append(word)
-        missing = [one.option_strings[0] for one in required if getattr(found, one.dest, None) is None]
+        absent = [one for one in required if getattr(found, one.dest, None) is None]
         refused = {line.split()[1].rstrip(":") for line in self.problems if line.startswith("argument ")}
-        if missing := [flag for flag in missing if flag not in refused]:
-            self.problems.append(f"the following arguments are required: {', '.join(missing)}")
+        names = [one.option_strings[0] if one.option_strings else str(one.metavar) for one in absent]
+        if missing := [name for name in names if name not in refused]:
+            self.problems.append(self.missing(missing))
         if self.problems:
             self.error(self.problems.pop())
         return found, []
+
+    def missing(self, names: Sequence[str]) -> str:
+        """Returns the message about missing arguments, with the options that may have taken one among their values."""
+        message = f"the following arguments are required: {', '.join(names)}"
+        positional = [name for name in names if not name.startswith("-")]
+        if not positional or not self._several:
+            return message
+        taken = " and ".join(f"{flag} took {', '.join(map(repr, values))}" for flag, values in self._several.items())
+        return f"{message}. {taken}: give {' '.join(positional)} first"
 
     def error(self, message: str) -> NoReturn:
         """Prints all mistakes, and exits with code 2."""
@@ -91,6 +102,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and len(arg_strings) > 1:
+            self._several.setdefault(action.option_strings[0], []).extend(arg_strings)
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:

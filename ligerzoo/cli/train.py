@@ -72,7 +72,7 @@ Ctrl-C saves and stops; --resume continues. A second Ctrl-C stops at once.""",
 def check_has_model(options: argparse.Namespace) -> None:
     """Raises SystemExit if no model is given."""
     if "model" not in options:
-        options.parser.error("the following arguments are required: MODEL")
+        options.parser.error(options.parser.missing(["MODEL"]))
 
 
 def methods_with(flag: str) -> str | None:

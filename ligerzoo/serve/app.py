@@ -21,7 +21,7 @@ from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.generate import Request as GenerationRequest
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
 from ligerzoo.serve.engine_thread import SEE_LOG, ComputeThread, EngineThread, GenerationError, Job, OverloadedError
-from ligerzoo.serve.fields import STRING, Fields, Json, parse_object, read
+from ligerzoo.serve.fields import STRING, Fields, Json, parse_object, read, show
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Endpoint, TextCompletion, detokenize_request, tokenize_request
@@ -111,12 +111,12 @@ class BaseService:
         """Returns the fields of a body for this model, which is the default of `model`."""
         check_values(body)
         fields = parse_object(body, "body")
-        self._check_model(read(fields, "model", STRING._replace(expected=repr(self._name)), self._name))
+        self._check_model(read(fields, "model", STRING._replace(expected=show(self._name)), self._name))
         return {**fields, "model": self._name}
 
     def _check_model(self, name: str) -> None:
         if name != self._name:
-            raise ModelNotFoundError(404, f"model: no such model; got {quote(name)}; expected {self._name!r}")
+            raise ModelNotFoundError(404, f"model: no such model; got {show(name)}; expected {show(self._name)}")
 
 
 class Service(BaseService):

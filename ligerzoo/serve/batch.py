@@ -16,7 +16,7 @@ from typing import Self, TextIO
 from ligerzoo.errors import LigerzooError, quote
 from ligerzoo.generate import BrokenLogitsError, Request, Scheduler
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.fields import OBJECT, STRING, Fields, check_names
+from ligerzoo.serve.fields import OBJECT, STRING, Fields, check_names, show
 from ligerzoo.serve.options import VALUES, ClientOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.serve.strict_json import parse_strict_json
@@ -67,7 +67,7 @@ class Entry:
                 "invalid line", got=quote(text.strip()), expected='an object with "prompt" or with "messages"'
             )
         if not STRING.accepts(fields.get("prompt", "")):
-            raise LigerzooError("not a text", where="prompt", got=quote(fields["prompt"]))
+            raise LigerzooError("not a text", where="prompt", got=show(fields["prompt"]))
         check_names(fields, FIELDS, {})
         merged = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
         options = ClientOptions.from_json(merged, {name: name for name in VALUES})
@@ -151,8 +151,8 @@ class Results:
         ids = {entry.line: entry.id for entry in entries}
         for line, identifier in self.finished.items():
             if line not in ids or ids[line] != identifier:
-                what, got = "the result is not of this input", f"line {line} with id {quote(identifier)}"
-                expected = f"id {quote(ids[line])}" if line in ids else f"a line of the {len(ids)} of the input"
+                what, got = "the result is not of this input", f"line {line} with id {show(identifier)}"
+                expected = f"id {show(ids[line])}" if line in ids else f"a line of the {len(ids)} of the input"
                 remedy = "Resume with the same input, or choose another output file."
                 raise LigerzooError(what, where=self.path, got=got, expected=expected, remedy=remedy)
         return [entry for entry in entries if entry.line not in self.finished]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import reprlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ligerzoo import checks
 from ligerzoo.checks import Values, instances, integer, is_text
 from ligerzoo.entries import is_array, is_object
-from ligerzoo.errors import LigerzooError, did_you_mean, quote
+from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.serve.strict_json import parse_strict_json
 
 T = TypeVar("T")
@@ -26,8 +26,8 @@ STRING = instances("a text", is_text)
 OBJECT = instances("an object", is_object)
 IDS = instances("a list of token ids", lambda value: is_array(value) and all(map(TOKEN_ID.accepts, value)))
 
-_REPR = reprlib.Repr()
-_REPR.maxstring = 200
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+_SHOWN = 200  # characters of a value in a message
 
 Neutral = Mapping[str, tuple[tuple[object, ...], str | None]]
 """Unsupported fields: the values without an effect, and what to do instead."""
@@ -77,10 +77,14 @@ def check_names(fields: Fields, supported: Sequence[str], neutral: Neutral) -> N
             raise LigerzooError("unknown field", where=name[:100], remedy=did_you_mean(name[:100], supported))
         values, remedy = neutral[name]
         if value not in values:
-            expected = " or ".join(map(repr, values)) or "no such field"
+            expected = " or ".join(map(show, values)) or "no such field"
             raise LigerzooError("not supported", where=name, got=show(value), expected=expected, remedy=remedy)
 
 
 def show(value: object) -> str:
-    """Returns a JSON value, shortened, for a message."""
-    return quote(_REPR.repr(value))
+    """Returns a value as JSON, shortened and escaped, for a message."""
+    text, parts = "", _ENCODER.iterencode(value)
+    while len(text) <= _SHOWN and (part := next(parts, None)) is not None:
+        text += part
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in shown)

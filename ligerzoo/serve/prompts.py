@@ -12,8 +12,8 @@ import torch
 
 from ligerzoo.checks import instances, is_text, one_of
 from ligerzoo.entries import is_array
-from ligerzoo.errors import LigerzooError, quote
-from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read
+from ligerzoo.errors import LigerzooError
+from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read, show
 from ligerzoo.text.chat import CHAT_OPTIONS
 from ligerzoo.text.messages import trying_text_arguments, with_parsed_arguments
 from ligerzoo.text.rendered import Rendered
@@ -157,7 +157,7 @@ class PromptEncoder:
         messages, variables = checked(chat.messages, "messages", _MESSAGES), chat.variables
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if taken := {*CHAT_OPTIONS, "variables", "self"} & variables.keys():
-            raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=quote(min(taken)))
+            raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=show(min(taken)))
         options = {name: value for name, value in vars(chat).items() if name != "messages"}
         return trying_text_arguments(partial(self.tokenizer.render_chat, **options), messages)
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from ligerzoo.arguments import Parser, in_flags
 from ligerzoo.checks import FLAG, argument_type
 from ligerzoo.errors import did_you_mean, line_for_user, lines_for_user
+from ligerzoo.files.atomic import replace_files
 from ligerzoo.train.options import Option, add_arguments, options_of
 
 T = TypeVar("T")
@@ -196,7 +197,7 @@ def write_options(directory: Path, options: object) -> None:
         given = {one.flag[2:]: [*value] if one.is_tuple else value for one, value in values}
         if given:
             lines += [f"\n# {group}\n", yaml.safe_dump(given, sort_keys=False, allow_unicode=True)]
-    (directory / CONFIG_FILE).write_text("".join(lines), encoding="utf-8")
+    replace_files(directory, {CONFIG_FILE: "".join(lines).encode()}, ())
 
 
 def _parsed(one: Option, entry: _Entry) -> Any:

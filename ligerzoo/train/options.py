@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -31,6 +32,7 @@ from ligerzoo.checks import (
     annotated_values,
     argument_type,
     integer,
+    is_list,
 )
 from ligerzoo.errors import ConfigError, raise_all
 from ligerzoo.exports import renamed
@@ -99,6 +101,14 @@ class Option(NamedTuple):
     def flag(self) -> str:
         """The option on the command line, such as "--seq-length"."""
         return f"--{self.name.strip('_').replace('_', '-')}"
+
+    def written(self, value: object) -> str:
+        """Returns the option with a value in words of the command line: "--lr 0.001", "--no-dora", "no --epochs"."""
+        if value is None:
+            return f"no {self.flag}"
+        if self.values is FLAG:
+            return self.flag if value else f"--no-{self.flag[2:]}"
+        return shlex.join([self.flag, *map(str, value if is_list(value) else [value])])
 
     @property
     def metavar(self) -> str:

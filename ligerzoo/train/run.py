@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligerzoo import parallel
-from ligerzoo.errors import LigerzooError, Problems, SeveralErrors
+from ligerzoo.errors import LigerzooError, Problems, SeveralErrors, raise_all
 from ligerzoo.memory import ActivationPlan
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models import CausalLM
@@ -120,7 +120,7 @@ class Run:
                 for paths in filter(None, (options.data, options.eval_data)):
                     with problems:
                         check_files(paths)
-                problems.raise_if_any()
+                self._raise_problems()
             self._stack = stack.pop_all()
         return self
 
@@ -173,7 +173,18 @@ class Run:
             data.show()
         if report is not None:
             processes.say(report.summary)
-        problems.raise_if_any()
+        self._raise_problems()
+
+    def _raise_problems(self) -> None:
+        """Raises the problems of a dry run. Other processes than the main one raise those that it does not have.
+
+        Without any, they end with exit code 0: after a failure, torchrun would end the main process before it prints.
+        """
+        found = [one for error in self.problems.errors for one in error.errors]
+        of_main = processes.gather(list(map(str, found)))[0] if self.options.dry_run else []
+        raise_all(one for one in found if processes.is_main() or str(one) not in of_main)
+        if of_main:
+            raise SystemExit(0)
 
     def _describe_resume(self) -> str:
         done, options = self.state.step, self.options

@@ -130,6 +130,7 @@ class RunState:
     ) -> None:
         self.output, self._keep, self._lock = Path(output), options.keep, lock
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
+        self._listed = sorted(options_of(type(options)), key=lambda one: one.name)
         self._resumed: RunCheckpoint | None = None
         self.step, ranks = 0, processes.data_ranks()
         self._thread, self._copies = SavingThread(), HostCopies()
@@ -146,7 +147,7 @@ class RunState:
                     raise CheckpointError(what, where=self.checkpoint, got=socket.gethostname(), remedy=remedy)
                 self._resumed = RunCheckpoint.open(self.checkpoint)
                 state = self._resumed.state
-                may_change = {one.name for one in options_of(type(options)) if one.may_change}
+                may_change = {one.name for one in self._listed if one.may_change}
                 if "rows" not in state:
                     self._refuse_other_processes(state["processes"])
                 elif self.rows == state["rows"]:
@@ -341,16 +342,14 @@ class RunState:
 
     def _refuse_changes(self, stored: Mapping[str, Any], may_change: Collection[str]) -> None:
         changes = [
-            f"{name}={self.options.get(name)!r} instead of {stored.get(name)!r}"
-            for name in sorted({*stored, *self.options} - {*may_change})
-            if self.options.get(name) != stored.get(name)
+            f"{one.written(self.options.get(one.name))} instead of {one.written(stored.get(one.name))}"
+            for one in self._listed
+            if one.name not in may_change and self.options.get(one.name) != stored.get(one.name)
         ]
         if changes:
             what = "the options differ from those of the run"
-            remedy = (
-                "Continue with the same options, or choose another output directory. These may change: "
-                f"{', '.join(sorted(may_change))}."
-            )
+            flags = ", ".join(one.flag for one in self._listed if one.name in may_change)
+            remedy = f"Continue with the same options, or choose another output directory. These may change: {flags}."
             raise ConfigError(what, where=self.checkpoint, got=", ".join(changes), remedy=remedy)
 
 

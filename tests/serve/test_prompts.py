@@ -63,7 +63,7 @@ def test_the_last_message_is_continued(encoder: PromptEncoder) -> None:
         ({"chat_template_kwargs": {"continue_final_message": "yes"}}, "kwargs.continue_final_message: invalid value"),
         ({"continue_final_message": False, "chat_template_kwargs": {"continue_final_message": True}}, "given twice"),
         ({"chat_template_kwargs": {"moood": 1}}, "moood: neither an option nor a variable .*Did you mean 'mood'"),
-        ({"chat_template_kwargs": {"truncation": True}}, "not a variable of the template; got 'truncation'"),
+        ({"chat_template_kwargs": {"truncation": True}}, 'not a variable of the template; got "truncation"'),
         ({"chat_template_kwargs": {"tools": []}}, "not a variable of the template"),
         ({"special_tokens": "no"}, "special_tokens: invalid value"),
         ({"continue_last_message": True}, "continue_last_message: unknown field.*Did you mean 'continue_final_"),

@@ -1,10 +1,14 @@
 """Options of a run in a YAML file: what is read, what is refused, and the file that each run writes."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ligerzoo import cli
+from ligerzoo.train.command_line import write_options
+from ligerzoo.train.methods import METHODS
 from tests.train.tiny_run import arguments, options, run_script, write_checkpoint, write_data
 
 Errors = pytest.CaptureFixture[str]
@@ -41,6 +45,21 @@ def test_a_run_writes_a_file_that_repeats_it(folder: Path, capsys: Errors) -> No
     assert (folder / "again" / name).read_bytes() == (folder / "run" / name).read_bytes()
     assert cli.main(["train", "--config", str(file)]) == 1  # the output directory is that of the run
     assert "Continue the run with --resume" in capsys.readouterr().err
+
+
+def test_the_file_of_a_run_is_whole_or_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = METHODS["sft"].options(model="m", data=("a",), output=str(tmp_path))
+    write_options(tmp_path, given)
+    earlier = (tmp_path / "run.yaml").read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_options(tmp_path, dataclasses.replace(given, lr=1.0))
+    assert (tmp_path / "run.yaml").read_bytes() == earlier
+    assert [one.name for one in tmp_path.iterdir()] == ["run.yaml"]
 
 
 def test_values_are_those_of_the_command_line(folder: Path, capsys: Errors) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import re
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
@@ -278,6 +279,30 @@ def test_splits_of_saved_datasets(tmp_path: Path) -> None:
     assert len(list(stream)) == 1
     with pytest.raises(DataError, match=r"there is no split 'tran'; got 'train'\. Did you mean 'train'\?"):
         open_data(f"{tmp_path / 'saved'}:tran", "auto", tokenizer(), seq_length=64)
+
+
+def test_a_directory_of_saved_datasets_is_refused_by_their_names(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_list([{"text": "yes"}])
+    one.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "b" / "splits")
+    names = [f"{tmp_path}/b/splits:test", f"{tmp_path}/b/splits:train", f"{tmp_path}/saved"]
+    expected = f"{tmp_path}: a directory of saved datasets; got {', '.join(map(repr, names))}. Give one of them, such"
+    with pytest.raises(DataError, match=re.escape(expected)):
+        open_data(tmp_path, "auto", tokenizer(), seq_length=64)
+
+
+def test_suffixes_may_be_capitals(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "a.JSONL", [{"text": "yes"}])
+    write_csv(tmp_path / "data" / "b.CSV", [{"text": "yes"}])
+    write_json(tmp_path / "data" / "c.Json", [{"text": "yes"}])
+    write_parquet(tmp_path / "d.PARQUET", [{"text": "yes"}])
+    (tmp_path / "e.TXT").write_text("yes")
+    np.save(tmp_path / "f.npy", np.array([1, 2, 3], np.uint16))
+    (tmp_path / "f.npy").rename(tmp_path / "f.NPY")
+    for name, count in {"data": 3, "data/b.CSV": 1, "d.PARQUET": 1, "e.TXT": 1, "f.NPY": 1}.items():
+        stream = open_data(tmp_path / name, "auto", tokenizer(), seq_length=64, epochs=1)
+        assert len(list(stream)) == count, name
 
 
 def test_datasets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

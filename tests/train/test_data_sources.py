@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from ligerzoo import cli
@@ -48,6 +49,45 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         samples([{"question": "a", "answer": "b"}], columns={"prompt": "qestion"})
     with pytest.raises(DataError, match=r"dataset\[1\]: the field 'completion' is missing"):
         samples([{"question": "a", "answer": "b"}, {"question": "a"}], columns=columns)
+
+
+BOTH = {"prompt": "a:", "completion": "b", **chat("c", "d")}
+
+
+def test_a_record_of_two_kinds_is_refused_unless_columns_choose() -> None:
+    expected = r"a record of two kinds; got fields 'messages', 'prompt', 'completion'; expected .*: --map messages=mes"
+    with pytest.raises(DataError, match=rf"dataset\[0\]: {expected}"):
+        samples([BOTH])
+    for first in (chat("c", "d"), {"prompt": "a:", "completion": "b"}):
+        with pytest.raises(DataError, match=rf"dataset\[1\]: {expected}"):
+            samples([first, BOTH])
+    assert ids(samples([BOTH], columns={"messages": "messages"})) == ids(samples([chat("c", "d")]))
+    texts = ids(samples([{"prompt": "a:", "completion": "b"}]))
+    assert ids(samples([BOTH], columns=parse_columns(["prompt=prompt", "completion=completion"]))) == texts
+    assert ids(samples([BOTH], "completion")) == texts
+    nulls = dict.fromkeys(BOTH)
+    assert ids(samples([{**nulls, "prompt": "a:", "completion": "b"}])) == texts
+
+
+def test_fields_of_other_kinds_are_named(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{**chat("c", "d"), "text": "c d", "id": 1}])
+    report = check_data(file, "auto", tokenizer(), seq_length=64, progress=False)
+    assert report.notes == [f"{file}: not read: 'text'; read are messages"]
+    file = write_lines(tmp_path / "b.jsonl", [{"anchor": "c", "positive": "d", "negative_1": "e", "id": 1}])
+    report = check_data(file, "pair", tokenizer(), seq_length=64, progress=False)
+    assert report.notes[0].startswith(f"{file}: not read: 'id'; read are query or anchor, positive, ")
+
+
+@pytest.mark.parametrize(
+    "texts, problem",
+    [
+        (["prompt=a", "prompt=b"], "the field is given twice; got prompt=a and prompt=b"),
+        (["prompt=a", "completion=a"], "the column is given twice; got prompt=a and completion=a"),
+    ],
+)
+def test_a_field_or_column_that_is_given_twice_is_named(texts: list[str], problem: str) -> None:
+    with pytest.raises(DataError, match=f"option map: {problem}; expected each field and each column once"):
+        parse_columns(texts)
 
 
 def test_a_resumed_run_has_the_same_columns() -> None:
@@ -212,6 +252,24 @@ def test_mixtures_continue_at_every_batch(sources: tuple[str, str], shuffle: boo
     changed = sources[0], sources[1].replace("0.3", "0.4")
     with pytest.raises(DataError, match="weights: the data has changed"):
         mixed(changed).load_state_dict(mixed(sources).state_dict())
+
+
+def test_data_that_is_listed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under whatever name, and also within a directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "link").symlink_to("data")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "other").symlink_to("splits")
+    for one, other in [
+        ("data/a.jsonl", "./data/a.jsonl"), ("data/a.jsonl", "data"), ("data/*.jsonl", "link/a.jsonl"),
+        ("saved", "./saved"), ("splits:train", "other:train"),
+    ]:  # fmt: skip
+        with pytest.raises(DataError, match=r"the data is listed twice; got .* and .*Give it once, with a larger weig"):
+            mixed([f"{one}:0.7", f"{other}:0.3"])
+    mixed(["data/a.jsonl:0.7", "saved:0.3"])
 
 
 def test_a_run_trains_from_csv_alpaca_and_a_mixture(

@@ -246,7 +246,7 @@ def test_rows_that_do_not_divide(tmp_path: Path) -> None:
     assert train({**again, "max_steps": 5, "accumulate": 3, "batch_size": 2}) == 0
     with pytest.raises(ConfigError, match=r"do not divide among the processes; got 6 rows, and 1 processes of 4 rows"):
         train({**interrupted(given, "4"), "batch_size": 4})
-    with pytest.raises(ConfigError, match="got accumulate=2 instead of 3"):
+    with pytest.raises(ConfigError, match="got --accumulate 2 instead of --accumulate 3"):
         train({**interrupted(given, "2"), "accumulate": 2})
 
 

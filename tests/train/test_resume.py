@@ -167,8 +167,15 @@ def test_an_earlier_run_is_not_overwritten(checkpoint: Path, data: Path, tmp_pat
         train(given)
     with pytest.raises(CheckpointError, match="holds a run or a model"):
         train({**given, "output": str(checkpoint)})
-    with pytest.raises(ConfigError, match=r"got accumulate=2 instead of 1, lr=0.01 instead of 0.001\. .*max_steps"):
+    with pytest.raises(ConfigError, match=r"got --accumulate 2 instead of --accumulate 1, --lr 0.01 inst.*--max-steps"):
         train({**given, "resume": True, "lr": 0.01, "accumulate": 2, "max_steps": 9, "save_every": 3})
+    for change, words in [
+        ({"train_on_prompt": True}, "got --train-on-prompt instead of --no-train-on-prompt."),
+        ({"lora_rank": 2}, "got --lora-rank 2 instead of no --lora-rank."),
+        ({"data": (str(data), "b c")}, f"got --data {data} 'b c' instead of --data {data}."),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            train({**given, "resume": True, **change})
     train({**given, "resume": True, "max_steps": 3})
     with pytest.raises(ConfigError, match=r"option max_steps: the run has done more steps; got 2; expected 3 or more"):
         train({**given, "resume": True, "max_steps": 2})

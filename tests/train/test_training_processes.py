@@ -1,6 +1,7 @@
 """Training in two processes: the losses of one process, resuming bit for bit, and the same files."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from ligerzoo import cli
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.train import run_model
@@ -155,6 +157,30 @@ def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, t
     for file in ("model.safetensors", "config.json"):
         assert (killed / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert untimed_log(killed) == untimed_log(tmp_path / "whole")
+
+
+def dry_run_part(rank: int, line: list[str], folder: Path) -> None:
+    """Runs a command in one of two processes, and writes its exit code and errors to a file."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            code = cli.main(line)
+        except SystemExit as ended:
+            code = cast(int, ended.code)
+    (folder / f"{rank}.txt").write_text(f"{code}\n{errors.getvalue()}")
+
+
+@pytest.mark.parametrize("model", ["checkpoint", "nothing"])
+def test_the_main_process_prints_the_problems_of_a_dry_run(checkpoint: Path, tmp_path: Path, model: str) -> None:
+    """The others end without an error, at which torchrun would end the main process."""
+    data = tmp_path / "wrong.jsonl"
+    data.write_text('{"prompt": 3, "completion": "c"}\n{"prompt": "a"}\n')
+    given = options(checkpoint if model == "checkpoint" else tmp_path / model, data, tmp_path / "run", dry_run=True)
+    on_all_processes(partial(dry_run_part, line=arguments({**given, "eval_data": "none.jsonl"}), folder=tmp_path))
+    code, *lines = (tmp_path / "0.txt").read_text().splitlines()
+    assert code == "1"
+    assert sum(line.startswith("ligerzoo: error: ") for line in lines) == (3 if model == "checkpoint" else 2), lines
+    assert (tmp_path / "1.txt").read_text() == "0\n"
 
 
 def broken_part(rank: int, given: dict[str, Any], step: int) -> None:

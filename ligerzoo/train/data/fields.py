@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.checks import is_text
@@ -132,15 +132,22 @@ def _check_characters(value: object) -> None:
                 pending += items
 
 
-def record_kind(record: Fields) -> Kind:
+def record_kind(record: Fields, chosen: Collection[str] = ()) -> Kind:
     """Returns the kind of a record.
+
+    Args:
+        chosen: the fields that --map names, see `refuse_two_kinds`.
 
     Raises:
         DataError: the record has the required fields of no kind, or would have those of another kind than "prompt"
-            if a field were not null.
+            if a field were not null; or it is both a conversation and a completion.
     """
     present = _present(record)
-    found = next((kind for kind, names in FIELDS.items() if present.keys() >= set(names.required)), None)
+    kinds = [kind for kind, names in FIELDS.items() if present.keys() >= set(names.required)]
+    if kinds[:1] == ["chat"] and "completion" in kinds:
+        refuse_two_kinds(present, chosen)
+        return "chat" if "messages" in chosen else "completion"
+    found = kinds[0] if kinds else None
     required = [name for names in FIELDS.values() for name in names.required]
     null = [name for name, value in record.items() if value is None and name in required]
     if null and found in (None, "prompt"):  # a column that another kind fills, or a missing completion
@@ -152,6 +159,21 @@ def record_kind(record: Fields) -> Kind:
     expected = "; or ".join(" and ".join(names.required) for names in FIELDS.values())
     got = f"fields {first_names([*present])}"
     raise DataError("not a record of a known kind", got=got, expected=expected, remedy=remedy)
+
+
+def refuse_two_kinds(record: Fields, chosen: Collection[str] = ()) -> None:
+    """Raises DataError if a record is both a conversation and a completion.
+
+    Args:
+        chosen: the fields that --map names: none is raised if these are of one of the two.
+    """
+    kinds = FIELDS["chat"].required, FIELDS["completion"].required
+    names = [name for fields in kinds for name in fields]
+    is_chosen = [any(name in chosen for name in fields) for fields in kinds]
+    if is_chosen[0] == is_chosen[1] and all(record.get(name) is not None for name in names):
+        expected = "messages, or prompt and completion"
+        remedy = "Remove a column, or choose: --map messages=messages, or --map prompt=prompt completion=completion."
+        raise DataError("a record of two kinds", got=f"fields {first_names(names)}", expected=expected, remedy=remedy)
 
 
 def check_record(record: Fields, kind: Kind) -> Fields:
@@ -180,12 +202,12 @@ def check_record(record: Fields, kind: Kind) -> Fields:
 
 
 def unread_fields(record: Fields, kind: Kind) -> list[str]:
-    """Returns the fields of a record that its kind does not read, such as ids."""
-    names = FIELDS[kind]
-    read = {*names.required, *names.optional}
-    return [
-        name for name in _present(record) if name not in read and not (kind == "pair" and _NEGATIVE.fullmatch(name))
-    ]
+    """Returns the fields of a record of a kind that it does not read, such as ids."""
+    names, present = FIELDS[kind], _present(record)
+    if not present.keys() >= {*names.required}:  # which is an error when it is read
+        return []
+    read = {*names.required, *names.optional, *(filter(_NEGATIVE.fullmatch, present) if kind == "pair" else ())}
+    return [name for name in present if name not in read]
 
 
 def _present(record: Fields) -> Fields:

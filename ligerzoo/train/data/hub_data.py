@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard, cast
 
 from ligerzoo.errors import DataError, did_you_mean, first_names
 from ligerzoo.train.data.parquet import ParquetReader
-from ligerzoo.train.data.records import Fields, RecordReader, RowReader, needs_extra
+from ligerzoo.train.data.records import Fields, RecordReader, RowReader, needs_extra, suffix_of
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _SCHEME, _REPOSITORIES = "hf://", "datasets/"
@@ -59,7 +59,7 @@ class HubData(NamedTuple):
     @property
     def is_file(self) -> bool:
         """Whether it is one or more files of a repository."""
-        return self.rest is not None and self.rest.endswith(_FILES)
+        return self.rest is not None and suffix_of(self.rest) in _FILES
 
 
 def hub_data(name: str) -> HubData | None:
@@ -70,7 +70,7 @@ def hub_data(name: str) -> HubData | None:
     """
     is_url = name.startswith(_SCHEME)
     found = _DATASET.fullmatch(name.removeprefix(_SCHEME).removeprefix(_REPOSITORIES) if is_url else name)
-    is_local = Path(name.partition("/")[0]).exists() or name.endswith(_FILES)
+    is_local = Path(name.partition("/")[0]).exists() or suffix_of(name) in _FILES
     if found is not None and (is_url or not is_local):
         return HubData(name, found["repo"], found["revision"], found["rest"], found["split"])
     if is_url:
@@ -85,7 +85,7 @@ def open_hub_data(data: HubData) -> RecordReader:
     Raises:
         DataError: it cannot be loaded, or has several splits.
     """
-    if data.is_file and data.rest is not None and data.rest.endswith(".parquet"):
+    if data.is_file and data.rest is not None and suffix_of(data.rest) == ".parquet":
         return _streamed(data)
     with needs_extra(_NEEDS, "datasets", where=data.name):
         import datasets
@@ -118,6 +118,25 @@ def _streamed(data: HubData) -> ParquetReader:
         return [name, details[name]["size"], details[name].get("blob_id")]
 
     return ParquetReader(names, identity, lambda name: files.open(name, "rb"))
+
+
+def data_identity(name: str) -> object:
+    """Returns what is equal for all names of one file, saved dataset or dataset of the hub."""
+    if (on_hub := hub_data(name)) is not None:
+        return on_hub._replace(name="")
+    path, split = (Path(name), "") if os.path.lexists(name) else _parted(name)
+    return path.resolve(), split
+
+
+def saved_datasets(directory: Path) -> list[str]:
+    """Returns the saved datasets in a directory, those with splits by the name of each split."""
+    found: list[str] = []
+    for path in sorted(
+        file.parent for file in directory.rglob("dataset_info.json") if (file.parent / _STATE).is_file()
+    ):
+        has_splits = (path.parent / _SPLITS).is_file()
+        found.append(f"{path.parent}:{path.name}" if has_splits else str(path))
+    return found
 
 
 def is_saved_dataset(data: object) -> TypeGuard[str | os.PathLike[str]]:

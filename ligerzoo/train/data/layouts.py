@@ -33,7 +33,7 @@ def parse_columns(texts: Sequence[str]) -> dict[str, str]:
     """Returns the columns of the data by our names, given texts such as "prompt=question".
 
     Raises:
-        DataError: a text has another form, a field is unknown, or one is given twice.
+        DataError: a text has another form, a field is unknown, or a field or a column is given twice.
     """
     columns: dict[str, str] = {}
     for text in texts:
@@ -45,8 +45,11 @@ def parse_columns(texts: Sequence[str]) -> dict[str, str]:
             swapped = f"Write {column}={field}: our field first." if column in FIELD_NAMES else None
             remedy, expected = swapped or did_you_mean(field, FIELD_NAMES), ", ".join(FIELD_NAMES)
             raise DataError("unknown field", where="option map", got=repr(field), expected=expected, remedy=remedy)
-        if field in columns:
-            raise DataError("the field is given twice", where="option map", got=repr(field))
+        pairs = [f"{name}={other}" for name, other in columns.items() if field == name or column == other]
+        if pairs:
+            what = f"the {'field' if field in columns else 'column'} is given twice"
+            got, expected = f"{pairs[0]} and {text}", "each field and each column once"
+            raise DataError(what, where="option map", got=got, expected=expected)
         columns[field] = column
     return columns
 

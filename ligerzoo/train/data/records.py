@@ -87,6 +87,11 @@ class RecordReader(ABC):
         """
 
 
+def suffix_of(file: str | os.PathLike[str]) -> str:
+    """Returns the suffix of a file's name in lower case: programs write .CSV and .JSONL, too."""
+    return os.path.splitext(file)[1].lower()
+
+
 def file_hash(file: str | os.PathLike[str]) -> str:
     """Returns a hash of the first and the last 64 KiB of a file, to notice that it was replaced."""
     try:

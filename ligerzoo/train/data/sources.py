@@ -14,11 +14,26 @@ from typing import Literal, NamedTuple, TypeGuard, get_args
 
 from ligerzoo.checks import is_list
 from ligerzoo.errors import DataError, first_names
-from ligerzoo.train.data.fields import Kind, record_kind, unread_fields
-from ligerzoo.train.data.hub_data import hub_data, is_path, is_saved_dataset, open_hub_data, open_rows
-from ligerzoo.train.data.layouts import RecordLayout, check_column_names, layout_of, typed_cells, with_our_names
+from ligerzoo.train.data.fields import FIELDS, Kind, record_kind, refuse_two_kinds, unread_fields
+from ligerzoo.train.data.hub_data import (
+    data_identity,
+    hub_data,
+    is_path,
+    is_saved_dataset,
+    open_hub_data,
+    open_rows,
+    saved_datasets,
+)
+from ligerzoo.train.data.layouts import (
+    FIELD_NAMES,
+    RecordLayout,
+    check_column_names,
+    layout_of,
+    typed_cells,
+    with_our_names,
+)
 from ligerzoo.train.data.parquet import ParquetReader
-from ligerzoo.train.data.records import Fields, Parse, Record, RecordReader, file_hash
+from ligerzoo.train.data.records import Fields, Parse, Record, RecordReader, file_hash, suffix_of
 from ligerzoo.train.data.samples import Source, naming
 from ligerzoo.train.data.text_files import TextReader
 from ligerzoo.train.data.text_formats import (
@@ -125,30 +140,40 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     if not files:
         raise DataError("no data files", where="option data", got=repr(paths), expected="at least one file")
     for file in files:
-        if file.suffix not in FORMATS:
-            expected, remedy = ", ".join(FORMATS), _REMEDIES.get(file.suffix)
+        if suffix_of(file) not in FORMATS:
+            expected, remedy = ", ".join(FORMATS), _REMEDIES.get(suffix_of(file))
             what = "not a format of data files"
             raise DataError(what, where=file, got=repr(file.suffix), expected=expected, remedy=remedy)
         if file.stat().st_size == 0:
             raise DataError("the file is empty", where=file)
-    if len({FORMATS[file.suffix] for file in files}) > 1:
+    if len({FORMATS[suffix_of(file)] for file in files}) > 1:
         got, remedy = first_names(list(map(str, files))), _WEIGHTS
         raise DataError(
             "files of different formats", where="option data", got=got, expected="one format", remedy=remedy
         )
-    resolved = set[Path]()
-    for file in files:
-        if (target := file.resolve()) in resolved:
-            raise DataError("the file is listed twice", where=file, remedy="Use epochs to repeat data.")
-        resolved.add(target)
+    _refuse_repeated([(str(file), str(file)) for file in files], "Use epochs to repeat data.")
     return files
+
+
+def _refuse_repeated(names: Iterable[tuple[str, str]], remedy: str) -> None:
+    """Raises DataError if two names, each with what the user gave, are of one file or dataset."""
+    found: dict[object, str] = {}
+    for name, given in names:
+        one = data_identity(name)
+        if one in found:
+            got = f"{found[one]} and {given}"
+            raise DataError("the data is listed twice", where=name, got=got, remedy=remedy)
+        found[one] = given
 
 
 def _expand(path: Path) -> list[Path]:
     if path.is_dir():
-        inner = (file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
+        inner = (file for file in path.rglob("*") if suffix_of(file) in FORMATS and file.is_file())
         files = sorted(file for file in inner if not file.name.startswith("."))
-        data = [file for file in files if file.suffix != ".json" or _is_list(file)]  # objects describe other data
+        data = [file for file in files if suffix_of(file) != ".json" or _is_list(file)]  # objects describe other data
+        if not data and (saved := saved_datasets(path)):
+            got, remedy = first_names(saved), f"Give one of them, such as {saved[0]}."
+            raise DataError("a directory of saved datasets", where=path, got=got, remedy=remedy)
         if not files:
             raise DataError("the directory has no data files", where=path, expected=", ".join(FORMATS))
         return data or files
@@ -199,7 +224,7 @@ def _open_named(data: Sequence[str | os.PathLike[str]], options: ReadOptions) ->
     on_hub = [hub_data(os.fspath(one)) for one in data]
     if not any(on_hub) and not any(map(is_saved_dataset, data)):
         files = find_files(data)
-        return FORMATS[files[0].suffix](files, options)
+        return FORMATS[suffix_of(files[0])](files, options)
     if len(data) > 1:
         got = first_names(list(map(str, data)))
         raise DataError("several datasets", where="option data", got=got, expected="one, or files", remedy=_WEIGHTS)
@@ -233,9 +258,10 @@ def open_readers(data: object, options: ReadOptions) -> list[tuple[RecordReader,
     if len(weighted) < len(named):
         missing = next(one.data for one in named if one.weight is None)
         raise DataError("the weight is missing, which others have", where=missing, remedy=_WEIGHTS)
-    if repeated := [one.data for one in named if [other.data for other in named].count(one.data) > 1]:
-        raise DataError("the data is listed twice", where=repeated[0], remedy="Give it once, with a larger weight.")
-    return [(_open_named([one.data], options), one.weight) for one in named]
+    readers = [_open_named([one.data], options) for one in named]
+    names = [(name, str(one.data)) for reader, one in zip(readers, named, strict=True) for name in reader.names]
+    _refuse_repeated(names, "Give it once, with a larger weight.")
+    return [(reader, one.weight) for reader, one in zip(readers, named, strict=True)]
 
 
 # Sources
@@ -321,13 +347,24 @@ class DataSource(RecordReader):
                 raise DataError("the data has no records", where=self.name)
             return self._wanted
         with naming(first.source):
-            self._layout = layout_of(self._ours(first.fields), self._wanted)
+            ours = self._ours(first.fields)
+            self._layout = layout_of(ours, self._wanted)
             if self._layout is not None:
                 self.notes.append(f"{first.source.name}: records with {self._layout.name}")
-            if self._wanted == "pair" and (unread := unread_fields(self._ours(first.fields), "pair")):
-                read = "query or anchor, positive, negative, negatives and negative_1, ..."
-                self.notes.append(f"{first.source.name}: not read: {first_names(unread)}; read are {read}")
-            return self._wanted if self._wanted != "auto" else record_kind(self._converted(first.fields))
+            kind = self._wanted
+            if kind == "auto":
+                kind = record_kind(self._converted(first.fields), self._options.columns)
+            if self._layout is None:
+                self._note_unread(first.source, ours, kind)
+            return kind
+
+    def _note_unread(self, source: Source, record: Fields, kind: Kind) -> None:
+        """Notes fields that records of other kinds have, such as the text of a conversation; of a pair, all others."""
+        unread = [name for name in unread_fields(record, kind) if kind == "pair" or name in FIELD_NAMES]
+        if unread and kind != "prompt":  # whose fields a reward function reads
+            pair = "query or anchor, positive, negative, negatives and negative_1, ..."
+            read = pair if kind == "pair" else " and ".join(FIELDS[kind].required)
+            self.notes.append(f"{source.name}: not read: {first_names(unread)}; read are {read}")
 
     def _ours(self, fields: Fields) -> Fields:
         """Returns a record with our names of columns."""
@@ -344,7 +381,12 @@ class DataSource(RecordReader):
 
     def _parse(self, parse: Parse, data: object) -> Fields | None:
         fields = parse(data)
-        return None if fields is None else self._converted(fields)
+        if fields is None:
+            return None
+        converted = self._converted(fields)
+        if self._wanted == "auto" and self.kind in ("chat", "completion"):
+            refuse_two_kinds(converted, self._options.columns)
+        return converted
 
     def _with_our_fields(self, record: Record) -> Record:
         return record if record.parse is None else record._replace(parse=partial(self._parse, record.parse))

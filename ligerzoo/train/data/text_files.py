@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ligerzoo.errors import DataError
-from ligerzoo.train.data.records import Holds, Record, RecordReader, file_hash
+from ligerzoo.train.data.records import Holds, Record, RecordReader, file_hash, suffix_of
 from ligerzoo.train.data.samples import Source
 from ligerzoo.train.data.separators import Positions
 from ligerzoo.train.data.text_formats import MAX_RECORD, OpenFormat, TextFormat
@@ -76,7 +76,7 @@ class TextReader(RecordReader):
     ) -> None:
         self._block_size, self._joined, self.holds = block_size, joined, holds
         self._open = _OpenFiles()
-        self._files = [self._opened(file, formats[file.suffix]) for file in files]
+        self._files = [self._opened(file, formats[suffix_of(file)]) for file in files]
         self.names = [file.name for file in self._files]
         blocks = [-(-file.size // block_size) for file in self._files]
         self._first_block = np.cumsum([0, *blocks])

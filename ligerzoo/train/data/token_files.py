@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ligerzoo.errors import DataError
-from ligerzoo.train.data.records import Record, RecordReader, file_hash
+from ligerzoo.train.data.records import Record, RecordReader, file_hash, suffix_of
 from ligerzoo.train.data.samples import Source
 
 _BIN_DTYPES, _NPY_DTYPES = ("uint16", "uint32"), ("uint16", "uint32", "int32", "int64")
@@ -73,7 +73,7 @@ def map_tokens(file: str | os.PathLike[str]) -> NDArray[Any]:
         DataError: the file, or the description of a .bin file, is missing, malformed or empty.
     """
     path = Path(file)
-    if path.suffix == ".npy":
+    if suffix_of(path) == ".npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
