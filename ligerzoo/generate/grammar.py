@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.endless_schemas import refuse_endless
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -71,12 +72,13 @@ class Grammar:
         """Returns the grammar of JSON texts that match a schema; `{"type": "object"}` for all objects.
 
         Properties are written in the order of the schema. Keywords that cannot be enforced are refused, such as `not`;
-        `oneOf` means `anyOf`.
+        `oneOf` means `anyOf`. A definition that refers to itself without end is refused.
 
         Args:
             schema: the JSON schema.
             tokenizer, where: see `Grammar`.
         """
+        refuse_endless(schema, where)
         return cls(json_grammar(schema), tokenizer, where=where)
 
     def _has_texts(self) -> bool:

@@ -13,10 +13,11 @@ from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from ligerzoo.checks import instances
-from ligerzoo.errors import LigerzooError, TokenizerError, quote
+from ligerzoo.errors import LigerzooError, TokenizerError
 from ligerzoo.generate import Grammar
+from ligerzoo.generate.endless_schemas import refuse_endless
 from ligerzoo.generate.grammar import JSON_OPTIONS
-from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, check_field, check_names, checked, read
+from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, check_field, check_names, checked, read, show
 from ligerzoo.serve.prompts import TOOLS
 from ligerzoo.serve.schemas import SCHEMA
 from ligerzoo.text.chat_template import ChatTemplate
@@ -228,10 +229,14 @@ class Tools:
         Raises:
             LigerzooError: names the schema that cannot be enforced.
         """
+        schemas = [(schema, where) for _, schema, where in self.functions]
+        schemas += [] if content is None else [(content, SCHEMA)]
+        for schema, where in schemas:
+            refuse_endless(schema, where)
         try:
             return Grammar(self.grammar(content), tokenizer, where="tools")
         except LigerzooError:
-            for _, schema, where in [*self.functions, *([("", content, SCHEMA)] if content is not None else [])]:
+            for schema, where in schemas:
                 Grammar.json_schema(schema, tokenizer, where=where)
             raise
 
@@ -285,7 +290,7 @@ def _chosen(choice: Fields, functions: Sequence[Function]) -> Function:
     found = next((function for function in functions if function.name == name), None)
     if found is None:
         expected = "one of tools"
-        raise LigerzooError("no such tool", where="tool_choice.function.name", got=quote(name), expected=expected)
+        raise LigerzooError("no such tool", where="tool_choice.function.name", got=show(name), expected=expected)
     return found
 
 

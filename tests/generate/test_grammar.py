@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ligerzoo.demo.text import CHECKPOINT, load
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Grammar, Scheduler, generate_many
+from ligerzoo.generate.endless_schemas import refuse_endless
 from ligerzoo.models import Llama
 from ligerzoo.text.tokenizer import Tokenizer
 
@@ -166,6 +168,61 @@ def test_the_end_of_a_text_is_that_of_the_model(demo: tuple[Llama, Tokenizer]) -
     assert ends < allowed()
     state.append(5000)
     assert allowed() == ends
+
+
+def _endless(schema: dict[str, Any], **definitions: Any) -> str | None:
+    """Returns what refers to itself without end."""
+    try:
+        refuse_endless({**schema, "$defs": definitions}, "schema")
+    except LigerzooError as error:
+        return str(error.got).partition(",")[0]
+    return None
+
+
+A, B, ROOT = ({"$ref": reference} for reference in ("#/$defs/A", "#/$defs/B", "#"))
+
+
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+def test_definitions_that_refer_to_themselves_without_end() -> None:
+    """Wherever in a schema, also in parts that a text need not have: the model may begin them."""
+    leaf = {"type": "string"}
+    assert _endless(ROOT) == "#"
+    assert _endless(_object("a", a=A), A=A) == "#/$defs/A"
+    assert _endless(_object(a=A), A=B, B={"allOf": [leaf, A]}) in ("#/$defs/A", "#/$defs/B")
+    assert _endless({"items": A}, A=_object("a", a=A)) == "#/$defs/A"
+    assert _endless({"prefixItems": [leaf, A]}, A={"type": "array", "items": A, "minItems": 1}) == "#/$defs/A"
+    assert _endless({"additionalProperties": {"$ref": "#/$defs/a~1b%20c"}}, **{"a/b c": {"oneOf": [_object("a", a=ROOT),
+        {"$ref": "#/$defs/a~1b%20c"}]}}) is None  # fmt: skip
+    assert _endless({"$ref": "#/$defs/a~1b%20c"}, **{"a/b c": {"$ref": "#/$defs/a~1b c"}}) == "#/$defs/a~1b c"
+    assert _endless({"type": "array", "prefixItems": [leaf, ROOT], "minItems": 2}) == "#"
+    assert _endless({"type": "object", "required": ["a"], "additionalProperties": ROOT}) == "#"
+    for schema, definitions in [
+        (_object("next", next={"anyOf": [{"type": "null"}, ROOT]}), {}),
+        ({"type": "array", "items": ROOT}, {}),
+        ({"type": "array", "prefixItems": [leaf, ROOT], "minItems": 1}, {}),
+        (_object("a", a=A), {"A": {"type": ["object", "null"], **_object("a", a=A), "enum": [None]}}),
+        ({**ROOT, "const": 1}, {}),
+        (_object("a", a=False), {}),  # which llguidance refuses
+        (_object("a", a={"$ref": "#/$defs/none"}), {}),
+        (_object("a", a={"$ref": "other.json#/A"}), {}),
+        (_object("a", a=A), {"A": _object("b", b=B), "B": leaf}),
+    ]:
+        assert _endless(schema, **definitions) is None, (schema, definitions)
+
+
+def test_large_schemas_are_read_once() -> None:
+    names = [f"n{index}" for index in range(5_000)]
+    chain = {name: {"$ref": f"#/$defs/{after}"} for name, after in zip(names, [*names[1:], "end"], strict=True)}
+    started = time.process_time()
+    assert _endless(_object(*names, **chain), **chain, end={"type": "null"}) is None
+    deep: dict[str, Any] = {"type": "null"}
+    for _ in range(900):
+        deep = {"type": "array", "items": deep, "minItems": 1}
+    assert _endless(deep) is None
+    assert time.process_time() - started < 5
 
 
 def test_invalid_constraints(demo: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:

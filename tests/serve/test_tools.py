@@ -46,6 +46,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "?", "parameters": parameters}}
     for name, parameters in (("get_weather", CITY), ("add", DIGIT))
 ]
+ENDLESS = {"$ref": "#/$defs/A"}
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 64}
 HERMES, LLAMA = FORMATS[0], FORMATS[-1]
 
@@ -230,35 +231,35 @@ def _schema(schema: Any, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tools": {}}, "tools: invalid value; got '{}'; expected a list of up to 128 objects"),
+        ({"tools": {}}, "tools: invalid value; got {}; expected a list of up to 128 objects"),
         ({"tools": TOOLS * 65}, "tools: invalid value"),
-        ({"tools": [5]}, "tools: invalid value; got '[5]'; expected a list of up to 128"),
+        ({"tools": [5]}, "tools: invalid value; got [5]; expected a list of up to 128"),
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type: invalid value"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: invalid value"),
         (_tool(name=None), "tools[0].function.name: invalid value"),
-        (_tool(name="a b"), "tools[0].function.name: invalid value; got \"'a b'\"; expected 1 to 64 letters"),
+        (_tool(name="a b"), "tools[0].function.name: invalid value; got \"a b\"; expected 1 to 64 letters"),
         (_tool(description=5), "tools[0].function.description: invalid value"),
         (_tool(strict="yes"), "tools[0].function.strict: invalid value"),
         (_tool(parameters=[]), "tools[0].function.parameters: invalid value"),
         (_tool(parameters={"type": "array"}), "tools[0].function.parameters.type: invalid value"),
         (_tool(parameters={"not": {}}), "tools[0].function.parameters: not a supported grammar; got Unimplemented"),
         (_tool(arguments={}), "arguments: unknown field"),
-        ({"tools": TOOLS * 2}, "tools[2].function.name: invalid value; got \"'get_weather'\"; expected another name"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice: invalid value; got \"'any'\"; expected \"none\", "),
+        ({"tools": TOOLS * 2}, "tools[2].function.name: invalid value; got \"get_weather\"; expected another name"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice: invalid value; got \"any\"; expected \"none\", "),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: invalid value"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function: invalid value"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "tool_choice.function.name: no such tool; got 'f'; expected one of tools",
+            "tool_choice.function.name: no such tool; got \"f\"; expected one of tools",
         ),
-        ({"tool_choice": "required"}, "tool_choice: invalid value; got \"'required'\"; expected tools with it"),
+        ({"tool_choice": "required"}, "tool_choice: invalid value; got \"required\"; expected tools with it"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls: invalid value"),
         ({"functions": [{"name": "f"}]}, "functions: not supported"),
         ({"response_format": "json"}, "response_format: invalid value"),
-        ({"response_format": {"type": "xml"}}, "response_format.type: invalid value; got \"'xml'\"; expected \"text\""),
+        ({"response_format": {"type": "xml"}}, "response_format.type: invalid value; got \"xml\"; expected \"text\""),
         ({"response_format": {"type": "json_object", "schema": {}}}, "schema: unknown field"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: invalid value"),
-        (_schema(None), "response_format.json_schema.schema: invalid value; got 'None'; expected an object"),
+        (_schema(None), "response_format.json_schema.schema: invalid value; got null; expected an object"),
         (_schema({}, name=5), "response_format.json_schema.name: invalid value"),
         (_schema({}, strict=1), "response_format.json_schema.strict: invalid value"),
         (_schema({}, description=1), "response_format.json_schema.description: invalid value"),
@@ -267,7 +268,15 @@ def _schema(schema: Any, **options: Any) -> dict[str, Any]:
             "response_format.json_schema.schema: not a supported grammar; got Invalid type: strin",
         ),
         (_schema({"enum": []}), "schema: not a supported grammar; got Unsatisfiable schema"),
-        (_schema({"$ref": "#"}), "schema: no text can begin; got a definition that refers to itself without end"),
+        (_schema({"$ref": "#"}), "response_format.json_schema.schema: no text can end; got #, which refers to itself"),
+        (
+            _schema({"type": "object", "properties": {"a": ENDLESS}, "required": ["a"], "$defs": {"A": ENDLESS}}),
+            "response_format.json_schema.schema: no text can end; got #/$defs/A, which refers to itself without end",
+        ),
+        (
+            _tool(parameters={"properties": {"a": {"items": ENDLESS}}, "$defs": {"A": ENDLESS}}),
+            "tools[0].function.parameters: no text can end; got #/$defs/A, which refers to itself without end",
+        ),
     ],
 )  # fmt: skip
 def test_invalid_fields_are_named(client: Any, options: dict[str, Any], message: str) -> None:
