@@ -135,8 +135,9 @@ def _try_to_delete_slot(slot: Path, target: Path) -> None:
                     f"{slot}: not deleted, because it may hold the only copy of {target}; got {error}", stacklevel=2
                 )
                 return
-    with contextlib.suppress(OSError):  # rmtree does not ignore errors of closing a directory
-        shutil.rmtree(slot, ignore_errors=True)
+    for _ in range(2):  # a save that deletes the slot as a leftover creates its lock again
+        with contextlib.suppress(OSError):  # rmtree does not ignore errors of closing a directory
+            shutil.rmtree(slot, ignore_errors=True)
     if os.path.lexists(slot):
         warnings.warn(f"{slot}: cannot be deleted; the next save to {target} tries again", stacklevel=2)
 

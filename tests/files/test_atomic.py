@@ -369,6 +369,24 @@ def test_slot_deleted_by_another_process_is_replaced(old: Path, monkeypatch: pyt
     assert only_entry(old.parent) == "old"
 
 
+def test_lock_created_again_during_the_deletion(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another save in the directory, which finds the slot unlocked."""
+    rmtree, calls = shutil.rmtree, []
+
+    def lose_to_another(path: Path, **options: object) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            (path / "lock").unlink()
+            (path / "lock").touch()
+        else:
+            rmtree(path, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(shutil, "rmtree", lose_to_another)
+    replace(old)
+    assert contents(old) == NEW
+    assert only_entry(old.parent) == "old"
+
+
 def test_save_works_without_locks_and_keeps_leftovers(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

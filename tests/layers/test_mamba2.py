@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels.ssd import reference, ssd
 from ligerzoo.layers import Context, KVCache, Mamba2Mixer, Mamba2Scales
+from tests.models.tiny_bamba import NORMS_GROUPS
 
 HIDDEN, HEADS, SIZE, STATE = 48, 6, 16, 8
 EXPAND = HEADS * SIZE // HIDDEN
@@ -47,10 +48,11 @@ def bamba() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def granitemoehybrid() -> tuple[nn.Module, dict[str, Any]]:
-    options = {"mamba_n_groups": 3, "mamba_expand": EXPAND, "mamba_conv_bias": False}
+    groups = 3 if NORMS_GROUPS else 1
+    options = {"mamba_n_groups": groups, "mamba_expand": EXPAND, "mamba_conv_bias": False}
     config = _config("GraniteMoeHybridConfig", **MAMBA, **options)
     return _mixer("granitemoehybrid", "GraniteMoeHybridMambaLayer", config), {
-        "num_groups": 3,
+        "num_groups": groups,
         "conv_bias": False,
         "eps": config.rms_norm_eps,
     }

@@ -45,7 +45,8 @@ class MuseGlimmerForCausalLM(MuseGlimmerTextModel.__mro__[1], GenerationMixin): 
         return CausalLMOutputWithPast(loss=loss, logits=logits, **hidden)
 
 
-AutoModelForCausalLM.register(MuseGlimmerTextConfig, MuseGlimmerForCausalLM, exist_ok=True)  # else ignored
+# `register` of some versions ignores the configs of transformers itself.
+AutoModelForCausalLM._model_mapping._extra_content[MuseGlimmerTextConfig] = MuseGlimmerForCausalLM
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MUSE_GLIMMER: dict[str, Any] = {
