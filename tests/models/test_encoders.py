@@ -147,7 +147,9 @@ def test_padded_batch(
     is_token = mask == 1
     expected = theirs(tokens, attention_mask=mask, **positions, **types)
     assert_close(got.logits[is_token], expected.logits[is_token], "logits")
-    computed = ours(tokens, mask, positions.get("position_ids", torch.arange(tokens.shape[1], device=tokens.device)[None]), **types)
+    computed = ours(
+        tokens, mask, positions.get("position_ids", torch.arange(tokens.shape[1], device=tokens.device)[None]), **types
+    )
     assert_close(computed.logits[is_token], got.logits[is_token], "logits where padding is computed")
     text = {name: kinds[1:, is_token[1]] for name, kinds in types.items()}
     alone = ours(tokens[1:, is_token[1]], **text, output_hidden_states=True)
