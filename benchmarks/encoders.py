@@ -5,9 +5,10 @@
 
 A step trains on 64 texts of 64 to 512 tokens with torch's fused AdamW: on the loss of masked tokens (30 %), or on the
 contrastive loss of 32 pairs of embeddings, the means of hidden states. All load the same random bf16 weights, without
-dropout. ligerzoo packs the texts into a row. transformers pads them to 512 tokens, or gets the packed row with the
-masks of FlexAttention made before the step; its ModernBERT computes the head of masked tokens only. "compiled" compiles
-each layer. Encoding has 4096 texts of 4 to 60 words, and each provider the faster of two batch sizes.
+dropout. ligerzoo packs the texts into a row; if their boundaries are on the GPU, its attention is FlexAttention.
+transformers pads the texts to 512 tokens, or gets the packed row with the masks of FlexAttention made before the step;
+its ModernBERT computes the head of masked tokens only. "compiled" compiles each layer. Encoding has 4096 texts of 4 to
+60 words, and each provider the faster of two batch sizes.
 
 All measurements run in one process after another, in the order of the file. A provider that fails or takes longer than
 `--limit` ends its process, and its error is a result. Nothing starts after `--seconds`. The file is written after each
@@ -144,9 +145,9 @@ class Batch:
 Loss = Callable[[], Tensor]
 
 
-def train_ours(checkpoint: Path, workload: Workload) -> tuple[nn.Module, Loss]:
+def train_ours(checkpoint: Path, workload: Workload, bounds_on: str = "cpu") -> tuple[nn.Module, Loss]:
     batch = Batch.of(workload)
-    inputs: dict[str, Any] = {"input_ids": batch.ids, "cu_seqlens": batch.cu_seqlens}
+    inputs: dict[str, Any] = {"input_ids": batch.ids, "cu_seqlens": batch.cu_seqlens.to(bounds_on)}
     if workload.task == "mlm":
         masked_lm = AutoModelForMaskedLM.from_pretrained(checkpoint, device=DEVICE)
         return masked_lm, lambda: masked_lm(**inputs, labels=batch.labels).loss
@@ -255,6 +256,7 @@ TRAINERS: dict[str, Callable[[Path, Workload], tuple[nn.Module, Loss]]] = {
     "transformers, sdpa, compiled": Transformers("sdpa", compiled=True),
     "transformers, flex_attention, packed": Transformers("flex_attention", packed=True),
     "transformers, flex_attention, packed, compiled": Transformers("flex_attention", packed=True, compiled=True),
+    f"{OURS}, flex_attention": partial(train_ours, bounds_on=DEVICE),
     "transformers, flex_attention": Transformers("flex_attention"),
     "transformers, eager": Transformers("eager"),
 }

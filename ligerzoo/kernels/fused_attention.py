@@ -1,7 +1,8 @@
-"""Torch's fused attention kernels, called without autograd: forward returns the logsumexp, backward takes it.
+"""Torch's fused attention kernels that `scaled_dot_product_attention` hides.
 
-`scaled_dot_product_attention` hides the logsumexp. With it, an operation around a kernel can have its own backward:
-attention with sinks gives the kernel's backward another logsumexp, packed attention other rows.
+`TorchAttention` calls them without autograd: forward returns the logsumexp, backward takes it. So an operation around a
+kernel can have its own backward: attention with sinks gives the kernel's backward another logsumexp, packed attention
+other rows. `attend_within` is differentiable, and has no mask but the boundaries of documents.
 
 Shapes: B batch, T queries, S keys, N query heads, K key heads, D head size. Heads come before tokens.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import is_hopper
 from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse
+from ligerzoo.kernels.packing import Boundaries
 
 _ALIGNMENT = 8  # head sizes that the kernels of a GPU take are multiples of it
 
@@ -118,3 +120,37 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Attent
 def has_windows(q: Tensor, v: Tensor) -> bool:
     """Whether `TorchAttention` computes windows for these tensors with the bits of an exact cache."""
     return is_hopper(q) and q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] and q.shape[-1] in HEAD_SIZES
+
+
+def has_boundaries(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `attend_within` computes these tensors, (B, T, N, D) and (B, T, K, D) twice."""
+    if not q.is_cuda or under_transform() or q.shape[-1] % _ALIGNMENT or not q.dtype == k.dtype == v.dtype:
+        return False
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(params)
+
+
+def attend_within(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Attention to earlier and later tokens of the same document, by FlashAttention.
+
+    Args:
+        q: (B, T, N, D), fp16 or bf16, see `has_boundaries`.
+        k: (B, T, K, D).
+        v: (B, T, K, D).
+        boundaries: of the documents, counted over all B * T tokens.
+        scale: factor of the scores; None for D^-0.5.
+        window: W; token i attends to those from i - W + 1 to i + W - 1. None for all.
+
+    Returns:
+        (B, T, N, D).
+    """
+    positions, longest = boundaries
+    tensors, lengths = [x.flatten(0, 1) for x in (q, k, v)], (positions, positions, longest, longest)
+    reach = None if window is None else window - 1
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        *tensors, *lengths, 0.0, False, False, scale=scale, window_size_left=reach, window_size_right=reach
+    )[0]
+    return out.view(q.shape)

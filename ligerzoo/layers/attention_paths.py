@@ -21,10 +21,10 @@ from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.exact_attention import follows_cudnn
 from ligerzoo.kernels.fp8 import FP8, from_storage
-from ligerzoo.kernels.fused_attention import attention_kernel, has_windows
+from ligerzoo.kernels.fused_attention import attend_within, attention_kernel, has_boundaries, has_windows
 from ligerzoo.layers.attention_on_meta import attention_on_meta
 from ligerzoo.layers.documents import Documents
-from ligerzoo.layers.masks import AttentionMask, Mask, as_additive, single_query_interval
+from ligerzoo.layers.masks import AttentionMask, DocumentMask, Mask, as_additive, single_query_interval
 
 # Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
 _FASTEST_FIRST = [
@@ -212,6 +212,20 @@ def _packed(call: AttentionCall) -> Tensor:
         q, k, v = (x.reshape(-1, documents.whole, *x.shape[2:]) for x in call[:3])
         return compute(call._replace(q=q, k=k, v=v, mask=None)).view(*call.q.shape[:3], call.v.shape[3])
     return packed_attention(*call[:3], documents.packing, scale=call.scale, window=window, sinks=call.sinks)
+
+
+def _is_within_documents(call: AttentionCall) -> bool:
+    """Attention to earlier and later tokens of documents that the host knows, in half precision on a GPU.
+
+    FlexAttention computes blocks of 128 tokens of a row, of which short documents fill a part.
+    """
+    is_known = isinstance(call.mask, DocumentMask) and not torch.compiler.is_compiling()
+    return is_known and call.sinks is None and call.softcap is None and has_boundaries(*call[:3])
+
+
+def _within_documents(call: AttentionCall) -> Tensor:
+    assert isinstance(call.mask, DocumentMask)
+    return attend_within(*call[:3], call.mask.within.boundaries, call.scale, call.mask.window)
 
 
 def _is_long(call: AttentionCall) -> bool:
@@ -444,6 +458,7 @@ class Path(NamedTuple):
 PATHS = (
     Path(_decodes, _decode_kernel),
     Path(_can_pack, _packed),
+    Path(_is_within_documents, _within_documents),
     Path(_is_long, _flex_attention),
     Path(_is_divided_on_cpu, _document_by_document),
     Path(_is_half_on_cpu, _in_fp32),

@@ -21,7 +21,7 @@ from ligerzoo.layers.cache import KeysAndValues, LayerCache
 from ligerzoo.layers.context_inputs import check_context_inputs
 from ligerzoo.layers.documents import Documents, segments, spans, unpadded
 from ligerzoo.layers.kv_cache import KVCache
-from ligerzoo.layers.masks import CausalMask, Mask
+from ligerzoo.layers.masks import CausalMask, DocumentMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 
@@ -497,7 +497,10 @@ class Context:
         if self.documents is not None and self.documents.exact:
             raise ValueError("exact: got attention to later tokens; expected causal attention. Use exact=False")
         is_whole = self.tokens == keys and offset == 0 and self.segment_start is not None
-        return Mask(query, first, last, keys, padding_mask, self.documents if is_whole else None)
+        documents = self.documents if is_whole else None
+        if documents is not None and padding_mask is None and not is_causal:
+            return DocumentMask(query, first, last, keys, window, documents)
+        return Mask(query, first, last, keys, padding_mask, documents)
 
     def _chunk_start(self, chunk: int) -> Tensor:
         """Returns the index of the first key of each token's chunk, (B or 1, T) int64."""

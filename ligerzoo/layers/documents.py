@@ -9,7 +9,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.packing import DocumentBatch, Packing, Span, as_packing, packing_pays, plan
+from ligerzoo.kernels.packing import (
+    Boundaries,
+    DocumentBatch,
+    Packing,
+    Span,
+    as_packing,
+    boundaries_of,
+    packing_pays,
+    plan,
+)
 
 Rows = Sequence[Sequence[Span]]
 
@@ -39,6 +48,11 @@ class Documents:
     def longest(self) -> int:
         """Tokens of the longest document."""
         return max((length for spans in self.rows or () for _, length in spans), default=0)
+
+    @cached_property
+    def boundaries(self) -> Boundaries:
+        """Where documents, and the tokens between them, begin and end. There must be `rows`."""
+        return boundaries_of(self.rows or (), self.tokens, self.device)
 
     @cached_property
     def packing(self) -> Packing:

@@ -237,6 +237,22 @@ class CausalMask(Mask):
         return sees
 
 
+class DocumentMask(Mask):
+    """A token of a packed row sees the tokens of its document, and with a window those closer than it on both sides.
+
+    Args:
+        query, first, last, keys: see `Mask`.
+        window: the window; None for whole documents.
+        documents: the documents of all rows.
+    """
+
+    def __init__(
+        self, query: Tensor, first: Tensor, last: Tensor, keys: int, window: int | None, documents: Documents
+    ) -> None:
+        super().__init__(query, first, last, keys, divided=documents)
+        self.window, self.within = window, documents
+
+
 class TileMask(AttentionMask):
     """Each query sees some tiles of keys, such as the tiles of images, and every key of these tiles.
 

@@ -129,7 +129,7 @@ class MaskedLM(EncoderModel, LanguageModelWithHead):
             return out
         labels = encoded.labels(labels)
         if reads_values() and not labels.is_meta:  # the head computes tokens with labels only; a host sync
-            is_predicted = labels != -100
-            hidden, labels = hidden[is_predicted], labels[is_predicted]
+            predicted = (labels.flatten() != -100).nonzero()[:, 0]
+            hidden, labels = hidden.flatten(0, 1).index_select(0, predicted), labels.flatten()[predicted]
         out.loss = self.lm_head(self.head(hidden), labels, num_items_in_batch)
         return out

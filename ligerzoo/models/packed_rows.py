@@ -15,7 +15,7 @@ class PackedRows(NamedTuple):
     Attributes:
         shape: B, T.
         tokens: (n,) indices among all B * T of the tokens that are not padding; None if the rows are not packed.
-        cu_seqlens: (B + 1,) boundaries of the rows in the packed one; None if the rows are not packed.
+        cu_seqlens: (B + 1,) boundaries of the rows in the packed one, on the CPU; None if the rows are not packed.
     """
 
     shape: torch.Size
@@ -26,7 +26,7 @@ class PackedRows(NamedTuple):
     def of(cls, is_token: Tensor) -> PackedRows:
         """From a padding mask, (B, T) bool, False for padding; reads its values on the host."""
         tokens = is_token.flatten().nonzero()[:, 0]
-        return cls(is_token.shape, tokens, F.pad(is_token.sum(1).cumsum(0), (1, 0)))
+        return cls(is_token.shape, tokens, F.pad(is_token.sum(1).cumsum(0), (1, 0)).cpu())
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (1, n, ...)."""

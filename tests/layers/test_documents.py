@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import packed_attention
+from ligerzoo.kernels.fused_attention import attend_within, has_boundaries
+from ligerzoo.kernels.packing import Boundaries, boundaries_of
 from ligerzoo.layers import attention_paths, documents
 from ligerzoo.layers.attention_paths import AttentionCall
 from ligerzoo.layers.context import Context
@@ -224,3 +226,97 @@ def test_documents_in_parts() -> None:
     assert parts.rows == [[(0, 3), (3, 3), (6, 1), (8, 3)], []]
     assert parts.longest == 3
     assert documents.Documents(lambda: None, 12, torch.device("cpu")).divided(3).rows is None
+
+
+# Attention to earlier and later tokens
+
+
+def within_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """`attend_within`, document by document."""
+    bounds, group = boundaries.positions.tolist(), q.shape[2] // k.shape[2]
+    assert boundaries.longest == max(stop - start for start, stop in pairwise(bounds))
+    outputs = []
+    for start, stop in pairwise(bounds):
+        parts = (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
+        a, b, c = (x.flatten(0, 1)[start:stop].transpose(0, 1) for x in parts)
+        index = torch.arange(stop - start, device=q.device)
+        is_far = (index - index[:, None]).abs() >= (stop if window is None else window)
+        scores = (a @ b.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(is_far, -torch.inf)
+        outputs.append((scores.softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(outputs).view(q.shape)
+
+
+@pytest.mark.parametrize("packing", ["cu_seqlens", "position_ids"])
+def test_bidirectional_documents(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows, grouped queries, and tokens after the last document: the other path of a GPU computes the same."""
+    config = Gemma3TextConfig(
+        **SIZES,  # type: ignore[arg-type]
+        head_dim=8,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+    )
+    model = Gemma3Text(config, dtype=torch.float32)
+    inputs: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 14, 14, 15, 27])}
+    ids = torch.randint(60, (1, 30))
+    if packing == "position_ids":
+        ids, inputs = torch.randint(60, (2, 30)), {"position_ids": packed_positions([14, 1, 15], [30])}
+    weights = list(model.parameters())
+
+    def results() -> list[Tensor]:
+        logits = model(ids, **inputs).logits
+        return [logits, *torch.autograd.grad(logits.logsumexp(-1).sum(), weights, allow_unused=True)]
+
+    expected, windows = results(), []
+
+    def recorded(*arguments: Any) -> Tensor:
+        windows.append(arguments[-1])
+        return within_in_torch(*arguments)
+
+    monkeypatch.setattr(attention_paths, "has_boundaries", lambda *_: True)
+    monkeypatch.setattr(attention_paths, "attend_within", recorded)
+    for got, want in zip(results(), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(windows) == 2
+    assert windows.count(None) == 1
+
+
+def test_boundaries_of_documents() -> None:
+    positions, longest = boundaries_of([[(0, 7), (7, 0), (8, 3)], [], [(2, 10)]], 12)
+    assert positions.tolist() == [0, 7, 8, 11, 12, 24, 26, 36]
+    assert (positions.dtype, longest) == (torch.int32, 12)
+    assert boundaries_of([], 12).longest == 0
+
+
+def test_torch_computes_gradients_within_documents() -> None:
+    """As far as shapes go."""
+    q, k, v = (torch.empty(2, 30, n, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (4, 2, 2))
+    boundaries = boundaries_of([[(0, 30)], [(0, 9), (9, 21)]], 30, "meta")
+    out = attend_within(q, k, v, boundaries, window=5)
+    assert out.shape == q.shape
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+    assert not has_boundaries(q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 65])
+@pytest.mark.parametrize("head_dim, heads", [(64, (4, 4)), (128, (4, 2)), (40, (2, 1))])
+def test_bidirectional_documents_on_a_gpu(head_dim: int, heads: tuple[int, int], window: int | None) -> None:
+    """Outputs and gradients have at most twice the error of the reference in bf16."""
+    spans = [[(0, 300), (300, 1), (301, 640)], [(0, 128), (128, 872)]]
+    boundaries = boundaries_of(spans, 1000, "cuda")
+    exact = [torch.randn(2, 1000, n, head_dim, device="cuda").bfloat16() for n in (*heads, heads[1])]
+    upstream = torch.randn_like(exact[0])
+
+    def results(attention: Any, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in exact]
+        out = attention(*inputs, boundaries, None, window)
+        return [out, *torch.autograd.grad(out, inputs, upstream.to(dtype))]
+
+    assert has_boundaries(*exact)
+    kinds = (attend_within, torch.bfloat16), (within_in_torch, torch.bfloat16), (within_in_torch, torch.float64)
+    for got, plain, truth in zip(*(results(*kind) for kind in kinds), strict=True):
+        error, allowed = ((x - truth).norm() for x in (got, plain))
+        assert error <= 2 * allowed
