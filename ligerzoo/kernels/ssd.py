@@ -25,7 +25,7 @@ from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, on
 from ligerzoo.kernels.chunk_tiles import total_dtype
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.ssd_chunk_gradients import EndGradients, GateTerms, SSDGradients
+from ligerzoo.kernels.ssd_chunk_gradients import EndGradients, SSDGradients
 from ligerzoo.kernels.ssd_chunks import SSDInputs
 from ligerzoo.kernels.ssd_torch import chunked_ssd
 from ligerzoo.kernels.strided import with_adjacent_features
@@ -81,10 +81,10 @@ def _states_bytes(inputs: SSDInputs) -> int:
 
 
 def _prepared_bytes(inputs: SSDInputs) -> int:
-    """The bytes of the sums of g and of the products."""
+    """The bytes of the sums of g, of dt and of the products."""
     x, groups = inputs.x, inputs.b.shape[2]
     rows = x.shape[0] * x.shape[1]
-    return rows * (x.shape[2] * total_dtype(x).itemsize + groups * inputs.chunk * x.element_size())
+    return rows * (x.shape[2] * (total_dtype(x).itemsize + 4) + groups * inputs.chunk * x.element_size())
 
 
 def _state_bytes(inputs: SSDInputs) -> int:
@@ -135,9 +135,8 @@ def _backward(dy: Tensor, dfinal: Tensor | None, inputs: SSDInputs, needs_d: boo
     rule, chunk = forward_pass.prepare_chunks(inputs), inputs.chunk
     states = forward_pass.scan_states(rule, chunk, inputs.initial_state, None)
     ends = EndGradients(dfinal, gradients.dinitial if needs_initial else None)
-    terms = GateTerms.of(rule, chunk)
-    dstates = backward_pass.scan_gradients(rule, chunk, dy, states, terms, ends)
-    backward_pass.token_gradients(rule, chunk, dy, states, dstates, terms, gradients)
+    dstates = backward_pass.scan_gradients(rule, chunk, dy, ends)
+    backward_pass.token_gradients(rule, chunk, dy, states, dstates, gradients)
     return gradients
 
 

@@ -23,7 +23,7 @@ Four kernels, after `prepare` and `scan` have computed G, the products and S aga
 
 1. `scan_gradients`, for each head and block of values, from the last chunk to the first: dS;
 2. `query_gradients`, for each part of a chunk and up to 16 heads of a group: dc, the sum of W, the terms of dG with P
-   or S, and dD;
+   or S c, and dD;
 3. `key_gradients`, likewise: db, dx, ddt and the rest of dG;
 4. `gate_gradients`, for each chunk: dg.
 """
@@ -73,7 +73,7 @@ HEADS = 16
 
 
 @kernel
-def _reverse_scan_kernel(rule, dout, states_ptr, dstates_ptr, terms, ends, n_shares, n_blocks, TILE: tl.constexpr):
+def _reverse_scan_kernel(rule, dout, dstates_ptr, ends, n_shares, n_blocks, TILE: tl.constexpr):
     CHUNK: tl.constexpr = TILE[0]
     KEYS: tl.constexpr = TILE[1]
     VALUES: tl.constexpr = TILE[2]
@@ -95,20 +95,13 @@ def _reverse_scan_kernel(rule, dout, states_ptr, dstates_ptr, terms, ends, n_sha
             dstate = tl.load(dfinal, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
             span = chunk_span(rule.table, rule.n_tokens, batch, after_last - 1 - reverse, rows, CHUNK)
-            c = load_tile(rule.c, span, key_head, features, rule.key_dim)
-            scaled = load_columns(dout, span, head, values, rule.value_dim).to(tl.float32)
-            total, last_total = load_totals(rule, span, row)
             slot, exists = slot_of_gradient(rule, span, CHUNK)
-            dstates = dstates_ptr + (row * (rule.n_slots + 1) + slot) * state_size + state_offsets
-            tl.store(dstates, dstate.to(c.dtype), mask=state_mask & exists)
-            states = states_ptr + (row * rule.n_slots + span.start // CHUNK) * state_size + state_offsets
-            has_state = continues(rule, batch, span.start)
-            state = tl.load(states, mask=state_mask & has_state, other=0.0).to(tl.float32)
-            kept = tl.sum(tl.sum(state * dstate, 1), 0) * decay_over(last_total)
-            term = (terms.first_block + block) * terms.n_rows + row
-            tl.store(terms.dtotals + term * rule.n_tokens + span.start, kept)
-            scaled *= decay_over(total)[None, :]
-            dstate = tl.dot(scaled.to(c.dtype), c, decay_over(last_total) * dstate, input_precision="ieee")
+            dstates = dstates_ptr + (row * (rule.n_slots + 1) + slot) * state_size
+            tl.store(dstates + state_offsets, dstate.to(dstates_ptr.dtype.element_ty), mask=state_mask & exists)
+            total, last_total = load_totals(rule, span, row)
+            c = load_tile(rule.c, span, key_head, features, rule.key_dim)
+            read = load_columns(dout, span, head, values, rule.value_dim).to(tl.float32) * decay_over(total)[None, :]
+            dstate = tl.dot(read.to(c.dtype), c, decay_over(last_total) * dstate, input_precision="ieee")
         if ends.dinitial is not None:
             dinitial = ends.dinitial + row * state_size + outer_offsets
             tl.store(dinitial, dstate.to(ends.dinitial.dtype.element_ty), mask=state_mask & (segment == 0))
@@ -158,7 +151,6 @@ def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE
             slot_of_state = row * rule.n_slots + own.start // CHUNK
             weight = tl.zeros((ROWS, CHUNK), dtype=tl.float32)
             read = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dy S^T
-            skip = tl.zeros((ROWS,), dtype=tl.float32)
             for block in tl.static_range(BLOCKS):
                 values = block * VALUES + tl.arange(0, VALUES)
                 dout_tile = load_tile(dout, own, head, values, rule.value_dim).to(c.dtype)
@@ -166,11 +158,10 @@ def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE
                 state = load_state(states_ptr, rule, slot_of_state, features[None, :], values[:, None], has_state)
                 weight = tl.dot(dout_tile, x, weight, input_precision="ieee")
                 read = tl.dot(dout_tile, state, read, input_precision="ieee")
-                own_x = load_tile(rule.x, own, head, values, rule.value_dim)
-                skip += tl.sum(dout_tile.to(tl.float32) * own_x.to(tl.float32), 1)
+            skip = tl.sum(tl.where(of_row == of_column, weight, 0.0), 1)
             tl.store(terms.dskip + row * rule.n_tokens + own.tokens, skip, mask=own.mask)
             total, all_totals = load_totals(rule, own, row)[0], load_totals(rule, whole, row)[0]
-            decay = decay_over(total[:, None] - all_totals[None, :]) * load_steps(rule, whole, head)[None, :]
+            decay = decay_over(total[:, None] - all_totals[None, :]) * load_steps(rule, whole, row)[None, :]
             weight = tl.where(of_row >= of_column, weight * decay, 0.0)
             read *= decay_over(total)[:, None]
             weights += weight
@@ -191,7 +182,9 @@ def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE
 
 
 @kernel
-def _key_gradients_kernel(rule, dout, dstates_ptr, weights_ptr, dx_ptr, db, ddt_ptr, terms, TILE: tl.constexpr):
+def _key_gradients_kernel(
+    rule, dout, states_ptr, dstates_ptr, weights_ptr, dx_ptr, db, ddt_ptr, terms, TILE: tl.constexpr
+):
     CHUNK: tl.constexpr = TILE[0]
     ROWS: tl.constexpr = TILE[1]
     HEADS: tl.constexpr = TILE[2]
@@ -204,9 +197,12 @@ def _key_gradients_kernel(rule, dout, dstates_ptr, weights_ptr, dx_ptr, db, ddt_
     key_head, first_head, after_last = _share_of_group(rule, column, HEADS)
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     PARTS: tl.constexpr = CHUNK // ROWS
+    SHARE: tl.constexpr = KEYS // PARTS
+    own_features = first_row // ROWS * SHARE + tl.arange(0, SHARE)  # of <S, dS'>
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
+        has_state = continues(rule, batch, own.start)
         dslot, has_dstate = slot_of_gradient(rule, own, CHUNK)
         b = load_tile(rule.b, own, key_head, features, rule.key_dim)
         of_row, of_column, row = rows[None, :], own_rows[:, None], batch * n_groups + key_head
@@ -214,14 +210,15 @@ def _key_gradients_kernel(rule, dout, dstates_ptr, weights_ptr, dx_ptr, db, ddt_
         gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)
         for head in range(first_head, after_last):
             row = batch * rule.n_heads + head
-            slot_of_dstate = row * (rule.n_slots + 1) + dslot
+            slot_of_state, slot_of_dstate = row * rule.n_slots + own.start // CHUNK, row * (rule.n_slots + 1) + dslot
             total, last_total = load_totals(rule, own, row)
             all_totals = load_totals(rule, whole, row)[0]
-            steps, decay_after = load_steps(rule, own, head), decay_over(last_total - total)
+            steps, decay_after = load_steps(rule, own, row), decay_over(last_total - total)
             weight = products.to(tl.float32) * decay_over(all_totals[None, :] - total[:, None])
             weight = tl.where(of_row >= of_column, weight, 0.0).to(b.dtype)
             ddt = tl.zeros((ROWS,), dtype=tl.float32)
             dwritten = tl.zeros((ROWS,), dtype=tl.float32)
+            kept = tl.zeros((SHARE,), dtype=tl.float32)
             for block in tl.static_range(BLOCKS):
                 values = block * VALUES + tl.arange(0, VALUES)
                 dout_tile = load_tile(dout, whole, head, values, rule.value_dim).to(b.dtype)
@@ -239,11 +236,15 @@ def _key_gradients_kernel(rule, dout, dstates_ptr, weights_ptr, dx_ptr, db, ddt_
                 store_tile(by_token(dx_ptr, rule), dx, own, head, values, rule.value_dim)
                 scaled = (wide_x * (decay_after * steps)[:, None]).to(b.dtype)
                 gradient = tl.dot(scaled, tl.trans(dstate), gradient, input_precision="ieee")
+                of_value, of_feature = values[None, :], own_features[:, None]
+                own_state = load_state(states_ptr, rule, slot_of_state, of_feature, of_value, has_state)
+                own_dstate = load_state(dstates_ptr, rule, slot_of_dstate, of_feature, of_value, has_dstate)
+                kept += tl.sum(own_state.to(tl.float32) * own_dstate.to(tl.float32), 1)
             tl.store(ddt_ptr + gate_offsets(rule, own, head), ddt.to(ddt_ptr.dtype.element_ty), mask=own.mask)
             dwritten *= steps
             tl.store(terms.dtotals + (terms.n_rows + row) * rule.n_tokens + own.tokens, -dwritten, mask=own.mask)
             part = terms.dtotals + ((2 + PARTS + first_row // ROWS) * terms.n_rows + row) * rule.n_tokens
-            tl.store(part + own.start, tl.sum(dwritten, 0))
+            tl.store(part + own.start, tl.sum(dwritten, 0) + decay_over(last_total) * tl.sum(kept, 0))
         c = load_tile(rule.c, whole, key_head, features, rule.key_dim)
         square = square_ptrs(
             weights_ptr, rule, own, batch * n_columns + column, rows[None, :], own_rows[:, None], CHUNK
@@ -282,22 +283,19 @@ class GateTerms(NamedTuple):
         dtotals: (terms, B, V, T) those of each token, then those of the last token of a chunk, at its first token.
         dskip: (B, V, T) x . dy.
         n_rows: B * V.
-        first_block: index of the first term of `scan_gradients`, which has one for each block of values.
     """
 
     dtotals: Tensor
     dskip: Tensor
     n_rows: int
-    first_block: int
 
     @staticmethod
     def of(rule: SSD, chunk: int) -> GateTerms:
         """Allocates the terms."""
-        x, parts = rule.x.ptr, chunk // ROWS
-        first_block = 2 + 2 * parts
-        shape = first_block + _scan_tile(rule)[2] + 1, len(x), rule.n_heads, rule.n_tokens
+        x = rule.x.ptr
+        shape = 2 + 2 * (chunk // ROWS) + 1, len(x), rule.n_heads, rule.n_tokens
         terms = x.new_empty(shape, dtype=torch.float32)
-        return GateTerms(terms[:-1], terms[-1], len(x) * rule.n_heads, first_block)
+        return GateTerms(terms[:-1], terms[-1], len(x) * rule.n_heads)
 
 
 class EndGradients(NamedTuple):
@@ -312,33 +310,28 @@ class EndGradients(NamedTuple):
     dinitial: Tensor | None
 
 
-def _scan_tile(rule: SSD) -> tuple[int, int, int]:
-    """Features of keys and of values per program of `_reverse_scan_kernel`, and programs per state."""
-    keys, values = REVERSE_SCAN[rule.x.ptr.element_size()].tile(rule.key_dim, rule.value_dim)
-    return keys, values, cdiv(rule.value_dim, values)
-
-
-def scan_gradients(rule: SSD, chunk: int, dout: Tensor, states: Tensor, terms: GateTerms, ends: EndGradients) -> Tensor:
-    """Writes the gradient of the initial state, and terms of that of G.
+def scan_gradients(rule: SSD, chunk: int, dout: Tensor, ends: EndGradients) -> Tensor:
+    """Writes the gradient of the initial state.
 
     Returns:
         (B, V, slots + 1, D_v, D_k) gradient of the state before each chunk and, in the last slot, of the final state,
         transposed.
     """
-    x, shares, (keys, values, blocks) = rule.x.ptr, segment_shares(rule.table), _scan_tile(rule)
+    x, shares, launch = rule.x.ptr, segment_shares(rule.table), REVERSE_SCAN[rule.x.ptr.element_size()]
+    keys, values = launch.tile(rule.key_dim, rule.value_dim)
+    blocks = cdiv(rule.value_dim, values)
     dstates = x.new_empty((len(x), rule.n_heads, rule.n_slots + 1, rule.value_dim, rule.key_dim))
-    launch, operands = REVERSE_SCAN[x.element_size()], (rule, strided(dout), states, dstates, terms, ends)
-    _reverse_scan_kernel[terms.n_rows * shares * blocks](
-        *operands, shares, blocks, (chunk, keys, values), **launch.options
+    _reverse_scan_kernel[len(x) * rule.n_heads * shares * blocks](
+        rule, strided(dout), dstates, ends, shares, blocks, (chunk, keys, values), **launch.options
     )
     return dstates
 
 
 def token_gradients(
-    rule: SSD, chunk: int, dout: Tensor, states: Tensor, dstates: Tensor, terms: GateTerms, gradients: SSDGradients
+    rule: SSD, chunk: int, dout: Tensor, states: Tensor, dstates: Tensor, gradients: SSDGradients
 ) -> None:
     """Writes the gradients of all inputs but the initial state."""
-    x, size, parts = rule.x.ptr, rule.x.ptr.element_size(), chunk // ROWS
+    x, size, parts, terms = rule.x.ptr, rule.x.ptr.element_size(), chunk // ROWS, GateTerms.of(rule, chunk)
     groups, shares = rule.n_heads // rule.group, cdiv(rule.group, HEADS)
     weights = x.new_empty((len(x), groups * shares, rule.n_tokens, chunk))
     programs = len(x) * rule.n_slots * groups * shares * parts
@@ -348,14 +341,12 @@ def token_gradients(
         keys, values = launch.tile(rule.key_dim, rule.value_dim)
         return chunk, ROWS, HEADS, keys, values, cdiv(rule.value_dim, values)
 
-    operands, launch = (rule, strided(dout), states, weights), QUERY_GRADIENTS[size]
-    _query_gradients_kernel[programs](*operands, strided(dc), terms, tile(launch), **launch.options)
-    operands, launch = (rule, strided(dout), dstates, weights), KEY_GRADIENTS[size]
-    results = gradients.dx, strided(db), gradients.ddt
-    _key_gradients_kernel[programs](*operands, *results, terms, tile(launch), **launch.options)
+    operands, launch = (rule, strided(dout), states), QUERY_GRADIENTS[size]
+    _query_gradients_kernel[programs](*operands, weights, strided(dc), terms, tile(launch), **launch.options)
+    results, launch = (gradients.dx, strided(db), gradients.ddt), KEY_GRADIENTS[size]
+    _key_gradients_kernel[programs](*operands, dstates, weights, *results, terms, tile(launch), **launch.options)
 
-    of_last = len(terms.dtotals) - 2 - parts
-    gate_gradients(rule.table, terms.dtotals, gradients.dg, chunk, of_last)
+    gate_gradients(rule.table, terms.dtotals, gradients.dg, chunk, parts)
     if shares > 1:
         for gradient, parts_of_sum in ((gradients.db, db), (gradients.dc, dc)):
             gradient.copy_(parts_of_sum.unflatten(2, (groups, shares)).sum(3))

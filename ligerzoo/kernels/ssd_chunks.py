@@ -8,7 +8,8 @@ and y the rows of its tokens. Then
 
 Three kernels:
 
-1. `prepare`, for each part of a chunk and group: G and the products c_i . b_j, which the heads of a group share;
+1. `prepare`, for each part of a chunk and group: G, dt by head, and the products c_i . b_j, which the heads of a group
+   share;
 2. `scan`, for each head and block of values, from chunk to chunk: S;
 3. `outputs`, for each part of a chunk and head: y.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ligerzoo.kernels.chunk_tiles import (
@@ -30,7 +32,6 @@ from ligerzoo.kernels.chunk_tiles import (
     chunk_table,
     continues,
     decay_over,
-    gate_offsets,
     head_rows,
     load_columns,
     load_state,
@@ -75,9 +76,9 @@ class SSD(NamedTuple):
         x: (B, T, V, D_v).
         b: (B, T, K, D_k).
         c: (B, T, K, D_k).
-        dt: (B, T, V), contiguous.
         d: (V,), or None.
         total: (B, V, T) G.
+        steps: (B, V, T) dt, in fp32.
         products: (B, K, T, chunk) c_i . b_j, the rows of each chunk.
         table: the chunks.
         n_tokens: T.
@@ -91,9 +92,9 @@ class SSD(NamedTuple):
     x: Strided
     b: Strided
     c: Strided
-    dt: Tensor
     d: Tensor | None
     total: Tensor
+    steps: Tensor
     products: Tensor
     table: ChunkTable
     n_tokens: int
@@ -105,7 +106,9 @@ class SSD(NamedTuple):
 
 
 @kernel
-def _prepare_kernel(rule, g_ptr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, FEATURES: tl.constexpr):
+def _prepare_kernel(
+    rule, g_ptr, dt_ptr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, FEATURES: tl.constexpr
+):
     n_groups = rule.n_heads // rule.group
     first_row, key_head, slot, batch = part_of_chunk(rule, n_groups, CHUNK, ROWS)
     rows, own_rows = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS)
@@ -119,6 +122,7 @@ def _prepare_kernel(rule, g_ptr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GATES:
             g = tl.load(g_ptr + gates, mask=mask, other=0.0)
             totals = (batch * rule.n_heads + heads)[None, :] * rule.n_tokens + whole.tokens[:, None]
             tl.store(rule.total + totals, tl.cumsum(g.to(rule.total.dtype.element_ty), 0), mask=mask)
+            tl.store(rule.steps + totals, tl.load(dt_ptr + gates, mask=mask, other=0.0).to(tl.float32), mask=mask)
         products = tl.zeros((ROWS, CHUNK), dtype=tl.float32)
         for first in range(0, rule.key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
@@ -131,9 +135,9 @@ def _prepare_kernel(rule, g_ptr, CHUNK: tl.constexpr, ROWS: tl.constexpr, GATES:
 
 
 @jit
-def load_steps(rule, span, head):
+def load_steps(rule, span, row):
     """dt of the span's tokens."""
-    return tl.load(rule.dt + gate_offsets(rule, span, head), mask=span.mask, other=0.0).to(tl.float32)
+    return tl.load(rule.steps + row * rule.n_tokens + span.tokens, mask=span.mask, other=0.0)
 
 
 @kernel
@@ -158,13 +162,13 @@ def _scan_kernel(rule, states_ptr, initial_ptr, final_ptr, n_shares, n_blocks, T
             state = tl.load(initial, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
         for chunk in range(first, after_last):
             span = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
+            states = states_ptr + (row * rule.n_slots + span.start // CHUNK) * state_size + state_offsets
+            stored = state_mask & continues(rule, batch, span.start)
+            tl.store(states, state.to(states_ptr.dtype.element_ty), mask=stored)
             b = load_tile(rule.b, span, key_head, features, rule.key_dim)
             x = load_columns(rule.x, span, head, values, rule.value_dim)
             total, last_total = load_totals(rule, span, row)
-            slot = (row * rule.n_slots + span.start // CHUNK) * state_size
-            stored = state_mask & continues(rule, batch, span.start)
-            tl.store(states_ptr + slot + state_offsets, state.to(b.dtype), mask=stored)
-            written = x.to(tl.float32) * (decay_over(last_total - total) * load_steps(rule, span, head))[None, :]
+            written = x.to(tl.float32) * (decay_over(last_total - total) * load_steps(rule, span, row))[None, :]
             state = tl.dot(written.to(b.dtype), b, decay_over(last_total) * state, input_precision="ieee")
         if final_ptr is not None:
             final = final_ptr + row * state_size + outer_offsets
@@ -202,7 +206,7 @@ def _outputs_kernel(rule, states_ptr, out_ptr, TILE: tl.constexpr):
                 squares = square_ptrs(rule.products, rule, own, group_row, own_rows[:, None], columns[None, :], CHUNK)
                 products = tl.load(squares, mask=own.mask[:, None], other=0.0).to(tl.float32)
                 difference = total[:, None] - load_totals(rule, other, row)[0][None, :]
-                weights = products * decay_over(difference) * load_steps(rule, other, head)[None, :]
+                weights = products * decay_over(difference) * load_steps(rule, other, row)[None, :]
                 weights = tl.where(own_rows[:, None] >= columns[None, :], weights, 0.0)
                 out = tl.dot(weights.to(x.dtype), x, out, input_precision="ieee")
             if rule.d is not None:
@@ -246,19 +250,20 @@ class SSDInputs(NamedTuple):
 
 
 def prepare_chunks(inputs: SSDInputs) -> SSD:
-    """Computes the sums of g and the products. Returns what kernels read."""
+    """Computes the sums of g, dt by head and the products. Returns what kernels read."""
     x, b, c, g, dt, d, _, segment_start = inputs
     (batch, n_tokens, heads, value_dim), (groups, key_dim) = x.shape, b.shape[2:]
     chunk, launch = inputs.chunk, PREPARE[x.element_size()]
     total = x.new_empty((batch, heads, n_tokens), dtype=total_dtype(x))
+    steps = torch.empty_like(total, dtype=torch.float32)
     products = x.new_empty((batch, groups, n_tokens, chunk))
     sizes = n_tokens, inputs.slots, heads, heads // groups, key_dim, value_dim
-    tokens = strided(x), strided(b), strided(c), dt, d
-    rule = SSD(*tokens, total, products, chunk_table(segment_start, chunk), *sizes)
+    tokens = strided(x), strided(b), strided(c), d
+    rule = SSD(*tokens, total, steps, products, chunk_table(segment_start, chunk), *sizes)
     features = min(launch.values, launch.tile(key_dim, value_dim)[0])
     gates = min(GATES, next_power_of_2(rule.group))
     programs = batch * inputs.slots * groups * (chunk // ROWS)
-    _prepare_kernel[programs](rule, g, chunk, ROWS, gates, features, **launch.options)
+    _prepare_kernel[programs](rule, g, dt, chunk, ROWS, gates, features, **launch.options)
     return rule
 
 
