@@ -57,8 +57,8 @@ def hint_of_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on the device."""
-    is_upload = x.device.type == "cpu" and device.type == "cuda"
+    """Returns a tensor on the device. A copy from the CPU does not wait for the GPU, except in compiled code."""
+    is_upload = x.device.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling()
     return x.pin_memory().to(device, non_blocking=True) if is_upload else x.to(device)
 
 

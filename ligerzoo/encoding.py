@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.checks import AT_LEAST_1, FLAG, Values, check, integer, is_text, one_of, or_none
+from ligerzoo.device import to_device, upload
 from ligerzoo.errors import LigerzooError
 from ligerzoo.files.layout import TOKENIZER_FILES
 from ligerzoo.models.embedding import EmbeddingModel
@@ -204,7 +205,7 @@ def _encode(
                 embeddings = embed_rows(model, batch, prompt_tokens)[:, :size]
                 if normalize:
                     embeddings = F.normalize(embeddings, dim=-1)
-                result[torch.tensor(indices, device=result.device)] = embeddings.to(result.device)
+                result[upload(indices, result.device)] = embeddings.to(result.device)
                 progress.update(len(batch))
     return result
 
@@ -232,5 +233,5 @@ def embed_rows(model: EmbeddingModel, rows: Sequence[Sequence[int]], prompt_toke
         remedy = "Use the tokenizer of this model."
         raise LigerzooError("no such token", where="rows", got=got, expected=expected, remedy=remedy)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    result: Tensor = model(ids[None].to(model.device), cu_seqlens=bounds, prompt_tokens=prompt_tokens)
+    result: Tensor = model(to_device(ids[None], model.device), cu_seqlens=bounds, prompt_tokens=prompt_tokens)
     return result

@@ -41,7 +41,7 @@ ARROWS = {
     "text": ("checks entries errors files", ""),
     "vision": ("checks entries errors files text", ""),
     "kernels": ("checks errors exports foreign_names tensor_checks", ""),
-    "layers": ("checks errors exports kernels tensor_checks", ""),
+    "layers": ("checks device errors exports kernels tensor_checks", ""),
     "losses": ("checks errors exports foreign_names kernels tensor_checks token_parts", ""),
     "train": (
         "adapters arguments checks convert device dtensors encoding entries errors exports files generate hub kernels "
@@ -50,10 +50,10 @@ ARROWS = {
         "",
     ),
     "parallel": ("checks convert device dtensors errors files hub kernels layers mesh_sizes models token_parts", ""),
-    "models": ("checks dtensors errors exports kernels layers tensor_checks", "convert generate text"),
+    "models": ("checks device dtensors errors exports kernels layers tensor_checks", "convert generate text"),
     "convert": ("checks dtensors entries errors files layers models", ""),
     "hub": ("checks convert device dtensors entries errors exports files kernels models", ""),
-    "encoding": ("checks errors files models tensor_checks text", ""),
+    "encoding": ("checks device errors files models tensor_checks text", ""),
     "adapters": ("checks convert dtensors entries errors exports files hub layers models tensor_checks", ""),
     "sampling_options": ("checks errors", ""),
     "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),

@@ -65,7 +65,8 @@ class AbsolutePositionDecoder(Decoder):
         """Returns the position of each token, (B or 1, T).
 
         Raises:
-            LigerzooError: a position has no embedding. On a GPU, reads positions of rows that may be too long only.
+            LigerzooError: a position has no embedding. On a GPU, reads positions only if rows may be too long and the
+                host does not know their texts.
         """
         is_default, size = context.has_default_positions, self.position_embeddings.num_embeddings
         positions = context.position_ids
@@ -74,7 +75,10 @@ class AbsolutePositionDecoder(Decoder):
             positions = positions if mask is None else positions.masked_fill(~mask, self.first_position)
         may_exceed = not is_default or context.tokens + self.first_position > size
         if may_exceed and reads_values() and not positions.is_meta:
-            least, most = torch.stack(positions.aminmax()).tolist()
+            if is_default and context.documents is not None and context.documents.rows is not None:
+                least, most = self.first_position, self.first_position + context.documents.longest - 1
+            else:
+                least, most = torch.stack(positions.aminmax()).tolist()
             if least < 0 or most >= size:
                 where, got = "position_ids", least if least < 0 else most
                 if is_default:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.device import to_device
 from ligerzoo.kernels.autograd import any_true, under_transform
 from ligerzoo.layers.cache import KeysAndValues, LayerCache
 from ligerzoo.layers.context_inputs import check_context_inputs
@@ -226,7 +227,7 @@ class Context:
         self.segment_start = self.last_visible = self._packed_end = None
         self.spans_need_window = False
         if cu_seqlens is not None:
-            bounds = cu_seqlens.to(x.device, torch.int64)
+            bounds = to_device(cu_seqlens, x.device).to(torch.int64)
             self._packed_end = bounds[-1]
             segment = torch.searchsorted(bounds, self.cache_position, right=True) - 1
             self.segment_start = bounds[segment]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, COUNT, check, one_of, or_none
+from ligerzoo.device import to_device
 from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import Decoder, Dense, Normalize, Pooling
 from ligerzoo.layers.linear import INIT_STD
@@ -215,7 +216,7 @@ class EmbeddingModel(TextEmbedding, LanguageModel):
         hidden = context.parts.gather(hidden)
         if cu_seqlens is None:  # rows without padding
             cu_seqlens = torch.arange(0, hidden.shape[0] * hidden.shape[1] + 1, hidden.shape[1])
-        offsets = cu_seqlens.to(hidden.device, torch.int64)
+        offsets = to_device(cu_seqlens, hidden.device).to(torch.int64)
         pooling, *others = self.stages
         embeddings: Tensor = pooling(hidden.flatten(0, 1), offsets, prompt_tokens)
         for stage in others:

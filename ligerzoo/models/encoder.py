@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.device import to_device
 from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import Context
 from ligerzoo.layers.context import reads_values
@@ -48,7 +49,7 @@ class Encoded(NamedTuple):
         """
         hidden, mask = self.hidden.flatten(0, 1), self.padding_mask
         if self.cu_seqlens is not None:
-            return hidden, self.cu_seqlens.to(hidden.device, torch.int64)
+            return hidden, to_device(self.cu_seqlens, hidden.device).to(torch.int64)
         rows, tokens = self.hidden.shape[:2]
         if mask is None:
             return hidden, torch.arange(rows + 1, device=hidden.device) * tokens

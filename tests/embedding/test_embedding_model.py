@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from ligerzoo import AutoModelForEmbedding, Tokenizer, adapters
+from ligerzoo.encoding import embed_rows
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.models import (
+    BertConfig,
     DenseStage,
     EmbeddingModel,
     EmbeddingSettings,
@@ -291,3 +293,20 @@ def test_an_encoder_without_modules(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="weight files missing"):
         AutoModelForEmbedding.from_pretrained(tmp_path, pooling="mean")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [BertConfig, ModernBertConfig])
+def test_encoding_never_waits_for_the_gpu(config: type[BertConfig] | type[ModernBertConfig]) -> None:
+    """Also with more tokens in a batch than the encoder has positions."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    small = config(**sizes, vocab_size=90, max_position_embeddings=64)  # type: ignore[arg-type]
+    model = AutoModelForEmbedding.from_config(small, device="cuda", dtype=torch.bfloat16)
+    rows = [[7] * length for length in (64, 30, 1, 50)]
+    expected = embed_rows(model, rows)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        embeddings = embed_rows(model, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(embeddings, expected)

@@ -382,6 +382,8 @@ def test_texts_have_learned_positions() -> None:
     bounds = torch.tensor([0, 3, 10])
     packed = model(TOKENS.view(1, -1), cu_seqlens=bounds).logits  # 30 tokens of padding
     torch.testing.assert_close(packed[:, 3:10], model(TOKENS[:1, 3:10]).logits)
+    with pytest.raises(LigerzooError, match=r"input_ids: a text is longer than the table.*got 16; expected at most 15"):
+        model(TOKENS.view(1, -1), cu_seqlens=torch.tensor([0, 3, 19]))
     model(TOKENS, position_ids=torch.arange(20)[None] % 15)
     with pytest.raises(LigerzooError, match="position_ids: a position has no embedding; got 19; expected 0 to 14"):
         model(TOKENS, position_ids=torch.arange(20)[None])
