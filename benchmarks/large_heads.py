@@ -2,10 +2,10 @@
 
     python -m benchmarks.large_heads --out benchmarks/results/large_heads.json
 
-Full attention of heads of 512 features, which neither cuDNN nor FlashAttention computes, and the window of 512 tokens
-of heads of 256 features. The others: FlexAttention, for heads of 512 in our tiles, since its own do not fit into the
-shared memory; and torch's SDPA, causal in its memory-efficient kernel, which needs a key head for each query head.
-Measured as in `benchmarks.operations`.
+Full attention of heads of 512 features, which neither cuDNN nor FlashAttention computes, by `large_head_attention`; and
+the window of 512 tokens of heads of 256 features, by FlexAttention. The others: FlexAttention, for heads of 512 in the
+tiles that we found fastest, since its own do not fit into the shared memory; and torch's SDPA, causal in its
+memory-efficient kernel, which needs a key head for each query head. Measured as in `benchmarks.operations`.
 """
 
 from __future__ import annotations

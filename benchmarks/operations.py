@@ -647,15 +647,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float | Non
 
 def our_attention(window: int, softcap: float | None) -> Function:
     from ligerzoo.layers import Context, attend
-    from ligerzoo.layers.attention_paths import needs_flex_attention
 
     @functools.cache
     def context(tokens: int, device: torch.device) -> Context:  # shared by all layers of a forward
         return Context(torch.empty(1, tokens, device=device))
 
     def attend_windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        needs_mask = softcap is not None or needs_flex_attention(q, k.shape[1])
-        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, force=needs_mask)
+        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, force=softcap is not None)
         return attend(q, k, v, mask, softcap=softcap)
 
     return attend_windowed

@@ -27,6 +27,7 @@ from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
 from ligerzoo.kernels.gating import ClampedSwiGLU, ExpertActivation, GatedActivation, Ungated
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.large_head_attention import large_head_attention
 from ligerzoo.kernels.latent_decode_attention import latent_decode_attention
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
@@ -90,6 +91,7 @@ __all__ = [
     "glu_linear",
     "jsd",
     "kl_div",
+    "large_head_attention",
     "latent_decode_attention",
     "layer_norm",
     "linear_cross_entropy",

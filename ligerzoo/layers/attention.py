@@ -18,7 +18,7 @@ from ligerzoo.kernels import apply_sinks, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse, follows_cudnn
 from ligerzoo.kernels.recompute import is_recording, recomputable
-from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute, needs_flex_attention
+from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
 from ligerzoo.layers.cache import KeysAndValues, LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
@@ -148,10 +148,8 @@ class Attention(nn.Module):
             chunk=self.chunk,
             is_causal=self.is_causal,
             cache=cache,
-            # Only FlexAttention fuses soft caps and large heads, and it needs a mask. So do other bits than cuDNN's.
-            force=self.softcap is not None
-            or needs_flex_attention(q, k.shape[1])
-            or (context.is_exact and not follows_cudnn(self.head_dim)),
+            # Only FlexAttention fuses soft caps, and it needs a mask. So do other bits than cuDNN's.
+            force=self.softcap is not None or (context.is_exact and not follows_cudnn(self.head_dim)),
         )
         return context.parts.to_tokens(self.attend(q, k, v, mask, context), heads)
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import apply_sinks, decode_attention, packed_attention, sink_attention
+from ligerzoo.kernels import apply_sinks, decode_attention, large_head_attention, packed_attention, sink_attention
 from ligerzoo.kernels.autograd import under_transform
-from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.kernels.dispatch import accumulation_dtype, uses_triton
 from ligerzoo.kernels.exact_attention import follows_cudnn
 from ligerzoo.kernels.fp8 import FP8, from_storage
 from ligerzoo.kernels.fused_attention import attend_within, attention_kernel, has_boundaries, has_windows
@@ -126,15 +126,6 @@ def attend(
         (B, T, N, D).
     """
     return compute(AttentionCall(q, k, v, mask, scale, softcap, is_causal, sinks))
-
-
-def needs_flex_attention(q: Tensor, keys: int) -> bool:
-    """Whether only FlexAttention, which needs a mask, computes these heads and many keys fast on a GPU.
-
-    With 8 heads of 512 features and 4,096 tokens on an H100, its forward pass takes 1.2 ms and that and the backward
-    pass less than 12 ms. Of torch's other kernels, one takes 1.5 and 19 ms, and one 8 and 20 ms and 3 GiB.
-    """
-    return q.is_cuda and q.shape[-1] > _MAX_FUSED_HEAD and q.shape[1] * keys > _MAX_SCORES
 
 
 def compute(call: AttentionCall) -> Tensor:
@@ -300,6 +291,18 @@ def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
     return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
 
 
+def _has_large_heads(call: AttentionCall) -> bool:
+    """Heads larger than those of fused kernels, of many queries without a mask."""
+    q, k, v, mask, scale, softcap, _, sinks = call
+    is_plain = mask is None and softcap is None and sinks is None and (scale is None or scale > 0)
+    is_large = q.shape[-1] > _MAX_FUSED_HEAD and q.shape[1] > 1 and k.shape == v.shape
+    return is_plain and is_large and q.dtype == k.dtype == v.dtype and uses_triton(q, k, v)
+
+
+def _large_heads(call: AttentionCall) -> Tensor:
+    return large_head_attention(*call[:3], scale=call.scale, is_causal=call.is_causal)
+
+
 def _is_divided_on_cpu(call: AttentionCall) -> bool:
     """Packed rows on a CPU, whose documents the host knows, in inference mode.
 
@@ -460,6 +463,7 @@ PATHS = (
     Path(_can_pack, _packed),
     Path(_is_within_documents, _within_documents),
     Path(_is_long, _flex_attention),
+    Path(_has_large_heads, _large_heads),
     Path(_is_divided_on_cpu, _document_by_document),
     Path(_is_half_on_cpu, _in_fp32),
     Path(_needs_scores, _reference),

@@ -176,6 +176,10 @@ def _apply_sinks_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Ten
     return [numbers(batch, 3, 4, 10, dtype=dtype, device=device), lse, numbers(4, dtype=dtype, device=device)]
 
 
+def _large_head_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 5, heads, 40, dtype=_multiplied(dtype), device=device) for heads in (4, 2, 2)]
+
+
 def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     x, _, weight, bias = _glu_linear_inputs(batch, dtype, device)
     return [x, weight, bias]
@@ -421,6 +425,12 @@ OPERATIONS = [
         _apply_sinks_inputs,
         always_fused=True,
     ),
+    Operation(
+        "large_head_attention",
+        kernels.large_head_attention,
+        kernel_file("large_head_attention").reference,
+        _large_head_inputs,
+    ),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
     Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
     Operation(
@@ -521,7 +531,7 @@ _TYPICAL = {
     "gated_rms_norm-groups", "xielu",
     "token_statistics", "softmax", "contrastive-symmetric", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "glu_linear-terms",
-    "apply_sinks",
+    "apply_sinks", "large_head_attention",
 }  # fmt: skip
 """One operation of each kernel, and of each autograd function that returns an input; of the linear recurrences the
 gated delta rule."""

@@ -441,6 +441,23 @@ def _sink_gradients(device: str) -> Samples:
     return [{"y": sample.pop("out"), **sample} for sample in samples]
 
 
+def _large_head_attention(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    joint = half(1, 7, 4, 24)
+    return [
+        {"q": t(2, 5, 4, 40), "k": t(2, 9, 2, 40), "v": t(2, 9, 2, 40), "scale": 0.3, "is_causal": False},
+        {"q": joint[:, :, :2], "k": joint[:, :, 2:3], "v": joint[:, :, 3:], "scale": 1.0, "is_causal": True},
+    ]
+
+
+def _large_head_attention_backward(device: str) -> Samples:
+    samples = []
+    for sample in _large_head_attention(device):
+        out, lse = OPS["large_head_attention"](*sample.values())
+        samples.append({"dout": torch.ones_like(out), **sample, "lse": lse})
+    return samples
+
+
 def _packed_attention(device: str) -> Samples:
     t = partial(new, device=device, dtype=torch.float16 if device == "cuda" else torch.float32)
     fused, joint = device == "cuda" or INTERPRETING, t(1, 70, 4, 16)
@@ -677,6 +694,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "apply_sinks": _apply_sinks,
     "apply_sinks_backward": _apply_sinks_backward,
     "sink_gradients": _sink_gradients,
+    "large_head_attention": _large_head_attention,
+    "large_head_attention_backward": _large_head_attention_backward,
     "packed_attention": _packed_attention,
     "packed_attention_backward": _packed_attention_backward,
     "decode_experts": _decode_experts,

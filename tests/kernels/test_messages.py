@@ -77,6 +77,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
     "jsd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
     "kl_div": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
+    "large_head_attention": {name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")},
     "latent_decode_attention": {
         "q": torch.randn(2, 4, 16), "q_rope": torch.randn(2, 4, 8), "latents": torch.randn(2, 5, 16),
         "k_rope": torch.randn(2, 5, 8), "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]),

@@ -182,7 +182,7 @@ def test_long_sequences_on_a_gpu(kind: str, window: int | None, softcap: float |
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by torch.compile
 @pytest.mark.parametrize("tokens", [300, 1500])
 def test_heads_larger_than_those_of_fused_kernels_on_a_gpu(tokens: int) -> None:
-    """Heads of 512 features: by FlexAttention for many tokens, without the scores of all heads."""
+    """Heads of 512 features, without the scores of all heads."""
     layer = Attention(64, 8, 2, 512, scale=1.0, q_norm=RMSNorm(512), k_norm=RMSNorm(512)).to("cuda", torch.bfloat16)
     exact = copy.deepcopy(layer).float()
     x = torch.randn(1, tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
