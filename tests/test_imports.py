@@ -56,7 +56,10 @@ ARROWS = {
     "encoding": ("checks device errors files models tensor_checks text", ""),
     "adapters": ("checks convert dtensors entries errors exports files hub layers models tensor_checks", ""),
     "sampling_options": ("checks errors", ""),
-    "generate": ("checks device dtensors errors exports kernels layers models sampling_options tensor_checks", ""),
+    "generate": (
+        "checks device dtensors entries errors exports kernels layers models sampling_options tensor_checks",
+        "",
+    ),
     "memory": (
         "adapters checks dtensors errors exports kernels layers mesh_sizes models optimizer_table training_setting",
         "parallel",
