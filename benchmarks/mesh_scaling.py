@@ -57,6 +57,7 @@ from benchmarks.sharded_training import LLAMA_8B, Training, Variant, liger
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.memory import Recompute, TrainingSetting, plan_training
+from ligerzoo.memory.allocator import let_segments_grow
 from ligerzoo.memory.mesh_plan import MeshPlan
 from ligerzoo.parallel import (
     gather_objects,
@@ -351,6 +352,7 @@ def main() -> None:
     if arguments.worker:
         work(arguments.worker)
         return
+    let_segments_grow()  # as `ligerzoo train` does
     deadline, tiny = time.monotonic() + arguments.seconds, arguments.tiny
     gpus = arguments.gpus or (2 if tiny else torch.cuda.device_count())
     order = [

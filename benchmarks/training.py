@@ -53,6 +53,7 @@ from ligerzoo.adapters import add_lora
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.layers.attention_paths import flex_tiles
 from ligerzoo.memory import apply_activation_plan, plan_activations
+from ligerzoo.memory.allocator import let_segments_grow
 from ligerzoo.train.optimizer_step import trains_bfloat16
 
 WARMUP, STEPS = 2, 3
@@ -327,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.merge(*arguments.merge)
         return
     os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    let_segments_grow()
     for workload, provider, result in tqdm(measured(arguments), unit="measurement"):
         results.add(workload, provider, result)
         tqdm.write(f"{workload}, {provider}: {compact_json(result, 0)}")

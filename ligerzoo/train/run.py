@@ -20,6 +20,7 @@ from torch import Tensor
 from ligerzoo import parallel
 from ligerzoo.errors import LigerzooError, Problems, SeveralErrors, raise_all
 from ligerzoo.memory import ActivationPlan
+from ligerzoo.memory.allocator import let_segments_grow
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models import CausalLM
 from ligerzoo.own_code import import_own_code
@@ -92,6 +93,7 @@ class Run:
             import_own_code(options.import_ or ())
         with problems:
             check_tracker(options.tracker, self.output)
+        let_segments_grow()
         with ExitStack() as stack:
             was_joined = dist.is_initialized()
             self.device = parallel.start_processes(options.device).device
