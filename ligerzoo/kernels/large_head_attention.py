@@ -110,10 +110,10 @@ def _tokens_of_block(q: Tensor, keys: int) -> int:
 
 
 def _blocks(q: Tensor, k: Tensor, is_causal: bool) -> Iterator[_Block]:
-    """Yields the blocks of q, (B, T, N, D), and k, (B, S, K, D)."""
+    """Yields the blocks of q, (B, T, N, D), and k, (B, S, K, D): the largest first, whose memory the others reuse."""
     tokens, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     step = _tokens_of_block(q, keys)
-    for start in range(0, tokens, step):
+    for start in reversed(range(0, tokens, step)):
         end = min(start + step, tokens)
         visible = min(end, keys) if is_causal else keys
         yield _Block((end - start) * group, visible, start * group, tokens * group, group)
@@ -146,8 +146,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _allocate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), _allocate_lse(q, k)
+
+
+def _allocate_lse(q: Tensor, k: Tensor) -> Tensor:
     rows = q.shape[0] * k.shape[2], q.shape[1] * (q.shape[2] // k.shape[2])
-    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
+    return q.new_empty(rows, dtype=torch.float32)
 
 
 def _flops(q: Tensor, k: Tensor, is_causal: bool) -> int:
@@ -170,7 +174,7 @@ def _forward_peak(q: Tensor, k: Tensor) -> int:
 @register("large_head_attention", fake=_allocate, flops=_flops, peak=_forward_peak)
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Returns the output and the logsumexp, (B * K, T * G)."""
-    heads, (result, lse) = k.shape[2], _allocate(q, k)
+    heads, lse = k.shape[2], _allocate_lse(q, k)
     queries, keys, values = _queries(q, heads), _keys(k), _keys(v)
     out = torch.empty_like(queries)
     for block in _blocks(q, k, is_causal):
@@ -179,7 +183,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> 
         p = torch.empty_like(scores, dtype=q.dtype)
         _forward_kernel[len(scores) * block.rows](scores, p, lse, block, scale, is_causal, _COLUMNS, num_warps=8)
         out[:, rows] = torch.bmm(p, values[:, visible])
-    return _heads_last(out, result, heads), lse
+        del scores, p
+    return _heads_last(out, q, heads), lse
 
 
 def _backward_peak(q: Tensor, k: Tensor) -> int:
@@ -214,6 +219,7 @@ def _backward(
         dq[:, rows] = torch.bmm(ds, keys[:, visible])
         dk[:, visible] += _product(ds.mT, queries[:, rows])
         dv[:, visible] += _product(p.mT, upstream[:, rows])
+        del p, ds
     return _heads_last(dq, q, heads), _heads_last(dk, k, heads), _heads_last(dv, v, heads)
 
 
