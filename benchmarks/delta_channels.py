@@ -4,8 +4,8 @@
     python -m benchmarks.delta_channels --device cpu --quick --out /tmp/delta_channels.json
 
 The shape of Kimi-Linear-48B-A3B (32 heads of 128) at 8192 tokens, as one text and packed from texts of several lengths.
-flash-linear-attention, which computes the gates in its kernels, runs where it is installed. `benchmarks.row` describes
-the method.
+flash-linear-attention, which computes the gates in its kernels, runs where it is installed, but not on packed texts:
+it would compile and tune for minutes again. `benchmarks.row` describes the method.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.delta_rule import HEAD_DIM, cu_seqlens_of, segment_start_of
+from benchmarks.delta_rule import HEAD_DIM, segment_start_of
 from benchmarks.operations import normal
 from benchmarks.row import OURS, Floor, Function, Provider, Row
 from benchmarks.suite import Size, suite_command
@@ -47,12 +47,8 @@ def fla_rule() -> Function:
     compile_in_parallel()
     in_kernel = {f"use_{what}_in_kernel": True for what in ("qk_l2norm", "gate", "beta_sigmoid")}
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *start: Tensor
-    ) -> Tensor:
-        gates = {"A_log": a_log, "dt_bias": dt_bias.flatten(), **in_kernel}
-        bounds = cu_seqlens_of(start[0]) if start else None
-        o: Tensor = chunks(q, k, v, a, b, cu_seqlens=bounds, **gates)[0]
+    def run(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+        o: Tensor = chunks(q, k, v, a, b, A_log=a_log, dt_bias=dt_bias.flatten(), **in_kernel)[0]
         return o
 
     return run
@@ -79,7 +75,7 @@ def rule_row(variant: str, batch: int, tokens: int, heads: int, packed: bool) ->
         {
             OURS: Provider(our_rule),
             "eager": Provider(lambda: eager),
-            "flash-linear-attention": Provider(fla_rule, needs_gpu=True),
+            **({} if packed else {"flash-linear-attention": Provider(fla_rule, needs_gpu=True)}),
         },
         Floor(flops, 3 * flops, "FLOPs"),
         variant=variant,

@@ -32,13 +32,16 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import delta_rule, state_space
-from benchmarks.measure import write_result
+from benchmarks.measure import save_result
 from benchmarks.processes import Json, measured_apart
 from benchmarks.row import OURS, Row, reason
 from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, ssd_chunk_gradients, ssd_chunks
 from ligerzoo.kernels.chunk_tiles import Launch
+from ligerzoo.kernels.dispatch import padded_size
 
 TOKENS, PASSES = 8192, 5
+PROCESSES = 16
+"""That compile at most; each has inputs on the GPU."""
 SIZE = 2
 """Bytes of an element."""
 
@@ -61,11 +64,13 @@ class Shape(NamedTuple):
 
     Attributes:
         row: its row in a benchmark.
+        value_dim: features of a head.
         launches: of its kernels.
         rows: of the products of kernels other than scans; 64 if a kernel is missing.
     """
 
     row: Callable[[], Row]
+    value_dim: int
     launches: Launches
     rows: dict[str, int]
 
@@ -75,6 +80,7 @@ SSD = launches_of(ssd_chunks, ssd_chunk_gradients)
 SHAPES = {
     name: Shape(
         functools.partial(delta_rule.rule_row, name, TOKENS, delta_rule.KEY_HEADS, heads, packed=False),
+        delta_rule.HEAD_DIM,
         DELTA_RULE,
         dict.fromkeys(("query_gradients", "key_gradients"), delta_chunk_gradients.ROWS),
     )
@@ -82,6 +88,7 @@ SHAPES = {
 } | {
     name: Shape(
         functools.partial(state_space.ssd_row, name, 1, TOKENS, shape),
+        shape.head_dim,
         SSD,
         dict.fromkeys(("prepare", "query_gradients", "key_gradients"), ssd_chunks.ROWS),
     )
@@ -99,11 +106,13 @@ class Item(NamedTuple):
 
 def candidates(kernel: str, shape: str) -> Iterator[Item]:
     """Yields the launches to try, without those that use `wgmma`, see `delta_chunks`."""
-    present, is_scan = SHAPES[shape].launches[kernel][SIZE], "scan" in kernel
+    _, value_dim, launches, rows = SHAPES[shape]
+    present, is_scan = launches[kernel][SIZE], "scan" in kernel
     values = (16, 32) if is_scan else (16, 32, 64, 128) if present.values else (0,)
-    has_few_rows = is_scan or SHAPES[shape].rows.get(kernel, 64) < 64
-    for launch in product(values, (present.warps // 2, present.warps, 2 * present.warps), (1, 2, 3)):
-        if has_few_rows or launch[1] <= 2:
+    largest = 128 if kernel == "prepare" else padded_size(value_dim)  # `prepare` has blocks of the keys
+    for launch in product(values, (present.warps // 2, present.warps), (1, 2, 3)):
+        has_few_rows = is_scan or rows.get(kernel, 64) < 64
+        if launch[0] <= largest and (has_few_rows or launch[1] <= 2):
             yield Item(kernel, Launch(*launch), shape)
 
 
@@ -187,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     peers = [name for name in shape.row().providers if name != "eager"]
     providers = [Item(name, None, arguments.shape) for name in arguments.providers or peers]
     items = [item for kernel in kernels for item in candidates(kernel, arguments.shape)]
-    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), mp_context=get_context("spawn"))
     with suppress(BrokenProcessPool), pool:  # by a launch that ends its process
         list(tqdm(pool.map(compile_launch, items), total=len(items), desc="compile", unit="launch"))
 
@@ -202,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             times = found["times"].setdefault(item.kernel, {})
             times[f"{values} values, {warps} warps, {stages} stages"] = result
             found["fastest"][item.kernel] = min(times, key=lambda name: times[name].get("ms", 1e9))
-    write_result(arguments.out, {"what": __doc__, **found}, {"shape": arguments.shape, **found})
+        save_result(arguments.out, {"what": __doc__, **found}, {"shape": arguments.shape, **found})
+    print(arguments.out.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

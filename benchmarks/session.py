@@ -102,7 +102,7 @@ JOBS = {
     "packed_attention": suite_job(120, "packed_attention"),
     "delta_launches": Job(200, "benchmarks.recurrence_launches --out {out}", "delta_launches.json"),
     "state_space": suite_job(150, "state_space", "--patience 60", with_fla=True),
-    "delta_channels": suite_job(120, "delta_channels", "--patience 90", with_fla=True),
+    "delta_channels": suite_job(150, "delta_channels", "--patience 130", with_fla=True),
     "ssd_launches": Job(
         150, "benchmarks.recurrence_launches --shape Nemotron-H-8B --out {out}", "ssd_launches.json", with_fla=True
     ),

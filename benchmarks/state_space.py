@@ -4,9 +4,8 @@
     python -m benchmarks.state_space --device cpu --quick --out /tmp/state_space.json
 
 Shapes of Nemotron-H and Falcon-H1 at 8192 tokens, also in batches of 4 and packed from texts of several lengths.
-mamba-ssm and flash-linear-attention run where they are installed. `benchmarks.row` describes the method. mamba-ssm has
-the chunks of the models' configs. fla has no groups, so that its heads get copies of B and C; Triton before 3.7.1
-compiles its backward pass wrongly for Hopper, which it refuses.
+mamba-ssm runs where it is installed, with the chunks of the models' configs. `benchmarks.row` describes the method.
+flash-linear-attention has no groups, and refuses its backward pass on Hopper with Triton before 3.7.1.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.delta_rule import cu_seqlens_of, segment_start_of
+from benchmarks.delta_rule import segment_start_of
 from benchmarks.operations import EPS, normal, ours, plain, upcast
 from benchmarks.row import OURS, Floor, Function, Provider, Row
 from benchmarks.suite import Size, suite_command
@@ -83,22 +82,6 @@ def mamba_ssd(chunk: int) -> Function:
     return run
 
 
-def fla_ssd() -> Function:
-    chunks: Any = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
-    compile_in_parallel()
-
-    def run(
-        x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, *start: Tensor
-    ) -> Tensor:
-        steps = F.softplus(upcast(dt) + dt_bias)
-        b, c = (t.repeat_interleave(x.shape[2] // b.shape[2], 2) for t in (b, c))
-        written, bounds = (steps[..., None] * x).to(x.dtype), cu_seqlens_of(start[0]) if start else None
-        y: Tensor = chunks(c, b, written, -a_log.exp() * steps, scale=1.0, cu_seqlens=bounds)[0]
-        return (y + d[:, None] * x).to(x.dtype)
-
-    return run
-
-
 def ssd_row(model: str, batch: int, tokens: int, shape: Shape, packed: bool = False) -> Row:
     heads, head_dim, groups, state_size, chunk = shape
 
@@ -128,7 +111,6 @@ def ssd_row(model: str, batch: int, tokens: int, shape: Shape, packed: bool = Fa
             OURS: Provider(our_ssd),
             "eager": Provider(lambda: eager),
             "mamba-ssm": Provider(lambda: mamba_ssd(chunk), needs_gpu=True),
-            "flash-linear-attention": Provider(fla_ssd, needs_gpu=True),
         },
         Floor(2 * x_bytes + dt_bytes + bc_bytes, 5 * x_bytes + 3 * dt_bytes + 3 * bc_bytes),
         variant=f"{model}, packed" if packed else model,
@@ -177,13 +159,15 @@ def norm_row(model: str, tokens: int, shape: Shape) -> Row:
 
 
 def rows(size: Size) -> Iterator[Row]:
+    """Those first that need no other tuning than the row before."""
     tokens = size(TOKENS)
-    for model, shape in MODELS.items():
-        yield ssd_row(model, 1, tokens, shape)
-        if shape is MODELS["Nemotron-H-8B"]:
-            yield ssd_row(model, 1, tokens, shape, packed=True)
-            yield ssd_row(model, 4, tokens, shape)
-            yield norm_row(model, tokens, shape)
+    main, shape = next(iter(MODELS.items()))
+    yield ssd_row(main, 1, tokens, shape)
+    yield ssd_row(main, 4, tokens, shape)
+    yield norm_row(main, tokens, shape)
+    for model, other in list(MODELS.items())[1:]:
+        yield ssd_row(model, 1, tokens, other)
+    yield ssd_row(main, 1, tokens, shape, packed=True)
 
 
 if __name__ == "__main__":
