@@ -115,19 +115,22 @@ _PARTS = 16, 256, 8
 """Likewise, of a program that reads a part of the columns once."""
 
 
+_OF_COLUMNS = 16, 256, 8
+"""Likewise, of a program that computes a part of u."""
+
+
 class _Outputs(NamedTuple):
-    """Parts of z and of the largest logits, (parts, R); the positives' logits, (R,); parts of u, (blocks, N); parts of
-    dscale, (parts * blocks,). None for what is not needed."""
+    """Parts of z and of the largest logits, (parts, R); the positives' logits, (R,); parts of dscale,
+    (parts * blocks,). None for what is not needed."""
 
     z: Tensor | None
     largest: Tensor | None
     positive: Tensor | None
-    u: Tensor | None
     dscale: Tensor | None
 
 
 class _Sizes(NamedTuple):
-    """Numbers of rows and columns, and of columns of a part."""
+    """Numbers of rows and columns, and of columns of a part, or of rows for u."""
 
     n_rows: int
     n_cols: int
@@ -179,7 +182,7 @@ def _log(x):
 def _chunk_kernel(
     logits, scale_ptr, target_ptr, rows, columns, outputs, sizes, share, PASSES: tl.constexpr, TILE: tl.constexpr
 ):
-    """One program computes a part of the columns of some rows: in a pass of statistics its parts of z, u and the
+    """One program computes a part of the columns of some rows: in a pass of statistics its parts of z and the
     largest logits; in a pass of gradients scale dx, in place of the similarities."""
     STATISTICS: tl.constexpr = PASSES[0]
     GRADIENT: tl.constexpr = PASSES[1]
@@ -204,7 +207,7 @@ def _chunk_kernel(
         total = tl.zeros((ROWS,), dtype=tl.float32)
         for start in range(first, end, COLS):
             across = start + tl.arange(0, COLS)
-            _s, x, of_rows, of_columns = _candidates(
+            _s, x, of_rows, _of_columns = _candidates(
                 logits, scale, rows, columns, of_row, offsets, exists, across, y, sizes
             )
             in_row = tl.where(of_rows, -float("inf"), x)
@@ -212,11 +215,6 @@ def _chunk_kernel(
             pivot = _pivot(larger)
             total = total * fast_exp(maximum - pivot) + tl.sum(fast_exp(in_row - pivot[:, None]), axis=1)
             maximum = larger
-            if outputs.u is not None:
-                in_column = tl.where(of_columns, -float("inf"), x)
-                highest = _pivot(tl.max(in_column, axis=0))
-                u = highest + _log(tl.sum(fast_exp(in_column - highest[None, :]), axis=0))
-                tl.store(outputs.u + block * n_cols + across, u, mask=across < n_cols)
         z = _pivot(maximum) + _log(total)
         tl.store(outputs.z + part * n_rows + of_row, z, mask=exists)
         tl.store(outputs.largest + part * n_rows + of_row, maximum, mask=exists)
@@ -247,6 +245,39 @@ def _chunk_kernel(
             out = logits.ptr + offsets[:, None] + across[None, :]
             tl.store(out, (dx * scale).to(logits.ptr.dtype.element_ty), mask=mask)
         tl.store(outputs.dscale + program, tl.sum(of_scale, axis=0))
+
+
+@kernel
+def _columns_kernel(logits, scale_ptr, target_ptr, rows, columns, u_ptr, sizes, TILE: tl.constexpr):
+    """One program computes u of some columns over a part of the rows. Each lane has its own sum until the end."""
+    ROWS: tl.constexpr = TILE[0]
+    COLS: tl.constexpr = TILE[1]
+    n_rows, n_cols, n_part = sizes
+    n_blocks = tl.cdiv(n_cols, COLS)
+    program = tl.program_id(0).to(tl.int64)
+    block, part = program % n_blocks, program // n_blocks
+    across = block * COLS + tl.arange(0, COLS)
+    scale = tl.load(scale_ptr).to(tl.float32)
+    maximum = tl.full((ROWS, COLS), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    first = part * n_part
+    end = tl.minimum(first + n_part, n_rows)
+    for start in range(first, end, ROWS):
+        given = start + tl.arange(0, ROWS)
+        exists = given < end
+        of_row = tl.where(exists, given, 0)
+        y = tl.load(target_ptr + of_row)
+        _s, x, _of_rows, of_columns = _candidates(
+            logits, scale, rows, columns, of_row, of_row * logits.row_stride, exists, across, y, sizes
+        )
+        x = tl.where(of_columns, -float("inf"), x)
+        larger = tl.maximum(maximum, x)
+        pivot = _pivot(larger)
+        total = total * fast_exp(maximum - pivot) + fast_exp(x - pivot)
+        maximum = larger
+    highest = _pivot(tl.max(maximum, axis=0))
+    total = total * fast_exp(maximum - highest[None, :])
+    tl.store(u_ptr + part * n_cols + across, highest + _log(tl.sum(total, axis=0)), mask=across < n_cols)
 
 
 class _ChunkResults(NamedTuple):
@@ -287,11 +318,14 @@ def _compute_chunk_(
         n_part = width * max(4, cdiv(n_cols, width * n_parts))
     n_parts = cdiv(n_cols, n_part)
     new = scale.new_empty
-    outputs = _Outputs(None, None, None, None, new(n_parts * n_blocks) if gradient else None)
+    outputs, similarities = _Outputs(None, None, None, None), StridedRows(logits, logits.stride(0))
+    if gradient:
+        outputs = outputs._replace(dscale=new(n_parts * n_blocks))
     if statistics:
-        u = new((n_blocks, n_cols)) if needs_u else None
-        outputs = outputs._replace(z=new((n_parts, n_rows)), largest=new((n_parts, n_rows)), positive=new(n_rows), u=u)
-    similarities, sizes = StridedRows(logits, logits.stride(0)), _Sizes(n_rows, n_cols, n_part)
+        outputs = outputs._replace(z=new((n_parts, n_rows)), largest=new((n_parts, n_rows)), positive=new(n_rows))
+    u, sizes = None, _Sizes(n_rows, n_cols, n_part)
+    if needs_u:
+        u = _columns_of_chunk(similarities, scale, target, rows, columns, sizes)
     passes, tile = (statistics, gradient), (size, width)
     _chunk_kernel[n_parts * n_blocks](
         similarities, scale, target, rows, columns, outputs, sizes, options.share, passes, tile, num_warps=warps
@@ -300,9 +334,24 @@ def _compute_chunk_(
         None if outputs.z is None else outputs.z.logsumexp(0),
         None if outputs.largest is None else outputs.largest.amax(0),
         outputs.positive,
-        None if outputs.u is None else outputs.u.logsumexp(0),
+        u,
         None if outputs.dscale is None else outputs.dscale.sum(),
     )
+
+
+def _columns_of_chunk(
+    logits: StridedRows, scale: Tensor, target: Tensor, rows: SimilaritySide, columns: SimilaritySide, sizes: _Sizes
+) -> Tensor:
+    """Returns the part of u of a chunk of similarities, (N,)."""
+    height, width, warps = _OF_COLUMNS
+    n_blocks = cdiv(sizes.n_cols, width)
+    n_parts = cdiv(8 * multiprocessors(scale), n_blocks)
+    n_part = height * max(4, cdiv(sizes.n_rows, height * n_parts))
+    n_parts = cdiv(sizes.n_rows, n_part)
+    u = scale.new_empty((n_parts, sizes.n_cols))
+    sizes, tile = sizes._replace(n_part=n_part), (height, width)
+    _columns_kernel[n_parts * n_blocks](logits, scale, target, rows, columns, u, sizes, tile, num_warps=warps)
+    return u.logsumexp(0)
 
 
 def _compute_chunk_in_torch_(

@@ -40,6 +40,15 @@ def test_cosine_similarities_equal_the_matrix_form(options: dict[str, Any]) -> N
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
+def test_softmaxes_over_columns_of_many_rows() -> None:
+    """Several programs share the rows of a column, and the columns."""
+    inputs = embeddings(300, negatives=None)
+    options = {**SOFTMAXES[1], "margin": 0.3}
+    found = gradients(contrastive_loss(*inputs, temperature=0.2, **options).loss, *inputs)
+    expected = gradients(contrastive.reference(*inputs, temperature=0.2, **options), *inputs)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+
+
 def test_clip_and_infonce_in_two_lines_each() -> None:
     """The losses that everyone knows, written as their papers do."""
     queries, positives, negatives = embeddings(7)
