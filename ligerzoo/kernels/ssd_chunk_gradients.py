@@ -37,6 +37,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.chunk_tiles import (
     Launch,
+    Span,
     by_token,
     chunk_count,
     chunk_span,
@@ -123,6 +124,12 @@ def _load_products(rule, span, row, rows, columns, mask, CHUNK: tl.constexpr):
     return tl.load(ptrs, mask=mask & (span.start + rows < span.end), other=0.0)
 
 
+@jit
+def _tokens_where(span, mask):
+    """The span's tokens for which the mask holds, so that others are not loaded."""
+    return Span(span.batch, span.start, span.end, span.rows, span.tokens, span.mask & mask)
+
+
 @kernel
 def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE: tl.constexpr):
     CHUNK: tl.constexpr = TILE[0]
@@ -139,7 +146,7 @@ def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
-        has_state = continues(rule, batch, own.start)
+        earlier, has_state = _tokens_where(whole, rows < first_row + ROWS), continues(rule, batch, own.start)
         c = load_tile(rule.c, own, key_head, features, rule.key_dim)
         # The diagonal has no part in dg: its terms of c and of b would cancel but for rounding.
         of_row, of_column, row = own_rows[:, None], rows[None, :], batch * n_groups + key_head
@@ -154,7 +161,7 @@ def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE
             for block in tl.static_range(BLOCKS):
                 values = block * VALUES + tl.arange(0, VALUES)
                 dout_tile = load_tile(dout, own, head, values, rule.value_dim).to(c.dtype)
-                x = load_columns(rule.x, whole, head, values, rule.value_dim)
+                x = load_columns(rule.x, earlier, head, values, rule.value_dim)
                 state = load_state(states_ptr, rule, slot_of_state, features[None, :], values[:, None], has_state)
                 weight = tl.dot(dout_tile, x, weight, input_precision="ieee")
                 read = tl.dot(dout_tile, state, read, input_precision="ieee")
@@ -171,7 +178,7 @@ def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE
             tl.store(terms.dtotals + row * rule.n_tokens + own.tokens, dtotal, mask=own.mask)
             part = terms.dtotals + ((2 + first_row // ROWS) * terms.n_rows + row) * rule.n_tokens
             tl.store(part + whole.tokens, -tl.sum(pairs, 0), mask=whole.mask)
-        b = load_tile(rule.b, whole, key_head, features, rule.key_dim)
+        b = load_tile(rule.b, earlier, key_head, features, rule.key_dim)
         rounded = weights.to(b.dtype)
         square = square_ptrs(
             weights_ptr, rule, own, batch * n_columns + column, own_rows[:, None], rows[None, :], CHUNK
@@ -202,7 +209,7 @@ def _key_gradients_kernel(
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
-        has_state = continues(rule, batch, own.start)
+        later, has_state = _tokens_where(whole, rows >= first_row), continues(rule, batch, own.start)
         dslot, has_dstate = slot_of_gradient(rule, own, CHUNK)
         b = load_tile(rule.b, own, key_head, features, rule.key_dim)
         of_row, of_column, row = rows[None, :], own_rows[:, None], batch * n_groups + key_head
@@ -221,7 +228,7 @@ def _key_gradients_kernel(
             kept = tl.zeros((SHARE,), dtype=tl.float32)
             for block in tl.static_range(BLOCKS):
                 values = block * VALUES + tl.arange(0, VALUES)
-                dout_tile = load_tile(dout, whole, head, values, rule.value_dim).to(b.dtype)
+                dout_tile = load_tile(dout, later, head, values, rule.value_dim).to(b.dtype)
                 dstate = load_state(dstates_ptr, rule, slot_of_dstate, features[:, None], values[None, :], has_dstate)
                 x = load_tile(rule.x, own, head, values, rule.value_dim)
                 wide_x = x.to(tl.float32)
@@ -245,7 +252,7 @@ def _key_gradients_kernel(
             tl.store(terms.dtotals + (terms.n_rows + row) * rule.n_tokens + own.tokens, -dwritten, mask=own.mask)
             part = terms.dtotals + ((2 + PARTS + first_row // ROWS) * terms.n_rows + row) * rule.n_tokens
             tl.store(part + own.start, tl.sum(dwritten, 0) + decay_over(last_total) * tl.sum(kept, 0))
-        c = load_tile(rule.c, whole, key_head, features, rule.key_dim)
+        c = load_tile(rule.c, later, key_head, features, rule.key_dim)
         square = square_ptrs(
             weights_ptr, rule, own, batch * n_columns + column, rows[None, :], own_rows[:, None], CHUNK
         )
