@@ -99,9 +99,9 @@ def run_module(
 
 
 def error_in(text: str) -> str:
-    """Returns the first error in what processes print; torchrun's own follow. The end of the text without one."""
+    """Returns the first error in what processes print; torchrun's own follow. Without one, the end of the text."""
     found = re.search(r"(?m)^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|error|Exception): .*)$", text)
-    return (found[1] if found else text.strip())[-300:]
+    return found[1][:300] if found else text.strip()[-300:]
 
 
 def below(pid: int) -> list[int]:

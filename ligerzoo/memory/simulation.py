@@ -316,13 +316,8 @@ def held_memory(
         sharding = sharding_of(model, sizes, keeps_gathered)
         reduced = partial(reduced_bytes, copy_engines=copy_engines)
         embedding = [one for one in model.get_input_embeddings().parameters() if one.requires_grad]
-        last = ShardingGroup(
-            nbytes=0,
-            trained=_nbytes(embedding),
-            numbers=sum(local(one).numel() for one in embedding),
-            count=1,
-            gathers=0,
-        )
+        numbers = sum(local(one).numel() for one in embedding)
+        last = ShardingGroup(nbytes=0, trained=_nbytes(embedding), numbers=numbers, count=1, gathers=0)
         temporaries = max(temporaries, last.trained + reduced(last))  # whole gradients, and a copy that is reduced
         own = sum(group.nbytes // group.count for group in sharding) + _nbytes(model.buffers())
         own += sharding.ends[0].nbytes if model.shares_head else 0  # gathered for the whole step
@@ -456,8 +451,9 @@ def _whole(groups: Sequence[ShardingGroup]) -> ShardingGroup:
 def _gathered_bytes(sharding: Sharding, keeps_gathered: bool, reduced: int) -> int:
     """Returns the bytes of blocks that FSDP2 has gathered at a time, or whose gradients it has not yet scattered."""
     blocks = [_whole(groups).nbytes for groups in sharding.blocks]
-    ahead = (FSDP_BLOCKS - 2) * max(blocks) + reduced
-    return ahead + (sum(blocks) if keeps_gathered else max(blocks))
+    freed = [_whole(groups).nbytes - groups[0].nbytes for groups in sharding.blocks]  # experts, after each use
+    kept = sum(blocks) - sum(freed) + max(freed) if keeps_gathered else max(blocks)
+    return (FSDP_BLOCKS - 2) * max(blocks) + reduced + kept
 
 
 def _hold_head(tracker: Tracker, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -67,6 +67,18 @@ def test_every_architecture_is_predicted(tiny_model: CausalLM) -> None:
         assert not dist.is_initialized()
 
 
+def test_groups_within_blocks_are_freed_after_each_use() -> None:
+    """`keep_gathered` keeps the weights of blocks until backward, but not those of experts that FSDP2 shards apart."""
+    setting = TrainingSetting(gpus=4, mesh="shard=4 expert=2", batch_size=ROWS, seq_length=TOKENS)
+    with divided(build("experts", "meta"), setting.sizes) as one:
+        steps = SimulatedSteps(one, setting, GPURates())
+        freed, kept = (steps.held(setting, keeps_gathered=keeps).gathered for keeps in (False, True))
+        blocks = sharding_of(one.model, setting.sizes).blocks
+    assert len(blocks) == 3
+    assert all(own.of_experts and own.nbytes > block.nbytes for block, own in blocks)
+    assert kept - freed == 2 * blocks[0][0].nbytes
+
+
 def test_divided_layers_share_the_work() -> None:
     alone, _ = predict(build("dense", "meta"), "", gpus=1)
     for sizes in ("shard=1 tensor=2", "shard=1 context=2"):
