@@ -205,7 +205,7 @@ def _key_gradients_kernel(
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     PARTS: tl.constexpr = CHUNK // ROWS
     SHARE: tl.constexpr = KEYS // PARTS
-    own_features = first_row // ROWS * SHARE + tl.arange(0, SHARE)  # of <S, dS'>
+    own_features = (first_row // ROWS * SHARE + tl.arange(0, SHARE))[:, None]  # of <S, dS'>
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
         whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
@@ -241,11 +241,11 @@ def _key_gradients_kernel(
                     own_dout = load_tile(dout, own, head, values, rule.value_dim)
                     dx += tl.load(rule.d + head).to(tl.float32) * own_dout.to(tl.float32)
                 store_tile(by_token(dx_ptr, rule), dx, own, head, values, rule.value_dim)
-                scaled = (wide_x * (decay_after * steps)[:, None]).to(b.dtype)
-                gradient = tl.dot(scaled, tl.trans(dstate), gradient, input_precision="ieee")
-                of_value, of_feature = values[None, :], own_features[:, None]
-                own_state = load_state(states_ptr, rule, slot_of_state, of_feature, of_value, has_state)
-                own_dstate = load_state(dstates_ptr, rule, slot_of_dstate, of_feature, of_value, has_dstate)
+                # Not scaled before: a chain of additions over the products of all heads would be less exact.
+                product = tl.dot(x, tl.trans(dstate), input_precision="ieee")
+                gradient += product * (decay_after * steps)[:, None]
+                own_state = load_state(states_ptr, rule, slot_of_state, own_features, values[None, :], has_state)
+                own_dstate = load_state(dstates_ptr, rule, slot_of_dstate, own_features, values[None, :], has_dstate)
                 kept += tl.sum(own_state.to(tl.float32) * own_dstate.to(tl.float32), 1)
             tl.store(ddt_ptr + gate_offsets(rule, own, head), ddt.to(ddt_ptr.dtype.element_ty), mask=own.mask)
             dwritten *= steps
