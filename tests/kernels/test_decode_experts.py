@@ -94,6 +94,7 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip((*inputs, *routing), before, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, Ungated()], ids=str)
 @pytest.mark.parametrize("dtype", [*ROUNDED_DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7])

@@ -7,7 +7,7 @@ from torch import Tensor
 from ligerzoo.kernels import exact_attention
 from ligerzoo.kernels.exact_attention import exact_attention_with_lse, reference
 from ligerzoo.kernels.fused_attention import TorchAttention
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.machine import HALF_DTYPE, needs_triton, on_gpu_too
@@ -35,7 +35,7 @@ def tensors(batch: int, tokens: int, heads: tuple[int, int], head_dim: int, keys
 
 
 @needs_triton
-@pytest.mark.parametrize("case", covering(OPTIONS), ids=str)
+@pytest.mark.parametrize("case", long_cases(OPTIONS), ids=str)
 def test_every_pair_of_options(case: dict[str, object], device: str) -> None:
     torch.manual_seed(0)
     scale, kind, window, sizes = case.pop("scale"), case.pop("last"), case.pop("window"), case

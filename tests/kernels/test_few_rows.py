@@ -89,7 +89,7 @@ def test_rows_do_not_affect_each_other(rows: int, int8: bool, device: str) -> No
     case = {"dtype": HALF_DTYPE, "rows": (rows,), "features": 300, "bias": False, "strided": False, "int8": int8}
     x, weights, _, scales = inputs(case, [70], device)
     (before,) = linears(x, weights, None, scales, backend="triton")
-    for row in range(0, rows, 7):
+    for row in {0, rows // 2, rows - 1}:
         poisoned = torch.full_like(x, torch.nan)
         poisoned[row] = x[row]
         (after,) = linears(poisoned, weights, None, scales, backend="triton")

@@ -17,7 +17,7 @@ from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers import GatedMLP, projection
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRAOptions
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes
 from tests.kernels.layouts import laid_out, offset, padded, sliced, swapped, transposed
@@ -66,7 +66,7 @@ def applied(
     return apply
 
 
-@pytest.mark.parametrize("options", covering(OPTIONS))
+@pytest.mark.parametrize("options", long_cases(OPTIONS))
 def test_pairs_of_options(options: dict[str, Any], device: str) -> None:
     chosen = dict(options)
     dtype, layout, activation = chosen.pop("dtype"), chosen.pop("layout"), chosen.pop("activation")

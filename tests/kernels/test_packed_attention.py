@@ -52,6 +52,7 @@ def operands(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, d
     return [numbers(rows, tokens, n, head_dim, dtype=DTYPE, device=device) for n in (heads, kv_heads, kv_heads)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lengths, tokens",
     on_gpu_too(

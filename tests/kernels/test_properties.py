@@ -21,7 +21,7 @@ from tests.kernels.accuracy import (
 )
 from tests.kernels.layouts import LAYOUTS, constant, laid_out, offset, repeated_rows, sliced
 from tests.kernels.machine import DTYPES, HALF_DTYPE, ON_GPU
-from tests.kernels.operations import Operation, every_kernel, every_operation
+from tests.kernels.operations import KERNELS, Operation, every_kernel, every_operation
 
 
 def upstream_of(operation: Operation, inputs: list[Tensor]) -> list[Tensor]:
@@ -34,12 +34,22 @@ def test_outputs_and_gradients(operation: Operation, batch: int, dtype: torch.dt
     judge(operation.function, operation.reference, operation.inputs(batch, dtype, device))
 
 
-@every_kernel
+# Only compiled kernels depend on the alignment; what copies `sliced` copies `transposed`, too.
+ON_A_CPU = [layout for layout in LAYOUTS if layout not in (offset, sliced)]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    # Only compiled kernels depend on the alignment; what copies `sliced` copies `transposed`, too.
-    [pytest.param(one, marks=pytest.mark.thorough if one in (offset, sliced) else ()) for one in LAYOUTS],
-    ids=lambda layout: layout.__name__,
+    "operation, layout",
+    [
+        pytest.param(
+            operation,
+            layout,
+            id=f"{operation.name}-{layout.__name__}",
+            marks=() if layout is ON_A_CPU[i % len(ON_A_CPU)] else pytest.mark.thorough,
+        )
+        for i, operation in enumerate(KERNELS)
+        for layout in LAYOUTS
+    ],
 )
 def test_layouts_of_inputs_and_upstream_gradients(
     operation: Operation, layout: Callable[[Tensor], Tensor], device: str
