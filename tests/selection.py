@@ -1,6 +1,7 @@
 """Marks `thorough` the cases that add no new kind to the others of their test. CONTRIBUTING.md has the rules."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -26,19 +27,19 @@ def _strength(item: pytest.Item) -> int:
 
 
 def mark_repeated_checkpoints(items: list[pytest.Item]) -> None:
-    """Marks `thorough` the cases of tiny checkpoints that add no new kind of model to the earlier cases of their test.
+    """Marks `thorough` the cases of tiny checkpoints that add no new kind to the earlier cases of their test.
 
-    Tests marked `every_checkpoint` run for all of them. They show that each gives the right model, with every weight
-    where it belongs. Tests marked `every_layer`, of what layers do with padding, caches, segments and other dtypes, run
-    for those that add a kind of layer.
+    A kind of model. Of tests marked `every_checkpoint`, which show that each gives the right model, also a kind of
+    value in the config, or of files. Of tests marked `every_layer`, of what layers do with padding, caches, segments
+    and other dtypes, a kind of layer.
     """
     if "tests.models.tiny" not in sys.modules:  # which imports transformers
         return
-    from tests.models.kinds import of_layers, of_model, repeated
+    from tests.models.kinds import of_checkpoint, of_layers, of_model, repeated
     from tests.models.tiny import Tiny
 
     cases: dict[str, dict[int, Tiny]] = {}
-    layers: set[str] = set()
+    kinds_of: dict[str, Callable[[Tiny], set[object]]] = {}
     rows: dict[pytest.Item, Tiny] = {}
     for item in items:
         found = [
@@ -46,16 +47,13 @@ def mark_repeated_checkpoints(items: list[pytest.Item]) -> None:
             for value in getattr(getattr(item, "callspec", None), "params", {}).values()
             if isinstance(value, Tiny)
         ]
-        if len(found) == 1 and not item.get_closest_marker("every_checkpoint"):
+        if len(found) == 1:
             rows[item] = found[0]
             test = item.nodeid.partition("[")[0]
             cases.setdefault(test, {})[id(found[0])] = found[0]
-            if item.get_closest_marker("every_layer"):
-                layers.add(test)
-    thorough = {test: {id(row) for row in repeated([*of.values()], of_model)} for test, of in cases.items()}
-    for test in layers:
-        others = [row for row in cases[test].values() if id(row) not in thorough[test]]
-        thorough[test] |= {id(row) for row in repeated(others, of_layers)}
+            markers = {"every_checkpoint": of_checkpoint, "every_layer": of_layers}
+            kinds_of[test] = next((kinds for name, kinds in markers.items() if item.get_closest_marker(name)), of_model)
+    thorough = {test: {id(row) for row in repeated([*of.values()], kinds_of[test])} for test, of in cases.items()}
     for item, row in rows.items():
         if id(row) in thorough[item.nodeid.partition("[")[0]]:
             item.add_marker(pytest.mark.thorough)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.covering import covering, covering_rows, long_cases
-from tests.models.kinds import kinds, of_layers, of_model, repeated
+from tests.models.kinds import kinds, of_checkpoint, of_layers, of_model, repeated
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 from tests.selection import mark_combinations, mark_repeated_checkpoints
@@ -121,7 +121,9 @@ def test_checkpoints_that_add_no_kind_are_thorough() -> None:
 
     every: list[Any] = [Case({"row": row}, pytest.mark.every_checkpoint) for row in CHECKPOINTS]
     mark_repeated_checkpoints(every)
-    assert not any(case.is_thorough for case in every)
+    assert not any(case.is_thorough and not other.is_thorough for case, other in zip(every, cases, strict=True))
+    taken = [row for row, case in zip(CHECKPOINTS, every, strict=True) if not case.is_thorough]
+    assert set().union(*map(of_checkpoint, taken)) == set().union(*map(of_checkpoint, CHECKPOINTS))
 
 
 def test_tests_of_layers_run_for_every_kind_of_layer() -> None:
@@ -137,7 +139,8 @@ def test_a_new_kind_of_value_is_found() -> None:
     one_head = {"num_key_value_heads": 1}
     changes = ({}, {"vocab_size": 300}, one_head, {"rope_theta": 3e4}, {**one_head, "tie_word_embeddings": True})
     rows = [Tiny(str(i), {**llama.config, **changed}) for i, changed in enumerate(changes)]
-    assert list(map(str, repeated(rows, of_model))) == ["1", "3"]
+    assert list(map(str, repeated(rows, of_checkpoint))) == ["1", "3"]
+    assert list(map(str, repeated(rows, of_model))) == ["1", "2", "3"]
     assert list(kinds({"a": [1, 2, 50], "b": {"c": None}}, 40)) == [
         ("a", 1), ("a", "within the text"), ("a", "beyond the text"), ("c", None)
     ]  # fmt: skip

@@ -170,6 +170,7 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         assert got == expected
 
 
+@pytest.mark.every_checkpoint
 @pytest.mark.parametrize("row", CHECKPOINTS, ids=str)
 def test_round_trip(row: Tiny, tmp_path: Path) -> None:
     """A written config.json is read back equally, by us and by transformers."""
@@ -205,6 +206,7 @@ def test_round_trip(row: Tiny, tmp_path: Path) -> None:
     assert {k: rope.get(k) for k in kept} == {k: meant_rope.get(k) for k in kept}
 
 
+@pytest.mark.every_checkpoint
 @pytest.mark.parametrize("row", CHECKPOINTS, ids=str)
 def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
     """Also if a change removes an entry, or the file uses another spelling."""
