@@ -85,6 +85,7 @@ def test_the_loss_of_a_step_is_the_mean_divergence_of_its_trained_tokens(
     assert entry["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.thorough  # a teacher has no state
 def test_a_stopped_run_continues_bit_for_bit(
     checkpoint: Path, teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,6 @@ WAYS: Ways = {"1": ("2",), "2": ("1", "2", "4 replicate=2 shard=2"), "4": ("2",)
 MESHES: Ways = {"2": ("4 tensor=2 shard=2", "4 context=2 shard=2"), "4 tensor=2 shard=2": ("2", "4 tensor=2 shard=2")}
 CASES: list[Any] = [
     ("packing", {"2": ("1", "4 replicate=2 shard=2")}),
-    ("grpo", {"2": ("1",)}),
     pytest.param("packing", MESHES, marks=pytest.mark.slow),
     *(pytest.param(name, WAYS, marks=pytest.mark.slow) for name in ("packing", "dropout", "dpo", "kto", "grpo")),
 ]

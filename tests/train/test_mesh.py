@@ -1,4 +1,4 @@
-"""One mesh of four processes on a CPU: shards and replicas."""
+"""Meshes of two and four processes on a CPU."""
 
 from functools import partial
 from pathlib import Path
@@ -33,14 +33,15 @@ def compare(run: Path, one: Path, steps: int = 0) -> None:
 VARIANT = {"accumulate": 2, "max_steps": 3, "schedule": "constant", "eval_every": 3, "ema": 0.9}
 
 
-def test_meshes_train_as_one_process(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mesh, batch_size", [("replicate=2 tensor=2", 2), pytest.param("replicate=2 shard=2", 1, marks=pytest.mark.slow)]
+)
+def test_meshes_train_as_one_process(checkpoint: Path, data: Path, tmp_path: Path, mesh: str, batch_size: int) -> None:
     variant = {**VARIANT, "eval_data": (str(data),)}
     assert train(options(checkpoint, data, tmp_path / "one", batch_size=4, **variant)) == 0
-    replicas = options(checkpoint, data, tmp_path / "replicas", batch_size=1, mesh="replicate=2 shard=2", **variant)
-    tensor = options(checkpoint, data, tmp_path / "tensor", batch_size=2, mesh="shard=2 tensor=2", **variant)
-    on_all_processes(partial(process.one_and_all, runs=[replicas, tensor]), processes=4)
-    for name in ("replicas", "tensor"):
-        compare(tmp_path / name, tmp_path / "one")
+    run = options(checkpoint, data, tmp_path / "four", batch_size=batch_size, mesh=mesh, **variant)
+    on_all_processes(partial(process.one_and_all, runs=[run]), processes=4)
+    compare(tmp_path / "four", tmp_path / "one")
 
 
 @pytest.mark.slow

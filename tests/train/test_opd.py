@@ -76,7 +76,7 @@ def train(given: dict[str, Any]) -> int:
     "changes",
     [
         {},
-        {"divergence": "jsd", "beta": 0.3, "temperature": 0.9},
+        pytest.param({"divergence": "jsd", "beta": 0.3, "temperature": 0.9}, marks=pytest.mark.thorough),
         pytest.param({"dtype": "float32", "mixed_precision": True}, marks=pytest.mark.thorough),
         pytest.param({"lora_rank": 8, "lora_targets": ("layers", "lm_head"), "lr": 3e-2}, marks=pytest.mark.thorough),
         pytest.param({"divergence": "forward_kl", "activation_checkpointing": True}, marks=pytest.mark.thorough),
@@ -243,7 +243,8 @@ def test_a_run_equals_a_plain_loop(
 # Stopping, and several processes
 
 
-@pytest.mark.parametrize("lora_rank", [None, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # the state is that of GRPO, without rewards
+@pytest.mark.parametrize("lora_rank", [None, 4])
 def test_a_stopped_run_continues_bit_for_bit(
     checkpoint: Path, prompts: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     lora_rank: int | None,

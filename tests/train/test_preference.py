@@ -84,7 +84,7 @@ def test_micro_batches_train_as_one_batch(method: str, model: Path, files: dict[
     "changes",
     [
         pytest.param({"method": "dpo"}, marks=pytest.mark.thorough),
-        {"method": "kto"},
+        pytest.param({"method": "kto"}, marks=pytest.mark.thorough),
         {"method": "dpo", "precompute_reference": True, "lora_rank": 4},
     ],
     ids=str,

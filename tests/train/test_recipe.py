@@ -144,8 +144,7 @@ def test_the_printed_recipe_gives_the_same_weights(
     recipe.write_text(capsys.readouterr().out)
     assert cli.main(arguments(given)) == 0
     expected = weights(tmp_path / "command")
-    script = [str(recipe), "--output", str(tmp_path / "script")]
-    subprocess.run([sys.executable, *script], cwd=tmp_path, env=environment(), check=True, capture_output=True)
+    run_script(recipe, "--output", str(tmp_path / "script"))
     assert weights(tmp_path / "script") == expected
     run_script(recipe, "--output", str(tmp_path / "other"), "--seed", "4")
     assert weights(tmp_path / "other") != expected
