@@ -15,7 +15,7 @@ from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import BUILD, build
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": NO_END}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": NO_END}
 LENGTHS = [7, 12, 9]
 
 

@@ -1,7 +1,8 @@
 """Predictions of steps on a mesh: what processes send and hold, how long it takes, and the mesh that fits."""
 
 import json
-from functools import partial
+import tempfile
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ from ligerzoo.memory.sharding import sharding_of
 from ligerzoo.memory.tracker import CollectiveKind
 from ligerzoo.mesh_sizes import MeshSizes
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
-from tests.memory.traffic_cases import CASES, ROWS, TOKENS, build, measure_all
+from tests.memory.traffic_cases import OTHERS, QUICK, ROWS, TOKENS, build, measure_all
 from tests.parallel.spawning import on_all_processes
 
-NAMES = [f"{kind} {sizes}" for kind, meshes in CASES.items() for sizes in meshes]
 
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    file = tmp_path_factory.mktemp("traffic") / "found.json"
-    on_all_processes(partial(measure_all, file=file), processes=4)
-    found: dict[str, dict[str, float]] = json.loads(file.read_text())
+@cache
+def measured(is_quick: bool) -> dict[str, dict[str, float]]:
+    """Returns what processes send and hold, for each of the cases."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "found.json"
+        on_all_processes(partial(measure_all, file=file, cases=QUICK if is_quick else OTHERS), processes=4)
+        found: dict[str, dict[str, float]] = json.loads(file.read_text())
     return found
 
 
@@ -43,11 +44,10 @@ def predict(model: CausalLM, sizes: str, gpus: int = 4, **rates: Any) -> tuple[M
         return steps.plan(setting, steps.uniform(setting, Recompute.NOTHING)), one.model
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_processes_send_and_hold_what_is_predicted(name: str, measured: dict[str, dict[str, float]]) -> None:
+@pytest.mark.parametrize("kind, sizes", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)])
+def test_processes_send_and_hold_what_is_predicted(kind: str, sizes: str) -> None:
     """Of processes with gloo, which sums gradients in fp32, as NCCL does between hosts of one GPU."""
-    kind, _, sizes = name.partition(" ")
-    found = dict(measured[name])
+    found = dict(measured((kind, sizes) in QUICK)[f"{kind} {sizes}"])
     plan, model = predict(build(kind, "meta"), sizes, gpus_per_host=1)
     weights = sum(group.nbytes // group.count for group in sharding_of(model, plan.setting.sizes))
     assert found.pop("weights") == pytest.approx(weights, rel=0.01)

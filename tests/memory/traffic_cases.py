@@ -30,14 +30,23 @@ SIZES: dict[str, Any] = {
 ROUTED: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 ROWS, TOKENS = 2, 32
 
-CASES = {
-    "dense": ["shard=4", "replicate=2 shard=2", "shard=2 tensor=2", "shard=2 context=2", "context=2 tensor=2"],
-    "tied": ["shard=2 tensor=2"],
-    "adapted": ["replicate=2 tensor=2"],
-    "experts": ["shard=4 expert=2", "shard=2 tensor=2 expert=2", "replicate=2 context=2 expert=2", "tensor=4"],
-    "latent": ["context=2 tensor=2"],
-}
-"""Meshes of four processes for each model."""
+QUICK = [
+    ("dense", "shard=4"),
+    ("dense", "shard=2 context=2"),
+    ("tied", "shard=2 tensor=2"),
+    ("adapted", "replicate=2 tensor=2"),
+    ("experts", "shard=4 expert=2"),
+    ("experts", "replicate=2 context=2 expert=2"),
+    ("latent", "context=2 tensor=2"),
+]
+"""Models and meshes of four processes: another combination of axes in each."""
+OTHERS = [
+    ("dense", "replicate=2 shard=2"),
+    ("dense", "shard=2 tensor=2"),
+    ("dense", "context=2 tensor=2"),
+    ("experts", "shard=2 tensor=2 expert=2"),
+    ("experts", "tensor=4"),
+]
 
 _PARTS = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2, "alltoall_base_": 1}
 """How often a tensor is sent by the processes, but for the part of each, by its collective of torch."""
@@ -131,8 +140,8 @@ def measure(kind: str, sizes: str) -> dict[str, float]:
     return dict(zip(names, (mean / dist.get_world_size()).tolist(), strict=True))
 
 
-def measure_all(rank: int, file: Path) -> None:
+def measure_all(rank: int, file: Path, cases: list[tuple[str, str]]) -> None:
     """Writes what a process sends and holds, for each case, on average."""
-    found = {f"{kind} {sizes}": measure(kind, sizes) for kind, meshes in CASES.items() for sizes in meshes}
+    found = {f"{kind} {sizes}": measure(kind, sizes) for kind, sizes in cases}
     if rank == 0:
         file.write_text(json.dumps(found))
