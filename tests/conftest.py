@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests are collected: what they import stays
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background commands ignore Ctrl-C
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, so each keeps to one
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
