@@ -28,7 +28,7 @@ from ligerzoo.train.data import (
 from ligerzoo.train.data.batches import BatchArguments
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.layouts import parse_columns
-from ligerzoo.train.data.open import open_samples
+from ligerzoo.train.data.open import OpenedData
 from ligerzoo.train.data.read_all import check_samples
 from ligerzoo.train.data.samples import AnySample, Source
 from ligerzoo.train.data.stream import no_samples
@@ -58,6 +58,7 @@ class RunSamples:
         self._tokenizer = tokenizer_of(processor)
         self._columns, self._said = parse_columns(options.map or ()), set[str]()
         self._images_of: dict[str, Callable[[Source], list[object]]] = {}
+        self._opened: dict[tuple[str, ...], OpenedData] = {}
         self._encoding, self._max_steps = options.encoding(model.input_vocab_size), options.max_steps
         self._first_epoch = ReadOrder(seed=options.seed, epochs=1)
         self._order = replace(self._first_epoch, epochs=None if options.max_steps else options.epochs or 1)
@@ -68,7 +69,9 @@ class RunSamples:
         Raises:
             DataError: A file is missing, or its records are of a kind that the method does not train.
         """
-        stream = open_samples(paths, self._kind, self._processor, self._encoding, order, columns=self._columns)
+        if paths not in self._opened:
+            self._opened[paths] = OpenedData(paths, self._kind, self._processor, self._encoding, columns=self._columns)
+        stream = self._opened[paths].samples(order)
         for note in stream.notes:
             if note not in self._said:
                 self._said.add(note)

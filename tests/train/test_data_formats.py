@@ -163,7 +163,11 @@ def _scanned(separators: Separators, data: bytes, size: int) -> list[int]:
     found: list[int] = []
     state = 0
     for first in range(0, len(data), size):
-        ends, state = separators.scan(np.frombuffer(data[first : first + size], np.uint8), state)
+        piece, before = np.frombuffer(data[first : first + size], np.uint8), state
+        ends, state = separators.scan(piece, before)
+        assert separators.state_after(piece, before) == state
+        is_end = len(ends) > 0 and ends[-1] == len(piece) - 1 and piece[-1] == separators.byte
+        assert (state == 0 and piece[-1] == separators.byte) == is_end
         found += (ends + first).tolist()
     return found
 

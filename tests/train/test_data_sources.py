@@ -13,6 +13,8 @@ from ligerzoo import cli
 from ligerzoo.errors import DataError
 from ligerzoo.train.data import PackedBatches, check_data, open_data
 from ligerzoo.train.data.layouts import parse_columns
+from ligerzoo.train.data.text_files import TextReader
+from ligerzoo.train.data.text_formats import OpenFormat
 from tests.train.data_helpers import chat, tokenizer, write_lines
 from tests.train.tiny_run import arguments, options, train, write_checkpoint
 
@@ -252,6 +254,24 @@ def test_mixtures_continue_at_every_batch(sources: tuple[str, str], shuffle: boo
     changed = sources[0], sources[1].replace("0.3", "0.4")
     with pytest.raises(DataError, match="weights: the data has changed"):
         mixed(changed).load_state_dict(mixed(sources).state_dict())
+
+
+def test_a_run_opens_its_data_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CSV and JSON arrays are scanned to their end when they are opened."""
+    records = [{"prompt": f"{i}:", "completion": "b"} for i in range(20)]
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    write_lines(tmp_path / "b.jsonl", records[:3])
+    opened: list[str] = []
+    open_file = TextReader._opened
+
+    def counted(self: TextReader, path: Path, open_format: OpenFormat) -> Any:
+        opened.append(path.name)
+        return open_file(self, path, open_format)
+
+    monkeypatch.setattr(TextReader, "_opened", counted)
+    given = options(write_checkpoint(tmp_path / "model"), tmp_path / "a.json", tmp_path / "run", eval_every=1)
+    assert train({**given, "max_steps": None, "epochs": 1, "eval_data": (str(tmp_path / "b.jsonl"),)}) == 0
+    assert sorted(opened) == ["a.json", "b.jsonl"]
 
 
 def test_data_that_is_listed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

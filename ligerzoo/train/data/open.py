@@ -15,7 +15,7 @@ from ligerzoo.train.data.samples import Source, naming
 from ligerzoo.train.data.sources import Paths, ReadOptions, TextUnit, open_readers, open_sources
 from ligerzoo.train.data.stream import Order, SampleStream
 from ligerzoo.train.data_options import EncodingOptions, ReadOrder, TooLong, TrainAnswers, check_data_option
-from ligerzoo.vision.processor import Processor
+from ligerzoo.vision.processor import Processor, tokenizer_of
 
 
 def open_data(
@@ -99,48 +99,60 @@ def open_data(
         document_prompt=document_prompt,
     )
     order = ReadOrder(seed=seed, shuffle=shuffle, epochs=epochs)
-    return open_samples(
-        data, kind, tokenizer, encoding, order, columns=columns or {}, workers=workers, text_unit=text_unit
-    )
+    opened = OpenedData(data, kind, tokenizer, encoding, columns=columns or {}, text_unit=text_unit)
+    return opened.samples(order, workers)
 
 
-def open_samples(
-    data: object,
-    kind: Kind | Literal["auto"],
-    tokenizer: Tokenizer | Processor,
-    encoding: EncodingOptions,
-    order: ReadOrder,
-    *,
-    columns: Mapping[str, str],
-    workers: int = 1,
-    text_unit: TextUnit = "file",
-) -> SampleStream:
-    """Opens training data as a stream of samples, see `open_data`."""
-    check_data_option("kind", kind, one_of(("auto", *KINDS)))
-    check_data_option("text_unit", text_unit, one_of(get_args(TextUnit)))
-    check_data_option("workers", workers, AT_LEAST_1)
-    processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
-    ids = len(tokenizer) if encoding.embedding_rows is None else min(len(tokenizer), encoding.embedding_rows)
-    has_template = bool(encoding.chat_template or tokenizer.chat_templates)
-    sources = open_sources(data, kind, ReadOptions(encoding.seq_length, ids, text_unit, columns, has_template))
-    records = Order(sources, order)
-    if all(source.holds == "tokens" for source in sources):
-        return SampleStream(records, encode_tokens, identity={"seq_length": encoding.seq_length}, workers=workers)
-    encoder = SampleEncoder(records.kind, tokenizer, encoding, None if processor is None else ImageEncoder(processor))
+class OpenedData:
+    """Data that is opened once, for any number of streams of samples; see `open_data`.
 
-    def images_of_record(source: Source) -> list[object]:
-        record = next(one for one in sources if source.name in one.names).read_again(source)
-        with naming(source):
-            found = record.fields()
-            return [] if found is None else encoder.images_of(found)
+    Args:
+        encoding: how records become samples.
+        data, kind, tokenizer, columns, text_unit: see `open_data`.
+    """
 
-    return SampleStream(
-        records,
-        encoder.encode,
-        identity=encoding.identity,
-        workers=workers,
-        images=None if processor is None else SampleImages(processor, images_of_record),
-    )
+    def __init__(
+        self,
+        data: object,
+        kind: Kind | Literal["auto"],
+        tokenizer: Tokenizer | Processor,
+        encoding: EncodingOptions,
+        *,
+        columns: Mapping[str, str],
+        text_unit: TextUnit = "file",
+    ) -> None:
+        check_data_option("kind", kind, one_of(("auto", *KINDS)))
+        check_data_option("text_unit", text_unit, one_of(get_args(TextUnit)))
+        self._processor = tokenizer if isinstance(tokenizer, Processor) else None
+        self._tokenizer, self._encoding = tokenizer_of(tokenizer), encoding
+        tokens = len(self._tokenizer)
+        ids = tokens if encoding.embedding_rows is None else min(tokens, encoding.embedding_rows)
+        has_template = bool(encoding.chat_template or self._tokenizer.chat_templates)
+        options = ReadOptions(encoding.seq_length, ids, text_unit, columns, has_template)
+        self._sources = open_sources(data, kind, options)
+
+    def samples(self, order: ReadOrder, workers: int = 1) -> SampleStream:
+        """Returns a stream of the samples, from the first one on."""
+        check_data_option("workers", workers, AT_LEAST_1)
+        records, processor, encoding = Order(self._sources, order), self._processor, self._encoding
+        if all(source.holds == "tokens" for source in self._sources):
+            return SampleStream(records, encode_tokens, identity={"seq_length": encoding.seq_length}, workers=workers)
+        images = None if processor is None else ImageEncoder(processor)
+        encoder = SampleEncoder(records.kind, self._tokenizer, encoding, images)
+
+        def images_of_record(source: Source) -> list[object]:
+            record = next(one for one in self._sources if source.name in one.names).read_again(source)
+            with naming(source):
+                found = record.fields()
+                return [] if found is None else encoder.images_of(found)
+
+        return SampleStream(
+            records,
+            encoder.encode,
+            identity=encoding.identity,
+            workers=workers,
+            images=None if processor is None else SampleImages(processor, images_of_record),
+        )
 
 
 def check_files(data: object) -> None:

@@ -7,6 +7,7 @@ the rows of groups that are shuffled together are read at random, and the memory
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class ParquetReader(RecordReader):
         self.blocks_per_pool = max(1, _POOL * len(sizes) // max(1, sum(sizes)))
         self.identity = {"files": list(map(identify, files)), "blocks": [self.num_blocks, self.blocks_per_pool]}
         self._decoded: OrderedDict[int, _Batches] = OrderedDict()
+        self._lock = threading.Lock()
         if not counts:
             raise DataError("the file has no rows", where=files[0])
 
@@ -104,13 +106,14 @@ class ParquetReader(RecordReader):
 
     def _table(self, block: int) -> _Batches:
         """Returns the batches of a row group, and the first row of each. Those of a pool are kept."""
-        found = self._decoded.pop(block, None)
-        if found is None:
-            if len(self._decoded) > self.blocks_per_pool:
-                self._decoded.popitem(last=False)
-            found = self._decode(block)
-        self._decoded[block] = found
-        return found
+        with self._lock:  # of training and evaluation on the same data, and of threads that read images
+            found = self._decoded.pop(block, None)
+            if found is None:
+                if len(self._decoded) > self.blocks_per_pool:
+                    self._decoded.popitem(last=False)
+                found = self._decode(block)
+            self._decoded[block] = found
+            return found
 
     def _decode(self, block: int) -> _Batches:
         arrow = self._arrow

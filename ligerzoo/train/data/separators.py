@@ -24,13 +24,19 @@ class Separators(ABC):
 
     Attributes:
         has_states: whether there are other states.
+        byte: a separator is this byte. After one, the state is 0.
     """
 
     has_states = True
+    byte = _NEWLINE
 
     @abstractmethod
     def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
         """Returns the indices of the separators in a piece, and the state after it."""
+
+    def state_after(self, data: Bytes, state: int) -> int:
+        """Returns the state after a piece alone."""
+        return self.scan(data, state)[1]
 
 
 class LineEnds(Separators):
@@ -101,6 +107,7 @@ _IS_STRUCTURE = bytes(byte in b'"\\[]{},' for byte in range(256))
 _STEPS = np.zeros(256, np.int8)
 _STEPS[[*b"[{"]], _STEPS[[*b"]}"]] = 1, -1
 _IN_STRING, _ESCAPED, _PER_LEVEL = 1, 2, 4
+_NO_QUOTES_OR_BRACKETS = bytes(byte for byte in range(256) if byte not in b'"[]{}')
 
 
 class ArrayItems(Separators):
@@ -108,6 +115,8 @@ class ArrayItems(Separators):
 
     The state: whether the text is in a string, whether a backslash escapes the next byte, and 4 for each level.
     """
+
+    byte = _COMMA
 
     def scan(self, data: Bytes, state: int) -> tuple[Positions, int]:
         """Returns the indices of the commas between items, and of a bracket that ends the array."""
@@ -124,6 +133,26 @@ class ArrayItems(Separators):
         escapes_next = positions[-1] == len(data) - 1 and escapes[-1]
         after = _PER_LEVEL * int(levels[-1]) + _IN_STRING * (not outside[-1]) + _ESCAPED * bool(escapes_next)
         return positions[ends], after
+
+    def state_after(self, data: Bytes, state: int) -> int:
+        """Returns the state after a piece: from its quotes and brackets alone, which are few."""
+        if not len(data):
+            return state
+        backslashes, is_escaped = np.flatnonzero(data == _BACKSLASH), bool(state & _ESCAPED)
+        escaped = np.arange(int(is_escaped))
+        if len(backslashes):
+            escapes, _ = _escapes(backslashes, np.ones(len(backslashes), bool), is_escaped)
+            escaped = np.append(escaped, backslashes[escapes] + 1)
+        is_escaped = len(escaped) > 0 and bool(escaped[-1] == len(data))
+        escaped = escaped[: len(escaped) - is_escaped]
+        if len(quotes := escaped[data[escaped] == _QUOTE]):
+            data = data.copy()
+            data[quotes] = _COMMA
+        kept = np.frombuffer(data.tobytes().translate(None, _NO_QUOTES_OR_BRACKETS), np.uint8)
+        strings = (np.cumsum(kept == _QUOTE, dtype=np.uint8) + (state & _IN_STRING)) % 2  # 1 within strings
+        level = state // _PER_LEVEL + int(_STEPS[kept[strings == 0]].sum(dtype=np.int64))
+        in_string = int(strings[-1]) if len(kept) else state & _IN_STRING
+        return _PER_LEVEL * level + in_string + _ESCAPED * is_escaped
 
 
 Flags = NDArray[np.bool_]

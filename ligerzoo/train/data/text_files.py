@@ -7,6 +7,7 @@ do not end at every line end, the file is scanned once for the state at the begi
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from ligerzoo.errors import DataError
 from ligerzoo.train.data.records import Holds, Record, RecordReader, file_hash, suffix_of
 from ligerzoo.train.data.samples import Source
-from ligerzoo.train.data.separators import Positions
+from ligerzoo.train.data.separators import Bytes, Positions
 from ligerzoo.train.data.text_formats import MAX_RECORD, OpenFormat, TextFormat
 
 _MAX_OPEN = 64
@@ -96,23 +97,29 @@ class TextReader(RecordReader):
             return file
         states, begins = [0], set[int]()
         for block, start in enumerate(range(0, size, self._block_size)):
-            ends, state = self._scan(file, start, start + self._block_size, states[block])
-            states.append(state)
-            if len(ends) and ends[-1] == start + self._block_size - 1:
+            data = self._bytes(file, start, start + self._block_size)
+            states.append(found.separators.state_after(data, states[block]))
+            is_whole = start + self._block_size <= last
+            if is_whole and states[-1] == 0 and len(data) and data[-1] == found.separators.byte:
                 begins.add(block + 1)
         return file._replace(states=states, begins=begins)
 
     def _scan(self, file: _File, first: int, last: int, state: int) -> tuple[Positions, int]:
         """Returns the separators in a range of a file, between its first and last record, and the state after it."""
-        first, last = max(first, file.format.first), min(last, file.last)
-        if first >= last:
+        data = self._bytes(file, first, last)
+        if not len(data):
             return np.empty(0, np.int64), state
-        data = np.frombuffer(self._open.read(file.name, first, last - first), np.uint8)
+        ends, state = file.format.separators.scan(data, state)
+        return ends + max(first, file.format.first), state
+
+    def _bytes(self, file: _File, first: int, last: int) -> Bytes:
+        """Returns a range of a file, between its first and last record."""
+        first, last = max(first, file.format.first), min(last, file.last)
+        data = np.frombuffer(self._open.read(file.name, first, max(0, last - first)), np.uint8)
         if len(data) < last - first:
             got = f"{first + len(data)} bytes"
             raise DataError("the file became shorter while it was read", where=file.name, got=got)
-        ends, state = file.format.separators.scan(data, state)
-        return ends + first, state
+        return data
 
     def locate(self, block: int) -> NDArray[np.int64]:
         """Returns (n, 3): file, first byte, and byte after the last one of each record, without its separator."""
@@ -169,13 +176,18 @@ class TextReader(RecordReader):
 
 
 class _OpenFiles:
-    """Reads ranges of files and keeps the last ones open."""
+    """Reads ranges of files and keeps the last ones open, for several threads."""
 
     def __init__(self) -> None:
         self._descriptors: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Returns up to `size` bytes; fewer at the end of the file only."""
+        with self._lock:
+            return self._read(name, offset, size)
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
         descriptor = self._descriptors.pop(name, None)
         if descriptor is None:
             try:
