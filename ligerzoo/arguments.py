@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
         """Returns what to do about an option that does not exist."""
         accepted = [flag for flag in self._option_string_actions if flag.startswith("--")]
         positional = [str(one.metavar) for one in self._actions if not one.option_strings]
+        if (name := flag.lstrip("-").upper()) in positional:
+            return f"Give {name} without a flag."
         ours = our_flag(flag, [*accepted, *positional])
         meant = f"Did you mean {ours!r}?" if ours else self.other_hint(flag) or did_you_mean(flag, accepted)
         return meant or f"`{self.prog} --help` lists the options."
@@ -131,8 +133,8 @@ def in_flags(error: LigerzooError, flags: Mapping[str, str]) -> LigerzooError:
         return error
     one = "|".join(sorted(map(re.escape, flags), key=len, reverse=True)) or "(?!)"
     option = re.compile(rf"\b(?:options?|argument) ((?:{one})(?:(?:, | and )(?:{one}))*)(?![\w.(])")
-    value = re.compile(rf"(?<![\w.'\"-])({one})=(['\"]?)([\w.+-]+)\2")
-    name = re.compile(rf"(?<![\w.'\"-])({one})=|(?<![\w./'\"-])([a-z]+(?:_[a-z]+)+)(?![\w./'\":])")
+    value = re.compile(rf"(?<!--map )(?<![\w.'\"-])({one})=(['\"]?)([\w.+-]+)\2")
+    name = re.compile(rf"(?<!--map )(?<![\w.'\"-])({one})=|(?<![\w./'\"-])([a-z]+(?:_[a-z]+)+)(?![\w./'\":])")
 
     def words(part: object) -> object:
         if part is None:

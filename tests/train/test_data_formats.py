@@ -276,6 +276,14 @@ def test_cells_of_csv_are_json_where_fields_are_lists(tmp_path: Path) -> None:
     assert "c.csv:3: margin: " in report.problems[0]
 
 
+def test_tables_of_other_programs(tmp_path: Path) -> None:
+    """With the index that pandas writes, and blanks around the names of columns."""
+    expected = ids(open_data([{"text": "yes"}], "auto", tokenizer(), seq_length=64, epochs=1))
+    for content in (",text\n0,yes\n", "id, text\n0,yes\n", 'text ,"id"\r\nyes,1\r\n'):
+        (tmp_path / "a.csv").write_text(content)
+        assert ids(open_data(tmp_path / "a.csv", "auto", tokenizer(), seq_length=64, epochs=1)) == expected, content
+
+
 def test_splits_of_saved_datasets(tmp_path: Path) -> None:
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "yes"}])})
     splits.save_to_disk(tmp_path / "saved")

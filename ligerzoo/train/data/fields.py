@@ -154,11 +154,33 @@ def record_kind(record: Fields, chosen: Collection[str] = ()) -> Kind:
         raise null_field(null[0], present)
     if found is not None:
         return found
-    near = (did_you_mean(name, required) for name in record if name not in required)
-    remedy = next(filter(None, near), None) or "Say which columns they are, such as --map prompt=question."
     expected = "; or ".join(" and ".join(names.required) for names in FIELDS.values())
-    got = f"fields {first_names([*present])}"
+    got, remedy = f"fields {first_names([*present])}" if present else "no fields", _remedy(present)
     raise DataError("not a record of a known kind", got=got, expected=expected, remedy=remedy)
+
+
+def _remedy(present: Fields) -> str:
+    """Returns what to do about a record of no known kind: which columns of it may be our fields."""
+    lower = {name.lower(): name for name in present}
+    required = dict.fromkeys(name for names in FIELDS.values() for name in names.required)
+    texts = [name for name, value in present.items() if is_text(value)]
+    for name, items in present.items():
+        match items:
+            case [{"role": _}, *_]:
+                return f"Say that it is a conversation: --map messages={name}."
+            case [{"from": _}, *_]:
+                return f"Say that it is a conversation: --map conversations={name}."
+            case [{}, *_]:
+                return f"If {name!r} are the records, write this list to a file."
+    for names in FIELDS.values():
+        if all(name in lower for name in names.required):
+            pairs = " ".join(f"{name}={lower[name]}" for name in names.required)
+            return f"Say which columns they are: --map {pairs}."
+    near = (did_you_mean(name, required) for name in present if name not in required)
+    if (found := next(filter(None, near), None)) is not None:
+        return found
+    columns = f"prompt={texts[0]} completion={texts[1]}" if len(texts) == 2 else "prompt=question"
+    return f"Say which columns they are, such as --map {columns}."
 
 
 def refuse_two_kinds(record: Fields, chosen: Collection[str] = ()) -> None:

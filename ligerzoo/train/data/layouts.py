@@ -190,8 +190,8 @@ def _text(record: Fields, name: str) -> str:
     if name in record and record[name] is None:
         raise null_field(name, record)
     if name not in record:
-        got = f"fields {first_names([*record])}"
-        raise DataError(f"the field {name!r} is missing", got=got, remedy=did_you_mean(name, record))
+        got, say = f"fields {first_names([*record])}", f"Say which column it is: --map {name}=COLUMN."
+        raise DataError(f"the field {name!r} is missing", got=got, remedy=did_you_mean(name, record) or say)
     return text_field(record, name)
 
 

@@ -133,10 +133,10 @@ def open_csv(read: ReadBytes, size: int, name: str, delimiter: str | None = None
     ends, _ = rows.scan(np.frombuffer(header, np.uint8), 0)
     end = int(ends[0]) if len(ends) else len(header)
     with naming(f"{name}:1"):
-        columns = _cells(header[:end], delimiter)
+        columns = [name.strip() for name in _cells(header[:end], delimiter)]
         if len(ends) == 0 and len(header) == _HEADER:
             raise DataError("the first row is too long", got=f"more than {_HEADER} bytes", expected="names of columns")
-        if not all(column.strip() for column in columns) or len({*columns}) < len(columns):
+        if columns == [""] or not all(columns[1:]) or len({*columns}) < len(columns):  # pandas names no index
             expected = "a name for each column in the first row, each another one"
             raise DataError("not the names of columns", got=first_names(columns), expected=expected)
     return TextFormat(rows, partial(_parse_row, columns, delimiter), min(first + end + 1, size), _QUOTED)
@@ -168,5 +168,6 @@ def _cells(data: bytes, delimiter: str) -> list[str]:
     try:
         return next(csv.reader([text], delimiter=delimiter, strict=True))
     except csv.Error as error:
+        what = "a carriage return outside of quotes" if str(error).startswith("new-line character") else error
         remedy = "A cell that contains quotes, delimiters or line ends is within quotes, and its quotes are doubled."
-        raise DataError(f"malformed CSV: {error}", got=quote(text), remedy=remedy) from error
+        raise DataError(f"malformed CSV: {what}", got=quote(text), remedy=remedy) from error
