@@ -134,7 +134,7 @@ def in_flags(error: LigerzooError, flags: Mapping[str, str]) -> LigerzooError:
     one = "|".join(sorted(map(re.escape, flags), key=len, reverse=True)) or "(?!)"
     option = re.compile(rf"\b(?:options?|argument) ((?:{one})(?:(?:, | and )(?:{one}))*)(?![\w.(])")
     value = re.compile(rf"(?<!--map )(?<![\w.'\"-])({one})=(['\"]?)([\w.+-]+)\2")
-    name = re.compile(rf"(?<!--map )(?<![\w.'\"-])({one})=|(?<![\w./'\"-])([a-z]+(?:_[a-z]+)+)(?![\w./'\":])")
+    name = re.compile(rf"(?<!--map )(?<![\w.'\"-])({one})=|(?<![\w./'\"-])([a-z]+(?:_[a-z]+)+)(?![\w/'\":]|\.\w)")
 
     def words(part: object) -> object:
         if part is None:

@@ -35,7 +35,9 @@ class PairEncoder:
         if options.too_long == "drop":
             return []
         what, expected = "a text is too long", f"at most {options.seq_length} (seq_length)"
-        raise DataError(what, got=f"{longest} tokens", expected=expected, remedy='Pass too_long="truncate" or "drop".')
+        raise DataError(
+            what, got=f"{longest} tokens", expected=expected, remedy='Pass too_long="truncate" or too_long="drop".'
+        )
 
     def _tokens(self, text: str, source: Source) -> Sample:
         cut = self._options.too_long == "truncate"

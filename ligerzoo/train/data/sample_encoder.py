@@ -217,7 +217,7 @@ class SampleEncoder:
         else:
             together = ", chosen and rejected sequence together" if self._kind == "preference" else ""
             expected = f"at most {most} (seq_length){together}"
-            remedy = 'Pass a larger seq_length, or too_long="truncate" or "drop".'
+            remedy = 'Pass a larger seq_length, or too_long="truncate" or too_long="drop".'
         raise DataError("the sample is too long", got=f"{length} tokens", expected=expected, remedy=remedy)
 
     def _check_tokens(self, samples: Sequence[AnySample]) -> None:
