@@ -1,7 +1,7 @@
 """Training on one, two, four and more GPUs of a host: tokens per second of a GPU, and what was predicted.
 
     python -m benchmarks.mesh_scaling                     # all GPUs of the machine; about 8 minutes on four
-    python -m benchmarks.mesh_scaling --only dense large --seconds 200
+    python -m benchmarks.mesh_scaling --only experts large --providers ligerzoo --profile
     python -m benchmarks.mesh_scaling --tiny --gpus 4 --out tiny.json     # four processes on a CPU
 
 The cases, by importance:
@@ -53,7 +53,7 @@ from benchmarks.measure import save_result
 from benchmarks.mesh_models import MODELS, build
 from benchmarks.meshes import OURS, PEER, TINY, TINY_EXPERTS, earlier_rows
 from benchmarks.processes import Json, run_module
-from benchmarks.sharded_training import LLAMA_8B, Training, Variant, liger
+from benchmarks.sharded_training import LLAMA_8B, Training, Variant, liger, without_profiles
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.memory import Recompute, TrainingSetting, plan_training
@@ -178,8 +178,9 @@ def work(task: Json) -> None:
     torch.set_num_threads(1 if tiny else 8)
     try:
         processes = start_processes(sharded_training.DEVICE)
-        device = processes.device
-        for row in ours(case, task["plan"], tiny, device) if case.provider == OURS else theirs(case, tiny, device):
+        plan, device = task["plan"], processes.device
+        is_ours = case.provider == OURS
+        for row in ours(case, plan, tiny, device, task["trace"]) if is_ours else theirs(case, tiny, device):
             if processes.is_main:
                 print(json.dumps(row), flush=True)
     except BaseException:
@@ -188,8 +189,8 @@ def work(task: Json) -> None:
     stop_processes()
 
 
-def ours(case: Case, plan: Json, tiny: bool, device: torch.device) -> Iterator[Json]:
-    """Trains as planned."""
+def ours(case: Case, plan: Json, tiny: bool, device: torch.device, trace: str | None) -> Iterator[Json]:
+    """Trains as planned, and profiles a step if its trace has a path."""
     torch.manual_seed(0)
     model = build(shape_of(case, tiny), dtype_of(tiny), "meta" if case.gpus > 1 else device)
     if case.method == "lora":
@@ -201,7 +202,9 @@ def ours(case: Case, plan: Json, tiny: bool, device: torch.device) -> Iterator[J
     if plan["keeps_gathered"]:
         keep_gathered(model)
     optimizer = make_optimizer(model, "adamw", lr=1e-5, stochastic_rounding=trains_bfloat16(model))
-    yield measured(case, training_of(case, model, optimizer), tiny)
+    training = training_of(case, model, optimizer)
+    row = measured(case, training, tiny)
+    yield row if trace is None else {**row, "profile": training.profile(Path(trace))}
 
 
 def theirs(case: Case, tiny: bool, device: torch.device) -> Iterator[Json]:
@@ -227,7 +230,7 @@ def training_of(case: Case, model: Any, optimizer: torch.optim.Optimizer | None 
 def measured(case: Case, training: Training, tiny: bool) -> Json:
     clean_up()
     ms = training.milliseconds(case.steps, warmup=min(2, case.steps))
-    found = {"ms": ms, "tokens_per_s": case.length / case.rows_divided / ms * 1e3}
+    found = {"ms": ms, "host_ms": training.host_ms, "tokens_per_s": case.length / case.rows_divided / ms * 1e3}
     losses = gather_objects(training.loss.item())
     if not all(math.isfinite(loss) for loss in losses):
         raise ValueError(f"losses: got {losses}; expected finite numbers")
@@ -238,7 +241,9 @@ def measured(case: Case, training: Training, tiny: bool) -> Json:
 # In the process that starts them
 
 
-def run_case(case: Case, plan: MeshPlan | str | None, gpus: Sequence[int], limit: float, tiny: bool) -> Json:
+def run_case(
+    case: Case, plan: MeshPlan | str | None, gpus: Sequence[int], limit: float, tiny: bool, trace: str | None
+) -> Json:
     """Runs a case on some GPUs, and returns its row.
 
     Args:
@@ -247,6 +252,7 @@ def run_case(case: Case, plan: MeshPlan | str | None, gpus: Sequence[int], limit
         gpus: their indices.
         limit: seconds.
         tiny: whether models are tiny, on a CPU.
+        trace: path for the trace of one of our steps; None for none.
     """
     if isinstance(plan, str):
         return {**case.facts(), "error": plan}
@@ -256,7 +262,7 @@ def run_case(case: Case, plan: MeshPlan | str | None, gpus: Sequence[int], limit
     if case.name == "killed":
         return {**case.facts(), **killed_run(case.gpus, limit, environment, SMALL if tiny else LARGE)}
     figures = {} if plan is None else predicted_figures(plan)
-    task = {"case": asdict(case), "plan": figures, "tiny": tiny}
+    task = {"case": asdict(case), "plan": figures, "tiny": tiny, "trace": trace}
     command = ["benchmarks.mesh_scaling", "--worker", json.dumps(task)]
     output, failure = run_module(command, case.gpus, limit, environment)
     settings = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -345,6 +351,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use (default: all; 2 processes with --tiny)")
     parser.add_argument("--seconds", type=float, default=470, help="time of the whole run (default: 470)")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try the benchmark")
+    parser.add_argument("--profile", action="store_true", help="also profile a step of ours, next to --out")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/mesh_scaling.json"))
     parser.add_argument("--earlier", type=Path, metavar="FILE", help="results whose rows stay (default: --out)")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
@@ -369,7 +376,9 @@ def main() -> None:
         plans = {case: pool.submit(predict, case, tiny) for case in planned}
 
         def run(case: Case, own: Sequence[int], limit: float) -> Json:
-            return run_case(case, plans[case].result() if case in plans else None, own, limit, tiny)
+            name = f".{case.name}.{case.mesh.replace(' ', '.')}.{case.method}.trace.json.gz"
+            trace = str(arguments.out.with_suffix(name)) if arguments.profile else None
+            return run_case(case, plans[case].result() if case in plans else None, own, limit, tiny, trace)
 
         found = run_all(order, gpus, deadline, run)
         for row in tqdm(found, total=len(order), unit="case"):
@@ -378,7 +387,7 @@ def main() -> None:
                 continue
             rows = [one for one in rows if identity(one) != identity(row)] + [row]
             rows = compared(sorted(rows, key=lambda one: (names.index(one["case"]), one["gpus"], one["method"])))
-            save_result(arguments.out, {"what": __doc__, "rows": rows}, {"rows": rows})
+            save_result(arguments.out, {"what": __doc__, "rows": rows}, {"rows": without_profiles(rows)})
 
 
 if __name__ == "__main__":

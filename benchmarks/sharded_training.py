@@ -150,9 +150,11 @@ class Training:
 
     Attributes:
         loss: of the last step, in this process.
+        host_ms: milliseconds that the host needed for a step of the last block, without waiting for its end.
     """
 
     loss: Tensor
+    host_ms: float
 
     def __init__(
         self, model: nn.Module, length: int, vocab_size: int, optimizer: torch.optim.Optimizer | None = None
@@ -183,6 +185,7 @@ class Training:
         begin = time.perf_counter()
         for _ in range(steps):
             self.step()
+        self.host_ms = (time.perf_counter() - begin) / steps * 1e3
         synchronize(DEVICE)
         return max(gather_objects((time.perf_counter() - begin) / steps * 1e3))  # type: ignore[no-any-return]
 
@@ -301,7 +304,9 @@ def described(variant: Variant) -> dict[str, str]:
 
 
 def without_profiles(value: Any) -> Any:
-    """Returns nested dicts without their entries "profile"."""
+    """Returns nested lists and dicts without entries "profile"."""
+    if isinstance(value, list):
+        return [without_profiles(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     return {key: without_profiles(entry) for key, entry in value.items() if key != "profile"}
