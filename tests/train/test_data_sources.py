@@ -51,6 +51,22 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         samples([{"question": "a", "answer": "b"}], columns={"prompt": "qestion"})
     with pytest.raises(DataError, match=r"dataset\[1\]: the field 'completion' is missing"):
         samples([{"question": "a", "answer": "b"}, {"question": "a"}], columns=columns)
+    own = {"prompt": "a:", "completion": "b"}
+    for clean in ({"completion": "clen"}, {"prompt": "prompt", "completion": "clen"}, {"margin": "clen"}):
+        with pytest.raises(DataError, match=r"dataset\[0\]: there is no column 'clen', .*Did you mean 'clean'"):
+            samples([{**own, "clean": "c"}], columns=clean)
+    with pytest.raises(DataError, match=r"dataset\[1\]: there is no column 'clean', .*Did you mean 'claen'"):
+        samples([{**own, "clean": "c"}, {**own, "claen": "c"}], columns={"completion": "clean"})
+
+
+def test_a_source_without_the_columns_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\na,b\n")
+    (tmp_path / "b.csv").write_text("prompt,completion,clean\na,b,c\n")
+    data = [f"{tmp_path / name}.csv:0.5" for name in "ab"]
+    stream = open_data(data, "auto", tokenizer(), seq_length=64, columns={"completion": "clean"}, epochs=1)
+    expected = f"{tmp_path / 'a.csv'}: has no column that --map names; read are 'completion'"
+    assert [note for note in stream.notes if "--map" in note] == [expected]
+    assert len({tuple(sample.input_ids) for sample in stream}) == 2
 
 
 BOTH = {"prompt": "a:", "completion": "b", **chat("c", "d")}

@@ -55,24 +55,31 @@ def parse_columns(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_column_names(columns: Mapping[str, str], firsts: Sequence[tuple[Source, Fields]]) -> None:
-    """Raises DataError for a column that no source has, unless the data has our names for all of them.
+    """Raises DataError for a column that no source has.
 
     Args:
         firsts: the first record of each source, and where it is.
     """
     names = list(dict.fromkeys(name for _, fields in firsts for name in fields))
-    missing = {field: column for field, column in columns.items() if column not in names}
-    if missing == columns and all(field in names for field in columns):  # such as data for evaluation
-        return
-    for column in missing.values():
-        if firsts:
-            got, remedy = f"columns {first_names(names)}", did_you_mean(column, names)
-            what = f"there is no column {column!r}, which --map names"
-            raise DataError(what, where=firsts[0][0], got=got, remedy=remedy)
+    missing = [column for column in columns.values() if column not in names]
+    if missing and firsts:
+        raise _no_column(missing[0], names).replaced(where=firsts[0][0])
+
+
+def _no_column(column: str, names: Sequence[str]) -> DataError:
+    what, got = f"there is no column {column!r}, which --map names", f"columns {first_names(names)}"
+    return DataError(what, got=got, remedy=did_you_mean(column, names))
 
 
 def with_our_names(record: Fields, columns: Mapping[str, str]) -> Fields:
-    """Returns a record with the columns by our names."""
+    """Returns a record with the columns by our names.
+
+    Raises:
+        DataError: the record lacks a column, but has a field with our name for it.
+    """
+    for field, column in columns.items():
+        if field in record and column not in record:
+            raise _no_column(column, [*record])
     columns = {field: column for field, column in columns.items() if column in record}
     taken = {*columns, *columns.values()}
     others = {name: value for name, value in record.items() if name not in taken}

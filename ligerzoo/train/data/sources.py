@@ -327,9 +327,11 @@ class DataSource(RecordReader):
         self.notes: list[str] = []
         self._wanted: Kind | Literal["auto"] = kind
         self._layout: RecordLayout | None = None
+        columns = options.columns
+        self._columns = columns if first and {*columns.values()} & first.fields.keys() else {}
         self.kind = self._text_kind() if self.holds != "fields" else self._kind_of_fields(first)
         layout = self._layout and [self._layout.name, options.has_template]
-        changes = {"columns": dict(options.columns), "layout": layout}
+        changes = {"columns": dict(columns), "layout": layout}
         self.identity = {**reader.identity, **{name: value for name, value in changes.items() if value}}
 
     def _text_kind(self) -> Kind:
@@ -346,6 +348,8 @@ class DataSource(RecordReader):
             if self._wanted == "auto":
                 raise DataError("the data has no records", where=self.name)
             return self._wanted
+        if not self._columns and (own := [*filter(first.fields.__contains__, self._options.columns)]):
+            self.notes.append(f"{first.source.name}: has no column that --map names; read are {first_names(own)}")
         with naming(first.source):
             ours = self._ours(first.fields)
             self._layout = layout_of(ours, self._wanted)
@@ -368,11 +372,10 @@ class DataSource(RecordReader):
 
     def _ours(self, fields: Fields) -> Fields:
         """Returns a record with our names of columns."""
-        columns = self._options.columns
         match fields:
             case TextCells():
-                return typed_cells(with_our_names(fields, columns))
-        return with_our_names(fields, columns) if columns else fields
+                return typed_cells(with_our_names(fields, self._columns))
+        return with_our_names(fields, self._columns) if self._columns else fields
 
     def _converted(self, fields: Fields) -> Fields:
         """Returns a record with our fields."""
