@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ligerzoo.arguments import expanded_path
-from ligerzoo.cli.checkpoints import find_preprocessor, new_directory
+from ligerzoo.cli.checkpoints import ModelChoice, find_base_model, find_preprocessor, load_tokenizer, new_directory
 from ligerzoo.cli.options import MODEL_HELP, PATH, Subparsers, add_parser, add_shared
 
 
@@ -56,7 +56,8 @@ examples:
   ligerzoo fuse path/to/base org/adapter my-model --max-shard-size 1GB
 
 The adapter has PEFT's files, adapter_config.json and adapter_model.safetensors. The sums are computed in fp32 and
-rounded once, to the dtype of the base. Also copies the tokenizer and the processor of the base.""",
+rounded once, to the dtype of the base. Also copies the processor of the base, and the tokenizer and the chat template of
+the adapter, or of the base if the adapter has none.""",
     )
     parser.add_argument("base", metavar="BASE", type=PATH, help=MODEL_HELP)
     parser.add_argument("adapter", metavar="ADAPTER", type=PATH, help="directory or hub id of an adapter of PEFT")
@@ -69,9 +70,10 @@ def fuse(options: argparse.Namespace) -> int:
     from ligerzoo.adapters import fuse as fuse_adapter
 
     with new_directory(options.output, "fuse") as target:
-        preprocessor = find_preprocessor(options.base, None)
-        merged = fuse_adapter(options.base, options.adapter, target, max_shard_size=options.max_shard_size)
-        if preprocessor is not None:
-            preprocessor.save_pretrained(target)
+        choice = find_base_model(ModelChoice(options.base, adapter=options.adapter))
+        preprocessors = [find_preprocessor(choice.model, None), load_tokenizer(choice) if choice.tokenizer else None]
+        merged = fuse_adapter(choice.model, str(choice.adapter), target, max_shard_size=options.max_shard_size)
+        for one in filter(None, preprocessors):
+            one.save_pretrained(target)
         print(f"{len(merged)} merged weights")
     return 0

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ligerzoo import AutoModel, adapters, cli
+from ligerzoo import AutoModel, Tokenizer, adapters, cli
 from tests.adapters.models import gemma2, llama, mixtral, phi3, randomize, token_ids
+from tests.train.data_helpers import CHATML, tokenizer
 
 MODELS: dict[str, Any] = {"llama": llama, "mixtral": mixtral, "phi3": phi3, "gemma2": gemma2}
 
@@ -58,6 +59,18 @@ def test_each_weight_is_merged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LoRAExperts, "merged_weight", recording)
     adapters.fuse(tmp_path / "base", tmp_path / "adapter", tmp_path / "fused")
     assert sorted(merged) == ["down_proj"] * 2 + ["gate_up_proj"] * 2
+
+
+def test_the_tokenizer_and_the_template_are_the_adapters(tmp_path: Path) -> None:
+    write("llama", tmp_path, torch.float32)
+    base, adapter = tokenizer(), tokenizer()
+    base.chat_templates["default"], adapter.chat_templates["default"] = CHATML, "{{ messages[0].content }}"
+    base.save_pretrained(tmp_path / "base")
+    paths = [str(tmp_path / part) for part in ("base", "adapter")]
+    for expected, name in ((CHATML, "one"), ("{{ messages[0].content }}", "two")):
+        assert cli.main(["fuse", *paths, str(tmp_path / name)]) == 0
+        assert Tokenizer.from_pretrained(tmp_path / name).chat_templates == {"default": expected}
+        adapter.save_pretrained(tmp_path / "adapter")
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
