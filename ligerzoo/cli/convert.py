@@ -56,8 +56,8 @@ examples:
   ligerzoo fuse path/to/base org/adapter my-model --max-shard-size 1GB
 
 The adapter has PEFT's files, adapter_config.json and adapter_model.safetensors. The sums are computed in fp32 and
-rounded once, to the dtype of the base. Also copies the processor of the base, and the tokenizer and the chat template of
-the adapter, or of the base if the adapter has none.""",
+rounded once, to the dtype of the base. Also copies the processor of the base, and the tokenizer and the chat template
+of the adapter, or of the base if the adapter has none.""",
     )
     parser.add_argument("base", metavar="BASE", type=PATH, help=MODEL_HELP)
     parser.add_argument("adapter", metavar="ADAPTER", type=PATH, help="directory or hub id of an adapter of PEFT")
