@@ -15,14 +15,13 @@ from ligerzoo.entries import is_array
 from ligerzoo.errors import LigerzooError
 from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read, show
 from ligerzoo.text.chat import CHAT_OPTIONS
-from ligerzoo.text.messages import trying_text_arguments, with_parsed_arguments
+from ligerzoo.text.messages import check_message_names, trying_text_arguments, with_parsed_arguments
 from ligerzoo.text.rendered import Rendered
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 
 _SPECIAL_TOKENS = one_of(("text", "control"))._replace(expected='"text" or "control"')
 _MESSAGES = instances("a list of messages", lambda value: is_array(value) and value != [])
-_ROLE = STRING._replace(expected='"system", "user" or "assistant"')
 _CONTENT = instances("a string, or a list of parts", lambda value: is_text(value) or is_array(value))
 _PART = instances(
     '{"type": "text", "text": "..."}',
@@ -147,8 +146,9 @@ class PromptEncoder:
         """Returns the text of a conversation.
 
         Its messages are objects with "role" and "content". The content is a string or a list of parts of type "text",
-        which newlines join; messages of the assistant may have none. The role "developer" is "system" for the template.
-        Arguments of tool calls may be JSON text. Other fields are passed to the template.
+        which newlines join; messages of the assistant with calls may have none. The role "developer" is "system" for
+        the template. Arguments of tool calls may be JSON text. Other fields are passed to the template, see
+        `check_message_names`.
 
         Raises:
             LigerzooError: a message is malformed, the chat template refuses the conversation or does not read a
@@ -211,8 +211,9 @@ def _parts(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
 
 def _message(message: object, where: str) -> Json:
     fields: Fields = checked(message, where, OBJECT)
-    role, content = checked(fields.get("role"), f"{where}.role", _ROLE), fields.get("content")
-    if content is not None or role != "assistant":
+    check_message_names({name: value for name, value in fields.items() if value is not None}, where)
+    role, content = fields["role"], fields.get("content")
+    if content is not None or role != "assistant" or not (fields.get("tool_calls") or fields.get("function_call")):
         content = checked(content, f"{where}.content", _CONTENT)
     if is_array(content):
         parts = (checked(part, f"{where}.content[{i}]", _PART, _NO_IMAGES) for i, part in enumerate(content))

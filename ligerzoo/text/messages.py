@@ -1,10 +1,11 @@
 """The messages of a conversation, in the form that chat templates read."""
 
 import contextlib
+import difflib
 import json
 import reprlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ligerzoo.checks import is_list, is_text
@@ -16,8 +17,12 @@ T = TypeVar("T")
 
 _MEDIA_KEYS = {"image": ("image", "path", "url"), "video": ("video", "path", "url")}
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning. Most templates read the first one, that of gpt-oss the second."""
+
+MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_FIELDS)
 
 _read = Reader(LigerzooError).read
 _ARGUMENTS = OBJECT._replace(expected="a JSON object")
@@ -32,6 +37,30 @@ def checked_objects(values: object, where: str) -> Messages:
     if is_list(values) and all(map(is_object, values)):
         return [dict(value) for value in values]
     raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
+
+
+def check_message_names(message: Mapping[str, object], where: str) -> None:
+    """Checks the role of a message and the names of its fields, which are not None.
+
+    Fields that templates read, such as `documents`, are allowed, unless their name resembles that of a missing field.
+
+    Raises:
+        LigerzooError: the role is missing or unknown, or a field seems to be misspelled.
+    """
+    refuse_misspelled(message, MESSAGE_FIELDS, where)
+    role = message.get("role")
+    if role not in ROLES:
+        remedy = did_you_mean(role, ROLES)
+        got = "no role" if role is None else quote(role)
+        raise LigerzooError("unknown role", where=where, got=got, expected=", ".join(ROLES), remedy=remedy)
+
+
+def refuse_misspelled(fields: Mapping[str, object], accepted: Sequence[str], where: str | None = None) -> None:
+    """Raises LigerzooError for a field whose name resembles that of an accepted one, which is missing."""
+    absent = [name for name in accepted if name not in fields]
+    for name in fields:
+        if name not in accepted and (near := difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)):
+            raise LigerzooError(f"unknown field {quote(name)}", where=where, remedy=f"Did you mean {near[0]!r}?")
 
 
 def normalized_messages(messages: object) -> Messages:

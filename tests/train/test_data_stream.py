@@ -392,7 +392,9 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
             {"messages": [{"role": "usr", "content": "a"}]},
             r"messages\[0\]: unknown role; got 'usr'.*mean 'user'",
         ),
-        ({"messages": [{"rol": "user", "content": "a"}]}, r"messages\[0\] lacks a field.*Did you mean 'rol'"),
+        ({"messages": [{"rol": "user", "content": "a"}]}, r"messages\[0\]: unknown field 'rol'.*Did you mean 'role'"),
+        ({"messages": [{"role": "user", "contnt": "a"}]}, r"messages\[0\]: unknown field 'contnt'.*mean 'content'"),
+        ({"instruction": "a", "ouput": "b"}, "'output' is missing; .*Did you mean 'output' by 'ouput'"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\]: content has a wrong type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

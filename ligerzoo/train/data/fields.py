@@ -16,7 +16,14 @@ from ligerzoo.checks import is_text
 from ligerzoo.entries import BOOLEAN, LIST, NUMBER, OBJECT, STRING, Entries, Reader, is_array, is_object, list_of
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
 from ligerzoo.files.untrusted import RepeatedKeyError, unique_entries
-from ligerzoo.text.messages import REASONING_FIELDS, Messages, normalize_part, with_parsed_arguments
+from ligerzoo.text.messages import (
+    MESSAGE_FIELDS,
+    Messages,
+    check_message_names,
+    normalize_part,
+    refuse_misspelled,
+    with_parsed_arguments,
+)
 from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import naming
 
@@ -50,9 +57,6 @@ _OTHER_NAMES = {"anchor": "query"}
 """Names of sentence-transformers, and ours."""
 
 _NEGATIVE = re.compile(r"negative_(\d+)")
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_FIELDS)
 
 
 _MESSAGES = LIST._replace(expected="a list of messages")
@@ -209,14 +213,12 @@ def check_record(record: Fields, kind: Kind) -> Fields:
     names, present = FIELDS[kind], _present(record)
     numbered = filter(_NEGATIVE.fullmatch, present) if kind == "pair" else ()
     accepted = (*names.required, *names.optional, *numbered)
-    _refuse_misspelled(present, accepted)
+    refuse_misspelled(present, accepted)
     for name in names.required:
         if name not in present and name in record:
             raise null_field(name, present)
         if name not in present:
-            got, expected = f"fields {first_names([*present])}", " and ".join(names.required)
-            remedy = did_you_mean(name, present)
-            raise DataError(f"the field {name!r} is missing", got=got, expected=expected, remedy=remedy)
+            raise missing_field(name, present, " and ".join(names.required))
     if present.get("images") and "images" not in accepted:
         what, expected = f"images are not supported in records of kind {kind!r}", "records with messages"
         raise DataError(what, expected=expected)
@@ -246,11 +248,14 @@ def null_field(name: str, present: Fields) -> DataError:
     return DataError(f"the field {name!r} is null", got=got, expected="a value", remedy=remedy)
 
 
-def _refuse_misspelled(record: Fields, accepted: tuple[str, ...]) -> None:
-    absent = [name for name in accepted if name not in record]
-    for name in record:
-        if name not in accepted and (near := difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)):
-            raise DataError(f"unknown field {quote(name)}", remedy=f"Did you mean {near[0]!r}?")
+def missing_field(
+    name: str, present: Fields, expected: str | None = None, *, remedy: str | None = None
+) -> DataError:
+    """Returns the error of a required field that is missing, with a remedy unless a similar field is present."""
+    for near in difflib.get_close_matches(name, present, n=1):
+        remedy = f"Did you mean {name!r} by {near!r}?"
+    what, got = f"the field {name!r} is missing", f"fields {first_names([*present])}"
+    return DataError(what, got=got, expected=expected, remedy=remedy)
 
 
 # Fields
@@ -331,16 +336,13 @@ def messages_field(record: Fields, name: str) -> Messages:
 def _checked_message(value: object, where: str) -> dict[str, Any]:
     message = _read(_MESSAGE, value, where)
     present = {str(name): entry for name, entry in message.items() if entry is not None}
+    refuse_misspelled(present, MESSAGE_FIELDS, where)
     if "role" not in present or not present.keys() & {"content", "tool_calls"}:
         fields = [f"{name} (null)" if value is None else str(name) for name, value in message.items()]
-        remedy = did_you_mean("role" if "role" not in present else "content", present)
         got, expected = f"fields {first_names(fields)}", "role, and content or tool_calls"
-        raise DataError(f"{where} lacks a field", got=got, expected=expected, remedy=remedy)
-    _refuse_misspelled(present, _MESSAGE_FIELDS)
+        raise DataError(f"{where} lacks a field", got=got, expected=expected)
+    check_message_names(present, where)
     role, content = present["role"], present.get("content", "")
-    if role not in ROLES:
-        remedy = did_you_mean(str(role), ROLES)
-        raise DataError("unknown role", where=where, got=quote(role), expected=", ".join(ROLES), remedy=remedy)
     match content:
         case str():
             texts = [content]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ligerzoo.checks import is_text
 from ligerzoo.entries import is_array, is_object
 from ligerzoo.errors import DataError, did_you_mean, first_names, quote
-from ligerzoo.train.data.fields import FIELDS, Kind, null_field, text_field
+from ligerzoo.train.data.fields import FIELDS, Kind, missing_field, null_field, text_field
 from ligerzoo.train.data.records import Fields
 from ligerzoo.train.data.samples import Source
 
@@ -197,8 +197,7 @@ def _text(record: Fields, name: str) -> str:
     if name in record and record[name] is None:
         raise null_field(name, record)
     if name not in record:
-        got, say = f"fields {first_names([*record])}", f"Say which column it is: --map {name}=COLUMN."
-        raise DataError(f"the field {name!r} is missing", got=got, remedy=did_you_mean(name, record) or say)
+        raise missing_field(name, record, remedy=f"Say which column it is: --map {name}=COLUMN.")
     return text_field(record, name)
 
 
