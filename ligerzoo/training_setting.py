@@ -48,7 +48,7 @@ class TrainingSetting:
     """
 
     method: Literal["full", "lora"] = _argument(
-        "full", "--method", one_of(("full", "lora")), "{full,lora}", "train all weights, or adapters"
+        "full", "--method", one_of(("full", "lora")), "{full,lora}", "train all weights, or adapters: also --lora-rank"
     )
     batch_size: int = _argument(1, "--batch", _COUNT, "B", "rows of a batch on one GPU")
     seq_length: int = _argument(2048, "--seq", _COUNT, "T", "tokens of a row")

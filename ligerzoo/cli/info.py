@@ -65,6 +65,8 @@ def check_training(options: argparse.Namespace) -> None:
             options.parser.error(f"argument {one.flag}: only allowed with --train")
     if options.json and not options.train:
         options.parser.error("argument --json: only allowed with --train")
+    if options.lora_rank is not None and options.method == "full":
+        options.parser.error("argument --lora-rank: only allowed with --method lora")
     if options.train and options.model is None:
         options.parser.error("argument --train: only allowed with MODEL")
 
@@ -75,6 +77,8 @@ def info(options: argparse.Namespace) -> int:
 
     if options.train:
         given = {name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None}
+        if options.lora_rank is not None:
+            given["method"] = "lora"
         rates = GPURates(**{name: given.pop(name) for name in RATES if name in given})
         plan = plan_checkpoint(options.model, revision=options.revision, rates=rates, **given)
         print(json.dumps(plan.as_dict(), indent=1) if options.json else f"{options.model}\n{plan}")

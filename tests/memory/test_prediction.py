@@ -231,12 +231,15 @@ def test_the_command_reads_only_the_config(tmp_path: Path, capsys: pytest.Captur
     assert "training with 3 x 32 tokens per GPU, 1 GPU, full, adamw, float32" in out
     assert "batch size 3 fits 1 GiB with activation budget 1:" in out
     assert max(map(len, out.splitlines())) <= 160
+    assert cli.main([*command, "--lora-rank", "2"]) == 0  # means LoRA, as in `train`
+    assert "1 GPU, lora" in capsys.readouterr().out
     assert info.plan_checkpoint(tmp_path / "model", dtype="bfloat16").dtypes == ("bfloat16",)
 
 
 @pytest.mark.parametrize("arguments, message", [
     (["model", "--batch", "2"], "argument --batch: only allowed with --train"),
     (["--architectures", "--train"], "argument --train: only allowed with MODEL"),
+    (["model", "--train", "--method", "full", "--lora-rank", "8"], "--lora-rank: only allowed with --method lora"),
 ])  # fmt: skip
 def test_training_options_belong_together(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
