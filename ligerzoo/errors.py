@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class LigerzooError(ValueError):
@@ -109,6 +110,12 @@ class Problems:
         with self:
             return function(*args, **kwargs)
         return None
+
+    def result_or(self, function: Callable[[V], T], value: V, fallback: V) -> T:
+        """Returns the result for a value; that for the fallback if the value's error is kept."""
+        with self:
+            return function(value)
+        return function(fallback)
 
     def raise_if_any(self) -> None:
         """Raises the error, or SeveralErrors if there is more than one."""

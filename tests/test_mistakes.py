@@ -267,6 +267,14 @@ def test_a_dry_run_names_all_problems(
     found = [line.removeprefix("ligerzoo: error: ") for line in captured.err.splitlines()]
     assert [line[: len(start)] for line, start in zip(found, expected, strict=True)] == expected
     assert "samples of kind 'completion'" in captured.out
+    call = "train model --output out --data none.jsonl --max-grad-norm 1 --dry-run"
+    for options, where in {
+        "--device nowhere": "--device", "--optimizer-in-backward": "--optimizer-in-backward",
+        "--mesh foo": "--mesh", "--mesh tensor=2": "--mesh", "--ema 1 --epochs 2 --max-steps 2": "--ema",
+    }.items():  # fmt: skip
+        assert cli.main([*call.split(), *options.split()]) == 1
+        starts = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
+        assert (where in starts, starts[-1]) == (True, "none.jsonl"), starts
     call = "train nothing/here --output o --data none.jsonl --eval-data none.txt --dry-run"
     assert cli.main(call.split()) == 1
     starts = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]

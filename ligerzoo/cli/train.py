@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ligerzoo.arguments import expanded_path
 from ligerzoo.checks import one_of
 from ligerzoo.cli.checkpoints import new_directory
 from ligerzoo.cli.console import warnings_as_lines
 from ligerzoo.cli.options import AT_LEAST_1, PATH, Subparsers, add_option, add_parser
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import LigerzooError, Problems
 from ligerzoo.foreign_names import our_flag
 from ligerzoo.train.command_line import ConfigFile, add_options, early_value
 from ligerzoo.train.methods import METHODS, printed_recipe
 from ligerzoo.train.options import options_of
+from ligerzoo.train.run_options import RunOptions
 
 DEFAULT_METHOD = "sft"
 TOKENIZER_HELP = "directory or hub id of the tokenizer"
@@ -91,10 +95,27 @@ def train(options: argparse.Namespace) -> int:
     if options.print_recipe:
         print(printed_recipe(options.method, given), end="")
         return 0
-    recipe = import_module(method.module)
+    recipe, problems = import_module(method.module), Problems(collects=given.get("dry_run", False))
     with warnings_as_lines():
-        code: int = recipe.main(method.options(**given))
-    return code
+        code: int | None = problems.result_of(recipe.main, valid_options(method.options, given, problems))
+    problems.raise_if_any()
+    return code or 0
+
+
+def valid_options(options: type[RunOptions], given: Mapping[str, Any], problems: Problems) -> RunOptions:
+    """Returns the options of a run. Those with an error that is kept have their defaults.
+
+    Raises:
+        LigerzooError: an error is not kept, or names no option that was given and has a default.
+    """
+    with problems:
+        return options(**given)
+    names = {name for error in problems.errors[-1].errors for name in re.findall(r"\w+", str(error.where))}
+    required = {one.name for one in options_of(options) if one.default is dataclasses.MISSING}
+    valid = {name: value for name, value in given.items() if name in required or name not in names}
+    if valid.keys() == given.keys():
+        problems.raise_if_any()
+    return valid_options(options, valid, problems)
 
 
 def add_tokenizer(subparsers: Subparsers) -> None:

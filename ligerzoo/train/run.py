@@ -96,13 +96,16 @@ class Run:
         let_segments_grow()
         with ExitStack() as stack:
             was_joined = dist.is_initialized()
-            self.device = parallel.start_processes(options.device).device
+            self.device = problems.result_or(parallel.start_processes, options.device, "cpu").device
             if not was_joined:
                 stack.callback(parallel.stop_processes)
             stack.enter_context(ending_together())
             with problems:
                 options.check_device(self.device.type)
-            stack.enter_context(processes.over_mesh(MeshSizes.parse(options.mesh or ""), self.device))
+            sizes = MeshSizes.parse(options.mesh or "")
+            problems.result_or(
+                lambda mesh: stack.enter_context(processes.over_mesh(mesh, self.device)), sizes, MeshSizes()
+            )
             with problems, failing_together(f"opening {self.output}"):
                 refuse_output(self.output)
                 if processes.is_main() and not options.dry_run:
