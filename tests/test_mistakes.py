@@ -1,12 +1,14 @@
 """Ordinary mistakes on the command line end in one line that names what is wrong, and in no traceback."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 
 from ligerzoo import cli
 from ligerzoo.checks import POSITIVE, check
+from ligerzoo.cli.console import warnings_as_lines
 from ligerzoo.errors import LigerzooError
 from tests.train.tiny_run import write_checkpoint, write_data
 from tests.train.tiny_vision import write_processor
@@ -19,6 +21,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 FILES: dict[str, str | bytes] = {
     "empty.jsonl": "",
+    "long.jsonl": '{"prompt": "a long question", "completion": "a long answer"}',
     "bytes.jsonl": b"\x00\xff\xfe",
     "broken.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": \n',
     "utf16.jsonl": '{"text": "a"}\n'.encode("utf-16"),
@@ -91,6 +94,18 @@ MISTAKES = [
     (
         "evaluate model --data questions.csv --map prompt=question",
         "questions.csv: prompts have no labels; expected text, prompt and completion, messages, or chosen and rejected",
+    ),
+    (
+        "evaluate model --data long.jsonl --seq-length 2",
+        ". Pass a larger --seq-length, or --too-long truncate or --too-",
+    ),
+    (
+        f"{TRAIN} --data long.jsonl --seq-length 2",
+        ". Pass a larger --seq-length, or --too-long truncate or --too-long dr",
+    ),
+    (
+        "tokenizer questions.csv --vocab-size 300 --output out --map text=qestion",
+        "no column 'qestion', which --map nam",
     ),
     (f"{TRAIN} --data questions.csv --map promt=question", "error: --map: unknown field; got 'promt'"),
     (f"{TRAIN} --data questions.csv --map prompt=answer completion=answer", "--map: the column is given twice; got "),
@@ -249,6 +264,13 @@ def test_all_mistakes_of_a_command_line_are_named(capsys: pytest.CaptureFixture[
     problems = ["argument --lr: ", "argument --schedule: ", "argument --epochs: ", "unrecognized", "the following"]
     assert len(found) == len(problems)
     assert all(map(str.startswith, found, problems)), found
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_name_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings_as_lines({"special_tokens": "--special-tokens"}):
+        warnings.warn('a.jsonl:1: pass special_tokens="control". No file_name.', stacklevel=1)
+    assert capsys.readouterr().err == "warning: a.jsonl:1: pass --special-tokens control. No file_name.\n"
 
 
 def test_a_dry_run_names_all_problems(

@@ -6,9 +6,10 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
+from ligerzoo.arguments import in_flags
 from ligerzoo.errors import LigerzooError
 
 
@@ -49,8 +50,14 @@ def input_lines(hint: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def warnings_as_lines() -> Iterator[None]:
-    """Prints each warning in the block as a line on standard error."""
+def warnings_as_lines(flags: Mapping[str, str]) -> Iterator[None]:
+    """Prints each warning in the block as a line on standard error, with options as on the command line.
+
+    Args:
+        flags: see `in_flags`.
+    """
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print("warning:", message, file=sys.stderr)
+        warnings.showwarning = lambda message, *_: print(
+            "warning:", in_flags(LigerzooError(str(message)), flags), file=sys.stderr
+        )
         yield

@@ -40,16 +40,13 @@ given their prompts. For preference pairs, the accuracy is the share of pairs wh
     add_shared(parser, "model", "--revision", "--adapter", "--import", "--dtype", "--device")
     add_option(parser.group("model"), "--tokenizer", PATH, "checkpoint of the tokenizer (default: MODEL)", None, "DIR")
     data, add = parser.group("data"), partial(add_option, parser.group("data"))
-    described = {
-        ("--data", "DATA"): "held-out data: files, a directory, a saved dataset, or org/name:split of the hub",
-        ("--map", "FIELD=COLUMN"): "columns by our names of fields, such as prompt=question",
-    }
-    for (flag, metavar), text in described.items():
-        data.add_argument(flag, metavar=metavar, type=PATH, help=text, action="extend", nargs="+", default=[])
+    described = "held-out data: files, a directory, a saved dataset, or org/name:split of the hub"
+    data.add_argument("--data", metavar="DATA", type=PATH, help=described, action="extend", nargs="+", default=[])
+    add_shared(parser, "--map", "--special-tokens")
+    too_long = "what happens to samples of more than --seq-length tokens (default: %(default)s)"
+    data.add_argument("--too-long", choices=("error", "truncate", "drop"), default="error", help=too_long)
     kinds = ("auto", *DATA_KINDS)
-    parser.group("data").add_argument(
-        "--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)"
-    )
+    data.add_argument("--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)")
     add("--seq-length", AT_LEAST_2, "the most tokens of a sequence (default: up to 2048)", metavar="T")
     add("--batch-size", AT_LEAST_1, "rows of a batch", 8, metavar="B")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -81,10 +78,11 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.data:
         tokenizer = load_tokenizer(choice)
         data = {"data": options.data, "kind": options.kind, "tokenizer": tokenizer, "seq_length": seq_length}
-        data["columns"] = parse_columns(options.map)
+        data |= {"columns": parse_columns(options.map), "too_long": options.too_long}
+        data["special_tokens"] = options.special_tokens
         meta_model = AutoModel.from_config(config, device="meta")
         rows = meta_model.input_vocab_size if choice.adapter is None else None  # an adapter may have further tokens
-        with warnings_as_lines():
+        with warnings_as_lines(options.parser.flags):
             report = check_data(**data, embedding_rows=rows)
             for note in report.notes:
                 print(note, file=sys.stderr)
@@ -92,7 +90,7 @@ def evaluate(options: argparse.Namespace) -> int:
     model = load_model(choice)
     found: dict[str, Any] = {}
     if data:
-        with warnings_as_lines():
+        with warnings_as_lines(options.parser.flags):
             scores = score_data(model, **data, batch_size=options.batch_size)
         found |= scores.as_json()
         if not options.json:

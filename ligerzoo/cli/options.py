@@ -129,6 +129,26 @@ SHARED: Mapping[str, tuple[str | None, Mapping[str, Any]]] = {
             "values)",
         },
     ),
+    "--map": (
+        "data",
+        {
+            "type": PATH,
+            "action": "extend",
+            "nargs": "+",
+            "default": [],
+            "metavar": "FIELD=COLUMN",
+            "help": "columns by our names of fields, such as prompt=question",
+        },
+    ),
+    "--special-tokens": (
+        "data",
+        {
+            "choices": ("text", "control"),
+            "default": "text",
+            "help": "what special tokens mean that are written in texts: their characters, or control tokens "
+            "(default: %(default)s)",
+        },
+    ),
     "--max-shard-size": (
         "output",
         {"default": "5GB", "metavar": "SIZE", "help": "largest size of a weight file (default: %(default)s)"},

@@ -15,7 +15,7 @@ from ligerzoo.arguments import expanded_path
 from ligerzoo.checks import one_of
 from ligerzoo.cli.checkpoints import new_directory
 from ligerzoo.cli.console import warnings_as_lines
-from ligerzoo.cli.options import AT_LEAST_1, PATH, Subparsers, add_option, add_parser
+from ligerzoo.cli.options import AT_LEAST_1, PATH, Subparsers, add_option, add_parser, add_shared
 from ligerzoo.errors import LigerzooError, Problems
 from ligerzoo.foreign_names import our_flag
 from ligerzoo.train.command_line import ConfigFile, add_options, early_value
@@ -96,7 +96,7 @@ def train(options: argparse.Namespace) -> int:
         print(printed_recipe(options.method, given), end="")
         return 0
     recipe, problems = import_module(method.module), Problems(collects=given.get("dry_run", False))
-    with warnings_as_lines():
+    with warnings_as_lines(options.parser.flags):
         code: int | None = problems.result_of(recipe.main, valid_options(method.options, given, problems))
     problems.raise_if_any()
     return code or 0
@@ -132,6 +132,7 @@ Reads .txt files, and all texts of JSON Lines files: documents, prompts, complet
 and tokenizer_config.json, which transformers reads too, and a chat template in the format ChatML.""",
     )
     parser.add_argument("files", metavar="FILE", type=PATH, nargs="+", help="text: .txt, .jsonl or a directory")
+    add_shared(parser, "--map")
     parser.add_argument("--vocab-size", type=AT_LEAST_1, required=True, metavar="N", help="number of tokens")
     parser.add_argument("--output", type=expanded_path, required=True, metavar="DIR", help="new or empty directory")
     add_option(parser, "--chat-template", PATH, "chatml, none, or a jinja file", "chatml", metavar="NAME")
@@ -140,12 +141,14 @@ and tokenizer_config.json, which transformers reads too, and a chat template in 
 def tokenizer(options: argparse.Namespace) -> int:
     """Trains a tokenizer and writes it to a new directory."""
     from ligerzoo.text.chat_template import read_template
+    from ligerzoo.train.data.layouts import parse_columns
     from ligerzoo.train.new_tokenizer import CHATML, train_tokenizer
 
     name, built_in = options.chat_template, {"chatml": CHATML, "none": None}
-    with new_directory(options.output, "tokenizer") as target, warnings_as_lines():
+    with new_directory(options.output, "tokenizer") as target, warnings_as_lines(options.parser.flags):
         template = built_in[name] if name in built_in else read_template(name)
-        trained = train_tokenizer(options.files, options.vocab_size, chat_template=template)
+        columns = parse_columns(options.map)
+        trained = train_tokenizer(options.files, options.vocab_size, columns=columns, chat_template=template)
         trained.save_pretrained(target)
         print(f"{len(trained):,} tokens; {trained.eos_token} ends texts and messages")
     return 0
@@ -162,6 +165,7 @@ examples:
   ligerzoo train my-model --method pretrain --data corpus.bin --output run --max-steps 1000 --lr 1e-3""",
     )
     parser.add_argument("files", metavar="FILE", type=PATH, nargs="+", help="text: .txt, or .jsonl")
+    add_shared(parser, "--map", "--special-tokens")
     parser.add_argument("--tokenizer", type=PATH, required=True, metavar="DIR", help=TOKENIZER_HELP)
     parser.add_argument("--output", type=expanded_path, required=True, metavar="FILE", help="new file NAME.bin")
     parser.add_argument(
@@ -173,13 +177,15 @@ def tokenize(options: argparse.Namespace) -> int:
     """Writes the tokens of text files to a token file."""
     from ligerzoo.text.tokenizer import Tokenizer
     from ligerzoo.train.data import write_tokens
+    from ligerzoo.train.data.layouts import parse_columns
 
     target: Path = options.output
     if target.exists():
         raise LigerzooError("already exists", where=target, remedy="Choose another file, or delete this one.")
     tokenizer = Tokenizer.from_pretrained(options.tokenizer)
-    with warnings_as_lines():
-        count = write_tokens(options.files, target, tokenizer, text_unit=options.text_unit)
+    with warnings_as_lines(options.parser.flags):
+        given = {name: getattr(options, name) for name in ("text_unit", "special_tokens")}
+        count = write_tokens(options.files, target, tokenizer, columns=parse_columns(options.map), **given)
     print(f"{target}: {count:,} tokens, {target.stat().st_size:,} bytes")
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
@@ -44,7 +45,12 @@ CHATML = """\
 
 
 def train_tokenizer(
-    data: object, vocab_size: int, *, chat_template: str | None = CHATML, progress: bool | None = None
+    data: object,
+    vocab_size: int,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chat_template: str | None = CHATML,
+    progress: bool | None = None,
 ) -> Tokenizer:
     """Returns a new tokenizer; `save_pretrained` writes it as transformers reads it.
 
@@ -54,6 +60,7 @@ def train_tokenizer(
     Args:
         data: texts; see `ligerzoo.train.data.read_all.read_texts`.
         vocab_size: number of tokens, with 256 bytes and 4 special tokens.
+        columns: columns of the data by our names, see `open_data`.
         chat_template: source of the chat template; None for none.
         progress: whether to show a progress bar on stderr; None if stderr is a terminal.
 
@@ -78,7 +85,7 @@ def train_tokenizer(
         max_token_length=64,
         show_progress=sys.stderr.isatty() if progress is None else progress,
     )
-    backend.train_from_iterator(read_texts(data), trainer)
+    backend.train_from_iterator(read_texts(data, columns), trainer)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
     )

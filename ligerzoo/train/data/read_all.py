@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,20 +146,21 @@ def check_samples(stream: SampleStream, *, progress: bool | None = None) -> Data
 _NOT_TEXT = "label"
 
 
-def read_texts(data: Any) -> Iterator[str]:
+def read_texts(data: Any, columns: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yields the texts of all records in the order of the files: documents, prompts, completions and messages.
 
     Reads while it yields. Long .txt files are read in parts of 64 KiB, which end at a line end.
 
     Args:
         data: see `ligerzoo.train.data.open_data`. All records must be of the kind of the first one.
+        columns: see `open_data`.
 
     Raises:
         DataError: the data is missing, empty, of an unknown format or consists of tokens, or a record is malformed; the
             error names file and line.
     """
     is_empty = True
-    for part in open_sources(data, "auto", ReadOptions()):
+    for part in open_sources(data, "auto", ReadOptions(columns=columns or {})):
         if part.holds == "tokens":
             raise DataError("token files have no text", where=part.name, expected="files with fields, or .txt")
         for source, fields in part.fields():
@@ -204,7 +205,7 @@ def write_tokens(
         tokenizer: see `open_data`.
         workers: see `open_data`.
         progress: whether to show a progress bar on stderr; None if stderr is a terminal.
-        options: `special_tokens`, `text_unit` and `eos_token_id` of `open_data`.
+        options: `special_tokens`, `text_unit`, `columns` and `eos_token_id` of `open_data`.
 
     Returns:
         The number of tokens.
