@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self.problems: list[str] = []
         self.other_hint: Callable[[str], str | None] = lambda flag: None
         self._own_groups: dict[str, argparse._ArgumentGroup] = {}
@@ -68,8 +68,9 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         arguments = sys.argv[1:] if args is None else [*args]
         required = [one for one in self._actions if one.required and one.nargs != argparse.PARSER]
+        groups = [group for group in self._mutually_exclusive_groups if group.required]
         is_help = not {"-h", "--help"}.isdisjoint(arguments)
-        for one in required:  # those that are missing are named below, together with what is unknown
+        for one in (*required, *groups):  # those that are missing are named below, together with what is unknown
             one.required = is_help
         found, unknown = super().parse_known_args(arguments, namespace)
         words: list[str] = []
@@ -84,6 +85,14 @@ class Parser(argparse.ArgumentParser):
         names = [one.option_strings[0] if one.option_strings else str(one.metavar) for one in absent]
         if missing := [name for name in names if name not in refused]:
             self.problems.append(self.missing(missing))
+        for group in groups:
+            options = {
+                action.option_strings[0] if action.option_strings else str(action.metavar): action
+                for action in group._group_actions
+            }
+            is_given = any(getattr(found, one.dest, None) != one.default for one in options.values())
+            if not is_given and refused.isdisjoint(options):
+                self.problems.append(f"one of the arguments {' '.join(options)} is required")
         if self.problems:
             self.error(self.problems.pop())
         return found, []

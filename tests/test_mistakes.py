@@ -186,7 +186,9 @@ MISTAKES = [
     ("train model", "the following arguments are required: --data, --output"),
     ("generate model --prompt hi --max-length 5", "Did you mean '--max-new-tokens'?"),
     ("generate model --prompt hi --max_tokens 5", "Did you mean '--max-new-tokens'?"),
-    ("generate model hi", "the arguments --prompt --batch is required"),
+    ("chat model --prompt hi", "unrecognized arguments: --prompt hi. Questions are the lines of standard input."),
+    ("evaluate model --dat data.jsonl", "unrecognized arguments: --dat data.jsonl. Did you mean '--data'?"),
+    ("generate model", "the arguments --prompt --batch is required"),
     ("generate model --prompt hi --adapter none", "none: no such directory"),
     ("generate model --prompt hi --adapter folder", "folder/adapter_config.json: no such file"),
     ("generate model --prompt hi --adapter other_kind", "peft_type: not supported; got 'IA3'; expected 'LORA'"),
@@ -264,6 +266,15 @@ def test_all_mistakes_of_a_command_line_are_named(capsys: pytest.CaptureFixture[
     problems = ["argument --lr: ", "argument --schedule: ", "argument --epochs: ", "unrecognized", "the following"]
     assert len(found) == len(problems)
     assert all(map(str.startswith, found, problems)), found
+
+
+def test_an_unknown_option_is_named_with_the_missing_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, remedy in {"--prmpt": "Did you mean '--prompt'?", "x": "`ligerzoo generate --help` lists the o"}.items():
+        with pytest.raises(SystemExit):
+            cli.main(["generate", "model", word])
+        unknown, missing = capsys.readouterr().err.splitlines()
+        assert f"unrecognized arguments: {word}. {remedy}" in unknown
+        assert missing.endswith("one of the arguments --prompt --batch is required")
 
 
 @pytest.mark.filterwarnings("default")

@@ -162,6 +162,7 @@ The model must have a chat template. The conversation ends with the input. If th
   /image FILE
 adds an image to the next question. Repeat it to add several.""",
     )
+    parser.other_hint = lambda flag: "Questions are the lines of standard input." if flag == "--prompt" else None
     add_shared(parser, *_MODEL)
     inputs, image = parser.group("prompt"), "image for the first question; may be repeated"
     add_option(inputs, "--image", PATH, image, metavar="FILE", repeats=True)
