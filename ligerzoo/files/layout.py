@@ -18,11 +18,12 @@ INDEX_FILE = "model.safetensors.index.json"
 MODEL_FILES = (*CONFIG_FILES, GENERATION_FILE, INDEX_FILE)
 """The files of a model, without those of the weights, which the index names."""
 
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "additional_chat_templates/*.jinja",
 )
 """The files of a tokenizer. Only the first is required."""

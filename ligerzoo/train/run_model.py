@@ -17,7 +17,7 @@ from ligerzoo.convert import OTHER_ARCHITECTURE
 from ligerzoo.convert.fields import stored_dtype
 from ligerzoo.device import emulated_dtypes, hint_of_dtype, loads_as_float32
 from ligerzoo.errors import ConfigError, LigerzooError
-from ligerzoo.files.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TEMPLATE_FILE
 from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub import AutoModel, AutoModelForMaskedLM, read_config
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
@@ -131,9 +131,20 @@ def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
         # The checkpoint of an adapter has no config.json, which names the preprocessing.
         saved = None if options.lora_rank else run.checkpoint
         processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
-    if saved is None and options.chat_template is not None:
-        tokenizer_of(processor).set_chat_template(read_template(options.chat_template), options.chat_template)
+    if options.chat_template is not None:
+        _refuse_other_template(options.chat_template, run.checkpoint)
+        if saved is None:
+            tokenizer_of(processor).set_chat_template(read_template(options.chat_template), options.chat_template)
     return processor
+
+
+def _refuse_other_template(template: str, checkpoint: Path | None) -> None:
+    """Refuses a file with another text than the template of a checkpoint. The file may be missing."""
+    files = [] if checkpoint is None else [Path(template), checkpoint / TEMPLATE_FILE]
+    texts = {read_template(file) for file in files} if all(file.exists() for file in files) else set()
+    if len(texts) > 1:
+        what, remedy = "the file has changed since the run began", f"Continue with the text of {files[1]}."
+        raise ConfigError(what, where="option chat_template", got=template, remedy=remedy)
 
 
 def open_meta_model(

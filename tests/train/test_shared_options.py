@@ -252,6 +252,13 @@ def test_a_chat_template_is_used_and_saved(method: str, given: Given, tmp_path: 
         assert (directory / "chat_template.jinja").read_text() == TEMPLATE
     (entry, *_) = read_log(tmp_path / "run" / "log.jsonl")
     assert entry["trained_tokens"] > 0
+    for lora in {}, {"lora_rank": 2}:
+        stopped = {**options, **lora, "output": str(tmp_path / f"run{len(lora)}"), "max_steps": 2}
+        (tmp_path / "template.jinja").write_text(TEMPLATE)
+        train(stopped)
+        (tmp_path / "template.jinja").write_text(TEMPLATE.replace("<", "["))
+        with pytest.raises(ConfigError, match=r"option chat_template: the file has changed since the run began; got"):
+            train({**stopped, "max_steps": 3, "resume": True})
     with pytest.raises(ConfigError, match=r"option chat_template: cannot be read; got .*none.jinja"):
         train({**options, "output": str(tmp_path / "other"), "chat_template": str(tmp_path / "none.jinja")})
 
