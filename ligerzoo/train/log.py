@@ -41,6 +41,9 @@ from ligerzoo.train.non_finite import NonFiniteSteps
 from ligerzoo.train.run_state import LOG_FILE
 from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
 
+ZERO_GRADIENTS = 5
+"""Number of steps in a row with gradients of exactly 0 after which a run warns."""
+
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
 
@@ -147,7 +150,8 @@ class RunLog:
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._steps, self._report = steps, report
         self._reads: DelayedReads[_LaunchedStep] = DelayedReads(model.device, 1)
-        self._shown, self._warns_of_zero = shown, not may_be_zero
+        self._shown, self._may_be_zero, self._warns_of_zero = shown, may_be_zero, not may_be_zero
+        self._without_signal = self._zero_gradients = 0
         self._printed = 0.0
         self._non_finite = NonFiniteSteps(output, first_step, steps, finish_saving)
         self._file = None
@@ -255,6 +259,14 @@ class RunLog:
                 f"{first_sources(batches)}",
                 stacklevel=4,
             )
+        self._without_signal += entry.get("groups_without_signal") == 1
+        self._zero_gradients = self._zero_gradients + 1 if entry.get("grad_norm") == 0 else 0
+        if self._zero_gradients == ZERO_GRADIENTS and not self._may_be_zero:
+            warnings.warn(
+                f"steps {entry['step'] - ZERO_GRADIENTS + 1} to {entry['step']}: the gradients are exactly 0, so "
+                f"nothing is learned; lower the learning rate, or look at the labels of {first_sources(batches)}",
+                stacklevel=4,
+            )
 
     def _write(self, entry: Entry) -> None:
         if self._file is not None:
@@ -284,6 +296,8 @@ class RunLog:
         try:
             if kind is None:
                 self._write_steps()
+            if self._without_signal:
+                self.say(f"{self._without_signal:,} steps without a signal: the rewards in each group were equal")
         finally:
             self._progress.close()
             if self._file is not None:

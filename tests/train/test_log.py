@@ -39,10 +39,14 @@ def model(checkpoint: Path) -> CausalLM:
     return AutoModel.from_pretrained(checkpoint)
 
 
-def log_losses(log: RunLog, losses: list[float], first: int = 1) -> None:
-    for step, loss in enumerate(losses, first):
-        values = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(1.0)}
-        log.step(step, values=values, lr=1e-3, batches=[Counted(), Counted()])
+def log_values(log: RunLog, step: int, **values: float) -> None:
+    given = {name: torch.tensor(value) for name, value in {"loss": 1.0, **values}.items()}
+    log.step(step, values=given, lr=1e-3, batches=[Counted(), Counted()])
+
+
+def log_losses(log: RunLog, losses: list[float], first: int = 1, *, norms: list[float] | None = None) -> None:
+    for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), first):
+        log_values(log, step, loss=loss, grad_norm=norm)
 
 
 def test_each_step_is_a_line(model: CausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +112,23 @@ def test_a_loss_of_zero_is_warned_of_once(model: CausalLM, tmp_path: Path) -> No
     ):
         log_losses(log, [0.0, 0.0])
     assert len(warned) == 1
+
+
+def test_gradients_of_zero_are_warned_of_once(model: CausalLM, tmp_path: Path) -> None:
+    message = "steps 2 to 6: the gradients are exactly 0, so nothing is learned; .* a:1, a:2$"
+    norms = [1.0, *[0.0] * 8]
+    with pytest.warns(UserWarning, match=message) as warned, RunLog(tmp_path, model, first_step=0, steps=9) as log:
+        log_losses(log, [1.0] * 9, norms=norms)
+    assert len(warned) == 1
+
+
+def test_steps_without_a_signal_are_counted(
+    model: CausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog(tmp_path, model, first_step=2, steps=9, may_be_zero=True) as log:
+        for step in range(3, 10):
+            log_values(log, step, grad_norm=0.0, groups_without_signal=float(step > 4))
+    assert "\n5 steps without a signal: the rewards in each group were equal\n" in f"\n{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
