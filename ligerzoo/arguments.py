@@ -70,8 +70,10 @@ class Parser(argparse.ArgumentParser):
         required = [one for one in self._actions if one.required and one.nargs != argparse.PARSER]
         groups = [group for group in self._mutually_exclusive_groups if group.required]
         is_help = not {"-h", "--help"}.isdisjoint(arguments)
-        for one in (*required, *groups):  # those that are missing are named below, together with what is unknown
+        for one in required:  # those that are missing are named below, together with what is unknown
             one.required = is_help
+        for group in groups:
+            group.required = is_help
         found, unknown = super().parse_known_args(arguments, namespace)
         words: list[str] = []
         for word in [*unknown, "--"]:

@@ -71,9 +71,11 @@ def fuse(options: argparse.Namespace) -> int:
 
     with new_directory(options.output, "fuse") as target:
         choice = find_base_model(ModelChoice(options.base, adapter=options.adapter))
-        preprocessors = [find_preprocessor(choice.model, None), load_tokenizer(choice) if choice.tokenizer else None]
+        preprocessor = find_preprocessor(choice.model, None)
+        tokenizer = None if choice.tokenizer is None else load_tokenizer(choice)
         merged = fuse_adapter(choice.model, str(choice.adapter), target, max_shard_size=options.max_shard_size)
-        for one in filter(None, preprocessors):
-            one.save_pretrained(target)
+        for one in (preprocessor, tokenizer):
+            if one is not None:
+                one.save_pretrained(target)
         print(f"{len(merged)} merged weights")
     return 0
