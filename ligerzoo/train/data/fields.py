@@ -248,9 +248,7 @@ def null_field(name: str, present: Fields) -> DataError:
     return DataError(f"the field {name!r} is null", got=got, expected="a value", remedy=remedy)
 
 
-def missing_field(
-    name: str, present: Fields, expected: str | None = None, *, remedy: str | None = None
-) -> DataError:
+def missing_field(name: str, present: Fields, expected: str | None = None, *, remedy: str | None = None) -> DataError:
     """Returns the error of a required field that is missing, with a remedy unless a similar field is present."""
     for near in difflib.get_close_matches(name, present, n=1):
         remedy = f"Did you mean {name!r} by {near!r}?"
