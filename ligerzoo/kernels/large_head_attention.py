@@ -1,6 +1,6 @@
 """Attention of heads larger than those of fused kernels, without a mask: matrix products of blocks of queries.
 
-Forward:   s = q k^T,   l = log(sum(exp(scale s))),   p = exp(scale s - l),   o = p v.
+Forward:   s = q k^T,   m = max(s),   l = log(sum(exp(scale (s - m)))),   p = exp(scale (s - m) - l),   o = p v.
 Backward:  p again,   dp = do v^T,   ds = scale p (dp - sum(p dp)),   dq = ds k,   dk = ds^T q,   dv = p^T do.
 
 A tile of a fused kernel holds all features of its queries and keys, so its tiles shrink as heads grow: beyond 256
@@ -9,7 +9,8 @@ ds are rounded to the dtype of the inputs, as in fused kernels. A block has all 
 scores, and with causal attention only the keys up to its last query. Two kernels read the scores, in one program for
 each row, and hide later keys.
 
-Saved: q, k, v and l. Query heads that share a key head are rows of one product, in the order of tokens and then heads.
+Saved: q, k, v, and m and l, which apart keep p of large scores as exact as a softmax. Query heads that share a key head
+are rows of one product, in the order of tokens and then heads.
 
 Shapes: B batch, T queries, S keys, N query heads, K key heads, G = N / K, D head size.
 """
@@ -64,42 +65,44 @@ class _Block(NamedTuple):
 
 @jit
 def _row(block, IS_CAUSAL: tl.constexpr):
-    """Returns the offset of the program's row in the scores, that in the logsumexp, and its number of visible keys."""
+    """Returns the offset of the program's row in the scores, that of its m and l, and its number of visible keys."""
     program = tl.program_id(0).to(tl.int64)
     row = block.first + program % block.rows
     visible = tl.minimum(row // block.group + 1, block.keys).to(tl.int32) if IS_CAUSAL else block.keys
-    return program * block.keys, program // block.rows * block.all_rows + row, visible
+    return program * block.keys, 2 * (program // block.rows * block.all_rows + row), visible
 
 
 @kernel
-def _forward_kernel(scores_ptr, p_ptr, lse_ptr, block, scale, IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward_kernel(scores_ptr, p_ptr, sums_ptr, block, scale, IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr):
     start, query, visible = _row(block, IS_CAUSAL)
     maximum, total = max_and_sum_exp(scores_ptr + start, None, None, scale, visible, COLUMNS)
-    lse = maximum * scale + tl.log(total)
-    tl.store(lse_ptr + query, lse)
+    log_total = tl.log(total)
+    tl.store(sums_ptr + query, maximum)
+    tl.store(sums_ptr + query + 1, log_total)
     for first in range(0, block.keys, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         scores = tl.load(scores_ptr + start + columns, mask=columns < visible, other=-float("inf"))
-        p = tl.exp(scores * scale - lse)
+        p = tl.exp((scores - maximum) * scale - log_total)
         tl.store(p_ptr + start + columns, p.to(p_ptr.dtype.element_ty), mask=columns < block.keys)
 
 
 @kernel
 def _backward_kernel(
-    scores_ptr, dp_ptr, lse_ptr, p_ptr, ds_ptr, block, scale, IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr
+    scores_ptr, dp_ptr, sums_ptr, p_ptr, ds_ptr, block, scale, IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr
 ):
     start, query, visible = _row(block, IS_CAUSAL)
-    lse = tl.load(lse_ptr + query)
+    maximum, log_total = tl.load(sums_ptr + query), tl.load(sums_ptr + query + 1)
     products = tl.zeros((COLUMNS,), dtype=tl.float32)
     for first in range(0, visible, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         scores = tl.load(scores_ptr + start + columns, mask=columns < visible, other=-float("inf"))
-        products += tl.exp(scores * scale - lse) * tl.load(dp_ptr + start + columns, mask=columns < visible, other=0.0)
+        p = tl.exp((scores - maximum) * scale - log_total)
+        products += p * tl.load(dp_ptr + start + columns, mask=columns < visible, other=0.0)
     mean = tl.sum(products, axis=0)
     for first in range(0, block.keys, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         scores = tl.load(scores_ptr + start + columns, mask=columns < visible, other=-float("inf"))
-        p = tl.exp(scores * scale - lse)
+        p = tl.exp((scores - maximum) * scale - log_total)
         ds = scale * p * (tl.load(dp_ptr + start + columns, mask=columns < visible, other=0.0) - mean)
         tl.store(p_ptr + start + columns, p.to(p_ptr.dtype.element_ty), mask=columns < block.keys)
         tl.store(ds_ptr + start + columns, ds.to(ds_ptr.dtype.element_ty), mask=columns < block.keys)
@@ -146,12 +149,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _allocate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), _allocate_lse(q, k)
+    return q.new_empty(q.shape), _allocate_sums(q, k)
 
 
-def _allocate_lse(q: Tensor, k: Tensor) -> Tensor:
+def _allocate_sums(q: Tensor, k: Tensor) -> Tensor:
     rows = q.shape[0] * k.shape[2], q.shape[1] * (q.shape[2] // k.shape[2])
-    return q.new_empty(rows, dtype=torch.float32)
+    return q.new_empty((*rows, 2), dtype=torch.float32)
 
 
 def _flops(q: Tensor, k: Tensor, is_causal: bool) -> int:
@@ -173,18 +176,18 @@ def _forward_peak(q: Tensor, k: Tensor) -> int:
 
 @register("large_head_attention", fake=_allocate, flops=_flops, peak=_forward_peak)
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Returns the output and the logsumexp, (B * K, T * G)."""
-    heads, lse = k.shape[2], _allocate_lse(q, k)
+    """Returns the output, and m and l, (B * K, T * G, 2)."""
+    heads, sums = k.shape[2], _allocate_sums(q, k)
     queries, keys, values = _queries(q, heads), _keys(k), _keys(v)
     out = torch.empty_like(queries)
     for block in _blocks(q, k, is_causal):
         rows, visible = slice(block.first, block.first + block.rows), slice(block.keys)
         scores = _product(queries[:, rows], keys[:, visible].mT)
         p = torch.empty_like(scores, dtype=q.dtype)
-        _forward_kernel[len(scores) * block.rows](scores, p, lse, block, scale, is_causal, _COLUMNS, num_warps=8)
+        _forward_kernel[len(scores) * block.rows](scores, p, sums, block, scale, is_causal, _COLUMNS, num_warps=8)
         out[:, rows] = torch.bmm(p, values[:, visible])
         del scores, p
-    return _heads_last(out, q, heads), lse
+    return _heads_last(out, q, heads), sums
 
 
 def _backward_peak(q: Tensor, k: Tensor) -> int:
@@ -200,7 +203,7 @@ def _backward_peak(q: Tensor, k: Tensor) -> int:
     peak=_backward_peak,
 )
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, is_causal: bool
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     heads, keys, values = k.shape[2], _keys(k), _keys(v)
@@ -213,7 +216,7 @@ def _backward(
         dp = _product(upstream[:, rows], values[:, visible].mT)
         p, ds = (torch.empty_like(scores, dtype=q.dtype) for _ in range(2))
         _backward_kernel[len(scores) * block.rows](
-            scores, dp, lse, p, ds, block, scale, is_causal, _COLUMNS, num_warps=8
+            scores, dp, sums, p, ds, block, scale, is_causal, _COLUMNS, num_warps=8
         )
         del scores, dp
         dq[:, rows] = torch.bmm(ds, keys[:, visible])
@@ -226,8 +229,8 @@ def _backward(
 class _LargeHeadAttention(FusedFunction):
     @staticmethod
     def forward(ctx: FusedContext, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
-        out, lse = _forward(q, k, v, scale, is_causal)
-        ctx.save_for_backward(q, k, v, lse)
+        out, sums = _forward(q, k, v, scale, is_causal)
+        ctx.save_for_backward(q, k, v, sums)
         ctx.options = scale, is_causal
         return out
 
