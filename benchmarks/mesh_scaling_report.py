@@ -53,7 +53,8 @@ def _line(row: Json) -> list[str]:
     what += f", {METHODS[row['method']]}" if row["case"] == "experts" else ""
     mesh = "FSDP2" if row["provider"] == PEER and row["mesh"] else f"`{row['mesh']}`" if row["mesh"] else ""
     provider = {OURS: OURS, PEER: "transformers + liger-kernel"}[row["provider"]]
-    line = [what, provider, str(row["gpus"]), mesh]
+    gpus = f"{row['gpus']} {row.get('gpu', '')}".strip()  # the name if it is not that of the file
+    line = [what, provider, gpus, mesh]
     if "error" in row:
         return [*line, row["error"], *[""] * 7]
     return [
