@@ -960,7 +960,7 @@ def test_an_interrupted_batch_resumes(
 
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": "one", "id": "other"}, *PROMPTS[1:]])
     assert cli.main([*command, "--resume"]) == 1
-    assert "the result is not of this input; got line 1 with id 'None'" in capsys.readouterr().err
+    assert "the result is not of this input; got line 1 with id null" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -971,11 +971,11 @@ def test_an_interrupted_batch_resumes(
         ("[1]", "invalid line; got '[1]'; expected an object with"),
         ({"prompt": "x", "messages": []}, "invalid line"),
         ({"text": "x"}, "invalid line"),
-        ({"prompt": 5}, "prompt: not a text; got '5'"),
+        ({"prompt": 5}, "prompt: not a text; got 5"),
         ({"prompt": ["x"]}, "prompt: not a text; got"),
         ({"prompt": "x", "max_tokens": 5}, "max_tokens: unknown field. Did you mean 'max_new_tokens'?"),
-        ({"prompt": "x", "top_p": 2}, "top_p: invalid value; got '2'; expected a number greater than 0 and at most 1"),
-        ({"messages": [{"role": "assistant"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
+        ({"prompt": "x", "top_p": 2}, "top_p: invalid value; got 2; expected a number greater than 0 and at most 1"),
+        ({"messages": [{"role": "user", "content": "x"}, 5]}, "messages[1]: invalid value; got 5; expected an object"),
         (
             {"prompt": "x", "bad_words_ids": [[2**30]]},
             "bad_words_ids: invalid value; got 1073741824; expected token ids",
@@ -1105,7 +1105,7 @@ def test_a_mistyped_image_name_does_not_end_a_conversation(
     assert cli.main(["chat", str(VISION_MODEL), "--max-new-tokens", "8"]) == 0
     out, error_output = capsys.readouterr()
     assert out.removeprefix("you> " * 4).removesuffix("you> ") == answer_to([user("What?", pictures[0])]) + "\n"
-    hint, *errors = error_output.splitlines()
+    hint, *errors = [line for line in error_output.splitlines() if "no units for bfloat16" not in line]
     assert "/image FILE" in hint
     assert len(errors) == 2
     assert "/no/such.png" in errors[1]

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 from ligerzoo.arguments import Parser, in_flags
 from ligerzoo.checks import FLAG, argument_type
 from ligerzoo.errors import did_you_mean, line_for_user, lines_for_user
-from ligerzoo.files.atomic import replace_files
 from ligerzoo.train.options import Option, add_arguments, options_of
 
 T = TypeVar("T")
@@ -188,6 +187,8 @@ def early_value(flag: str, arguments: Sequence[str] | None = None) -> str | None
 def write_options(directory: Path, options: object) -> None:
     """Writes the options of a run, a dataclass, to a file with which `--config` repeats it."""
     import yaml
+
+    from ligerzoo.files.atomic import replace_files  # imports torch
 
     listed = [one for one in options_of(type(options)) if one.name not in _NOT_STORED]
     lines = ["# The options of this run. `ligerzoo train --config FILE --output OTHER` repeats it.\n"]
