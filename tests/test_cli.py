@@ -729,6 +729,33 @@ def test_generate_writes_json_of_a_schema(checkpoint: Path, tmp_path: Path, caps
     assert "none.json" in capsys.readouterr().err
 
 
+def test_generate_warns_beyond_the_context(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Defaults end with the context; more that is asked for is generated, as by transformers."""
+    context = AutoModel.from_pretrained(checkpoint).config.max_position_embeddings
+    ids = Tokenizer.from_pretrained(checkpoint).encode("x")
+    command = ["generate", str(checkpoint), "--prompt", "x", "--device", "cpu", "--max-new-tokens"]
+    for length in (context - len(ids), context):
+        assert cli.main([*command, str(length)]) == 0
+        captured = capsys.readouterr()
+        given = f"{len(ids):,} tokens of the prompt and {length:,} new tokens exceed"
+        expected = f"warning: {given} the model's context of {context:,} tokens\n"
+        assert (expected in captured.err) == (length == context)
+        assert captured.out == f"x{continuation(checkpoint, ids, max_new_tokens=length)}\n"
+
+
+def test_generate_has_a_chat_template_of_a_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}, {{ messages[0].content }}")
+    ids = Tokenizer.from_pretrained(checkpoint).encode("x, x", add_special_tokens=False)
+    expected = f"{continuation(checkpoint, ids, max_new_tokens=5)}\n"
+    options = ["--chat-template", str(tmp_path / "own.jinja"), "--max-new-tokens", "5", "--device", "cpu"]
+    standard_input(monkeypatch, "x")
+    for command in (["generate", str(checkpoint), "--prompt", "x", "--chat"], ["chat", str(checkpoint)]):
+        assert cli.main([*command, *options]) == 0
+        assert capsys.readouterr().out == expected
+
+
 def test_generate_stops_after_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", str(checkpoint), "--prompt", "x", "--max-new-tokens", "12"]
     assert cli.main(command) == 0

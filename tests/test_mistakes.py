@@ -221,6 +221,7 @@ MISTAKES = [
     ("serve model --port http", "argument --port: got 'http'"),
     ("serve folder", "folder: there is no tokenizer.json"),
     ("info model/config.json", "Pass its directory"),
+    ("info other_kind", "This is an adapter, without the base model: merge them with `ligerzoo fuse BASE A"),
     ("info folder", "folder/config.json: no such file; got an empty directory"),
 ]
 

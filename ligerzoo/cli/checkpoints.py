@@ -205,11 +205,20 @@ def embedding_rows(model: CausalLM) -> int:
     return len(model.get_parameter("model.embed_tokens.weight"))
 
 
-def load_tokenizer(choice: ModelChoice) -> Tokenizer:
-    """Loads the tokenizer of the checkpoint or adapter."""
+def load_tokenizer(choice: ModelChoice, chat_template: Path | None = None) -> Tokenizer:
+    """Loads the tokenizer of the checkpoint or adapter, with the chat template of a file, if there is one."""
     from ligerzoo.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_pretrained(choice.text_source, revision=choice.revision)
+    return with_template(Tokenizer.from_pretrained(choice.text_source, revision=choice.revision), chat_template)
+
+
+def with_template(tokenizer: Tokenizer, file: Path | None) -> Tokenizer:
+    """Returns the tokenizer, with the chat template of a file, if there is one."""
+    from ligerzoo.text.chat_template import read_template
+
+    if file is not None:
+        tokenizer.set_chat_template(read_template(file), str(file))
+    return tokenizer
 
 
 def find_preprocessor(model: str, revision: str | None) -> Processor | Tokenizer | None:

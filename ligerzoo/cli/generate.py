@@ -18,6 +18,7 @@ from ligerzoo.cli.checkpoints import (
     load_model,
     load_tokenizer,
     load_weights,
+    with_template,
 )
 from ligerzoo.cli.console import input_lines, standard_input
 from ligerzoo.cli.options import (
@@ -34,7 +35,7 @@ from ligerzoo.cli.options import (
     add_parser,
     add_shared,
 )
-from ligerzoo.cli.serve import add_batching_options, generate_batch
+from ligerzoo.cli.serve import NO_LIMIT, add_batching_options, generate_batch
 from ligerzoo.errors import LigerzooError
 from ligerzoo.sampling_options import OFFERS, SAMPLING_OPTIONS, infer_do_sample
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     Inputs = dict[str, torch.Tensor]
 
-_MODEL = ("model", "--revision", "--adapter", "--import", "--dtype", "--device")
+_MODEL = ("model", "--revision", "--adapter", "--import", "--dtype", "--device", "--chat-template")
 
 
 def add_generate(subparsers: Subparsers) -> None:
@@ -122,19 +123,19 @@ def generate(options: argparse.Namespace) -> int:
         return generate_batch(choice, options)
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
     if options.image:
-        inputs, tokenizer = prepare_images(prompt, options.image, choice)
+        inputs, tokenizer = prepare_images(prompt, options.image, choice, options.chat_template)
     else:
-        tokenizer = load_tokenizer(choice)
+        tokenizer = load_tokenizer(choice, options.chat_template)
         inputs = prepare_text(prompt, tokenizer, options.chat)
     constraint = None if options.schema is None else grammar_of(options.schema, tokenizer)
     model = load_model(choice)
-    decoding = decoding_options(options, model, GENERATED_TOKENS)
+    decoding = decoding_options(options, model)
     decoding["cache_dtype"] = find_cache_dtype(options.cache_dtype)
     decoding["constraint"] = constraint
     is_question = bool(options.image or options.chat)
     if not is_question and tokenizer.chat_templates:
         print("The prompt is continued as plain text. --chat applies the model's chat template.", file=sys.stderr)
-    ContinuationPrinter(model, tokenizer, decoding).print(inputs, skip_prompt=is_question)
+    ContinuationPrinter(model, tokenizer, decoding, GENERATED_TOKENS).print(inputs, skip_prompt=is_question)
     return 0
 
 
@@ -179,11 +180,12 @@ def chat(options: argparse.Namespace) -> int:
     choice = find_base_model(ModelChoice.of(options))
     loaded = load_processor_or_tokenizer(choice.text_source, revision=choice.revision)
     tokenizer, processor = (loaded.tokenizer, loaded) if isinstance(loaded, Processor) else (loaded, None)
+    with_template(tokenizer, options.chat_template)
     conversation = Conversation(tokenizer, processor, system=options.system)
     for file in options.image:
         conversation.add_image(file)
     model = load_model(choice)
-    printer = ContinuationPrinter(model, tokenizer, decoding_options(options, model, ANSWER_TOKENS))
+    printer = ContinuationPrinter(model, tokenizer, decoding_options(options, model), ANSWER_TOKENS)
     cache = ConversationCache(model)
     images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
     for line in input_lines("Ctrl-D ends the conversation." + images):
@@ -216,21 +218,10 @@ def add_generation_options(parser: Parser, max_new_tokens: int) -> None:
     add_option(drafts, "--prompt-lookup", AT_LEAST_1, "draft N tokens from where the last ones have occurred")
 
 
-def decoding_options(options: argparse.Namespace, model: CausalLM, max_new_tokens: int) -> dict[str, Any]:
-    """Returns the options of `generate`, with the model of --draft.
-
-    Args:
-        options: of the command.
-        model: the model.
-        max_new_tokens: largest number of new tokens, unless the user or generation_config.json has set it.
-    """
+def decoding_options(options: argparse.Namespace, model: CausalLM) -> dict[str, Any]:
+    """Returns the options of `generate`, with the model of --draft."""
     import torch
 
-    from ligerzoo.generate.options import limits_length
-
-    length: int | None = options.max_new_tokens
-    if length is None and not limits_length(model.generation_config):
-        length = max_new_tokens
     draft, seed = options.draft, options.seed
     if draft is not None:
         draft = load_weights(ModelChoice(draft, dtype=options.dtype, device=options.device))
@@ -238,7 +229,7 @@ def decoding_options(options: argparse.Namespace, model: CausalLM, max_new_token
         **infer_do_sample({name: getattr(options, name, None) for name in SAMPLING_OPTIONS}),
         "prompt_lookup_num_tokens": options.prompt_lookup,
         "assistant_model": draft,
-        "max_new_tokens": length,
+        "max_new_tokens": options.max_new_tokens,
         "stop_strings": options.stop,
         "generator": None if seed is None else torch.Generator(model.device).manual_seed(seed),
     }
@@ -251,13 +242,15 @@ def prepare_text(prompt: str, tokenizer: Tokenizer, is_question: bool) -> Inputs
     return Conversation(tokenizer).ask(prompt) if is_question else tokenizer([prompt], return_tensors="pt")
 
 
-def prepare_images(prompt: str, images: list[str], choice: ModelChoice) -> tuple[Inputs, Tokenizer]:
+def prepare_images(
+    prompt: str, images: list[str], choice: ModelChoice, chat_template: Path | None = None
+) -> tuple[Inputs, Tokenizer]:
     """Returns the model inputs of a question about images; without a chat template, of a text with placeholders."""
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.vision.processor import Processor
 
     processor = Processor.from_pretrained(choice.model, revision=choice.revision)
-    if not processor.tokenizer.chat_templates:
+    if not with_template(processor.tokenizer, chat_template).chat_templates:
         return processor(prompt, images=images), processor.tokenizer
     conversation = Conversation(processor.tokenizer, processor)
     for file in images:
@@ -273,11 +266,13 @@ class ContinuationPrinter:
         model: the model.
         tokenizer: its tokenizer.
         decoding: options of `generate`.
+        default_length: largest number of new tokens, unless `decoding` or generation_config.json has it.
     """
 
     model: CausalLM
     tokenizer: Tokenizer
     decoding: dict[str, Any]
+    default_length: int
 
     def print(self, inputs: Inputs, *, skip_prompt: bool = True, cache: ConversationCache | None = None) -> str:
         """Prints the continuation during generation, and returns it.
@@ -295,7 +290,7 @@ class ContinuationPrinter:
             cache = None
         ids = self.model.generate(
             **{name: tensor.to(self.model.device) for name, tensor in inputs.items()},
-            **self.decoding,
+            **{**self.decoding, "max_new_tokens": self._max_new_tokens(prompt.shape[1])},
             num_return_sequences=1,
             tokenizer=self.tokenizer,
             streamer=TextStreamer(self.tokenizer, skip_prompt=skip_prompt),
@@ -304,6 +299,26 @@ class ContinuationPrinter:
         if cache is not None:
             cache.keep(ids)
         return self.tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
+
+    def _max_new_tokens(self, prompt_tokens: int) -> int | None:
+        """Returns the largest number of new tokens; None for that of generation_config.json.
+
+        A default ends with the context, as in the server. What the user asks for may be longer, as with transformers'
+        `generate`: a line warns of it.
+        """
+        from ligerzoo.generate.options import limits_length
+
+        context = getattr(self.model.config, "max_position_embeddings", NO_LIMIT)
+        room, config = context - prompt_tokens, self.model.generation_config
+        length: int | None = self.decoding["max_new_tokens"]
+        if length is None:
+            length = config.get("max_new_tokens") or (None if limits_length(config) else self.default_length)
+            if length is None or room > 0:
+                return None if length is None else min(length, room)
+        if length > room:
+            given = f"{prompt_tokens:,} tokens of the prompt and {length:,} new tokens"
+            print(f"warning: {given} exceed the model's context of {context:,} tokens", file=sys.stderr)
+        return length
 
 
 def add_image(file: str, conversation: Conversation) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from ligerzoo.arguments import LOCATION, Parser
+from ligerzoo.arguments import LOCATION, Parser, expanded_path
 from ligerzoo.checks import TEXT, argument_type, integer
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -127,6 +127,14 @@ SHARED: Mapping[str, tuple[str | None, Mapping[str, Any]]] = {
             "default": "auto",
             "help": "dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and "
             "values)",
+        },
+    ),
+    "--chat-template": (
+        "model",
+        {
+            "type": expanded_path,
+            "metavar": "FILE",
+            "help": "jinja file instead of the model's template",
         },
     ),
     "--map": (

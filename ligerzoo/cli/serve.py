@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ligerzoo.arguments import expanded_path
 from ligerzoo.cli.checkpoints import (
     ModelChoice,
     embedding_rows,
@@ -72,13 +71,7 @@ it.""",
     add("--allowed-host", str, allowed_host, metavar="NAME", repeats=True)
     add("--api-key", str, "key that clients must have (default: $LIGERZOO_API_KEY, else no key)", metavar="KEY")
     add("--name", str, "the model's name for clients (default: MODEL, of a directory its last part)", metavar="NAME")
-    add_option(
-        parser.group("model"),
-        "--chat-template",
-        expanded_path,
-        "jinja file instead of the model's template",
-        metavar="FILE",
-    )
+    add_shared(parser, "--chat-template")
     add = partial(add_option, parser.group("requests"))
     add_batching_options(parser.group("requests"), batch_size=DEFAULT_BATCH_SIZE)
     add("--max-queue", COUNT, "continuations, or texts to embed, that may wait; clients get status 503 for more", 256)
@@ -117,11 +110,8 @@ def generation_service(
     """Returns the endpoints of a model that generates text, and the thread that runs it."""
     from ligerzoo.serve.app import Service
     from ligerzoo.serve.engine_thread import EngineThread
-    from ligerzoo.text.chat_template import read_template
 
-    tokenizer = load_tokenizer(choice)
-    if options.chat_template is not None:
-        tokenizer.set_chat_template(read_template(options.chat_template), str(options.chat_template))
+    tokenizer = load_tokenizer(choice, options.chat_template)
     model = load_model(choice)
     make_scheduler = scheduler_maker(model, tokenizer, options)
     scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)
@@ -167,7 +157,7 @@ def generate_batch(choice: ModelChoice, options: argparse.Namespace) -> int:
 
     defaults = {name: value for name, value in vars(options).items() if name in VALUES and value is not None}
     results = batch.Results(options.output, resumes=options.resume)
-    tokenizer = load_tokenizer(choice)
+    tokenizer = load_tokenizer(choice, options.chat_template)
     model = load_model(choice)
     defaults.setdefault("max_new_tokens", model.generation_config.get("max_new_tokens") or GENERATED_TOKENS)
     scheduler = scheduler_maker(model, tokenizer, options)(max_cache_tokens=options.max_cache_tokens)

@@ -44,7 +44,8 @@ def architecture_of(model_type: object) -> Architecture:
             return FAMILIES[model_type]
     if model_type not in tuple(MODEL_CLASSES):  # which may not be hashable
         accepted = (*MODEL_CLASSES, *_REGISTERED)
-        expected = f"one of {len(accepted)} types, such as 'llama', or a class of your own after AutoModel.register"
+        own = "a class of your own after AutoModel.register, which a file of --import may call"
+        expected = f"one of {len(accepted)} types, such as 'llama', or {own}"
         remedy = did_you_mean(model_type, accepted) or "docs/architectures.md has all types."
         raise ConfigError(
             "no such architecture", where="model_type", got=repr(model_type), expected=expected, remedy=remedy

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ligerzoo.errors import CheckpointError, TokenizerError, first_names, quote
-from ligerzoo.files.layout import TOKENIZER_INPUTS
+from ligerzoo.files.layout import ADAPTER_CONFIG_FILE, TOKENIZER_INPUTS
 
 _MAX_JSON_BYTES = 32 * 2**20  # the index of a checkpoint with 100,000 tensors has 10 MB
 _MAX_VOCABULARY_BYTES = 2**27  # of tokenizer.json; Gemma 3's, one of the largest, has a quarter of this
@@ -30,8 +30,8 @@ _CONVERT = (
 )
 _REMEDIES = {
     "adapter_model.bin": _PICKLE,
-    "adapter_config.json": "This is an adapter, without the base model: load that one and call "
-    "ligerzoo.adapters.load_adapter(model, directory), or merge them: `ligerzoo fuse BASE ADAPTER OUTPUT`.",
+    "adapter_config.json": "This is an adapter, without the base model: merge them with `ligerzoo fuse BASE ADAPTER "
+    "OUTPUT`, or load the base model and call ligerzoo.adapters.load_adapter(model, directory).",
     "*.gguf": "Convert it: load it with transformers' from_pretrained(directory, gguf_file=...) and call "
     "save_pretrained, for the tokenizer too.",
     "consolidated*.safetensors": _CONVERT.format("mistral"),
@@ -163,7 +163,8 @@ def reporting_errors(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         of_others = remedy_for(_names_in(path.parent) or ()) if path.name == "config.json" else None
-        remedy = of_others or "Pass the directory of a whole checkpoint in Hugging Face format."
+        kind = "an adapter" if path.name == ADAPTER_CONFIG_FILE else "a whole checkpoint"
+        remedy = of_others or f"Pass the directory of {kind} in Hugging Face format."
         raise CheckpointError("no such file", where=path, got=files_in(path.parent), remedy=remedy) from error
     except OSError as error:
         raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error

@@ -80,5 +80,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fuse", base, adapter, adapter]) == 1
     assert "already exists; expected a new or empty directory" in capsys.readouterr().err
     assert cli.main(["fuse", base, base, str(tmp_path / "new")]) == 1
-    assert "adapter_config.json: no such file" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "adapter_config.json: no such file" in error
+    assert error.endswith("Pass the directory of an adapter in Hugging Face format.\n")
     assert not (tmp_path / "new").exists()
