@@ -163,10 +163,15 @@ def encoding_prompt(model: EmbeddingModel, prompt: str | None = None, name: str 
             what = "a prompt is given as well"
             raise LigerzooError(what, where="prompt_name", got=repr(name), expected="one of both")
         return prompt
-    prompts = {**_STANDARD_PROMPTS, **model.settings.prompts}
+    prompts = prompts_of(model)
     name = model.settings.default_prompt_name if name is None else name
     check("encode_texts", or_none(one_of(tuple(prompts))), prompt_name=name)
     return "" if name is None else prompts[name]
+
+
+def prompts_of(model: EmbeddingModel) -> dict[str, str]:
+    """Returns the prompts of a model by their names."""
+    return {**_STANDARD_PROMPTS, **model.settings.prompts}
 
 
 def unpooled_tokens(model: EmbeddingModel, prompt: str) -> int:

@@ -26,12 +26,12 @@ from starlette.routing import Route
 from torch import Tensor
 
 from ligerzoo.checks import integer, one_of
-from ligerzoo.encoding import embed_rows, encoding_prompt, unpooled_tokens
+from ligerzoo.encoding import embed_rows, encoding_prompt, prompts_of, unpooled_tokens
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models.embedding import EmbeddingModel, NormalizeStage
 from ligerzoo.serve.app import MAX_BODY, BaseService, json_response, until_disconnected
 from ligerzoo.serve.engine_thread import GenerationError, OverloadedError, failure_of
-from ligerzoo.serve.fields import STRING, Fields, Json, check_names, checked, read
+from ligerzoo.serve.fields import Fields, Json, check_names, checked, read
 from ligerzoo.serve.metrics import Metrics
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import PROMPTS, WITHOUT_EFFECT, is_prompt
@@ -78,7 +78,7 @@ class EmbeddingCall:
         if len(inputs) > MAX_INPUTS:
             remedy = "Send several requests."
             raise LigerzooError("too many texts", where="input", got=len(inputs), expected=MAX_INPUTS, remedy=remedy)
-        prompt = encoding_prompt(model, name=read(fields, "prompt_name", STRING, None))
+        prompt = encoding_prompt(model, name=read(fields, "prompt_name", one_of(tuple(prompts_of(model))), None))
         longest: int | None = read(fields, "truncate_prompt_tokens", integer(-1, model.max_length), None)
         longest = model.max_length if longest == -1 else longest
         return cls(

@@ -33,7 +33,7 @@ from ligerzoo.vision.io import ImageInput
 from ligerzoo.vision.media import MediaInputs, check_count, conversations_in
 from ligerzoo.vision.settings import ProcessorFiles
 
-VISION_MODEL_TYPES = tuple(model_type for family in FAMILIES for model_type in family.model_types)
+VISION_MODEL_TYPES = tuple(dict.fromkeys(name for family in FAMILIES for name in family.model_types))
 """Values of `model_type` in the config.json of models that read images."""
 
 DEFAULT_FPS = 24.0  # as in transformers 5
