@@ -138,11 +138,15 @@ UNEQUAL = ("tokens_per_second", "memory_gib", "mfu", "samples", "nll_loss", "eva
 
 
 def compare_logs(case: Case, one: Path, many: Path) -> None:
-    """Losses of the first step within 1e-5, and those of further steps."""
+    """Losses of the first step within 1e-5, and those of further steps.
+
+    Muon amplifies rounding: other weights by 1e-7 change the next gradient of one process by 1e-3, with AdamW by 1e-5.
+    """
+    later = 5e-3 if case.changes.get("optimizer") == "muon" else 5e-4
     logs = [read_log(output / "log.jsonl") for output in (one, many)]
     assert [list(entry) for entry in logs[0]] == [list(entry) for entry in logs[1]], str(case)
     for expected, found in zip(*logs, strict=True):
-        error = 1e-5 if expected["step"] == 1 else 5e-4
+        error = 1e-5 if expected["step"] == 1 else later
         for column in expected.keys() - set(UNEQUAL):
             # KTO pairs prompts and completions in an order that depends on the processes.
             is_paired = case.method == "kto" and "eval" in column
