@@ -32,6 +32,7 @@ from ligerzoo.train.data import (
     open_data,
 )
 from ligerzoo.train.data.samples import UNTRAINED, TrainedSample
+from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.evaluation import evaluating
 
 
@@ -84,20 +85,22 @@ class DataScores:
         tokens: token scores by group: "all"; for preference pairs "chosen" and "rejected"; for labelled completions
             "desirable" and "undesirable", without a group that has no sequence.
         pairs: for preference pairs, the scores of pairs.
+        dropped: number of records that are not scored: blank lines, and those that are too long.
     """
 
     kind: Kind
     tokens: dict[str, TokenScores]
     pairs: PairScores | None = None
+    dropped: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Returns the scores as JSON values: those of the group "all" at the top, others by the name of the group."""
         groups = {name: asdict(scores) for name, scores in self.tokens.items()}
         pairs = {} if self.pairs is None else asdict(self.pairs)
-        return {"kind": self.kind, **pairs, **groups.pop("all", {}), **groups}
+        return {"kind": self.kind, "dropped": self.dropped, **pairs, **groups.pop("all", {}), **groups}
 
     def __str__(self) -> str:
-        lines = []
+        lines = [f"records not scored   {self.dropped:,}   too long, or blank"] if self.dropped else []
         if self.pairs is not None:
             lines += [
                 f"pairs                {self.pairs.pairs:,}",
@@ -146,7 +149,7 @@ def score_data(
         options: further options of `open_data`, such as `train_on_prompt=True`, which scores prompts too.
 
     Raises:
-        DataError: as `open_data`, or the data consists of prompts.
+        DataError: as `open_data`, or the data consists of prompts, or no record has a sample.
         LigerzooError: a loss is not a finite number.
     """
     options = {**options, "shuffle": False, "epochs": 1, "embedding_rows": model.input_vocab_size}
@@ -170,9 +173,10 @@ def score_data(
                 if isinstance(sample, PreferenceSample):
                     pairs.append((named["chosen"], named["rejected"]))
             bar.update(batch.tokens)
-    return DataScores(
-        stream.kind, {group: _token_scores(found) for group, found in sorted(sums.items())}, _pair_scores(pairs)
-    )
+    if not sums:
+        raise no_samples("option data")
+    scored = {group: _token_scores(found) for group, found in sorted(sums.items())}
+    return DataScores(stream.kind, scored, _pair_scores(pairs), stream.dropped)
 
 
 Sums = NDArray[np.float64]

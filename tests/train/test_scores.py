@@ -164,6 +164,17 @@ def test_both_sequences_of_a_pair_must_fit(checkpoints: dict[str, Path]) -> None
         score_data(model, tokenizer, [pair], seq_length=sum(lengths) - 1)
 
 
+def test_records_that_are_too_long_are_counted(checkpoints: dict[str, Path]) -> None:
+    model, tokenizer = (load.from_pretrained(checkpoints["llama"]) for load in (AutoModel, Tokenizer))
+    short, long = {"prompt": "a", "completion": " b"}, {"prompt": words(1, 30), "completion": " b"}
+    options: dict[str, Any] = {"seq_length": 8, "too_long": "drop"}
+    found = score_data(model, tokenizer, [long, short, long], **options)
+    assert (found.tokens["all"].sequences, found.dropped, found.as_json()["dropped"]) == (1, 2, 2)
+    assert str(found).startswith("records not scored   2 ")
+    with pytest.raises(DataError, match="the data has no samples"):
+        score_data(model, tokenizer, [long], **options)
+
+
 def test_what_is_refused(checkpoints: dict[str, Path]) -> None:
     model, tokenizer = (load.from_pretrained(checkpoints["llama"]) for load in (AutoModel, Tokenizer))
     with pytest.raises(DataError, match="prompts have no labels"):
