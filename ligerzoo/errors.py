@@ -215,6 +215,10 @@ class TokenizerError(LigerzooError):
     """A tokenizer's files are missing or malformed, or its input cannot be encoded."""
 
 
+class TemplateError(TokenizerError):
+    """A chat template is missing or malformed, whatever the conversation."""
+
+
 class ImageError(LigerzooError):
     """An image or video cannot be read, does not match the prompt, or has a size that the model does not accept."""
 

@@ -42,6 +42,7 @@ FILES: dict[str, str | bytes] = {
     "table.xlsx": "PK",
     "chat.jsonl": json.dumps({"messages": CHAT}),
     "image.jsonl": json.dumps({"messages": [{"role": "user", "content": IMAGE}, CHAT[1]]}),
+    "completon.jsonl": '{"prompt": "a", "completon": "b"}',
     "model.gguf": "GGUF",
     "broken.jinja": "{% for x in %}",
     "mac.csv": "prompt,completion\ra,b\r",
@@ -107,6 +108,12 @@ MISTAKES = [
         "tokenizer questions.csv --vocab-size 300 --output out --map text=qestion",
         "no column 'qestion', which --map nam",
     ),
+    (f"{TRAIN} --data questions.csv --map prompt=question", "Say which column it is: --map completion=answer; or"),
+    (
+        f"{TRAIN} --data completon.jsonl",
+        "the field 'completion' is missing; got prompt, and not read: 'completon'; ",
+    ),
+    (f"{TRAIN} --data completon.jsonl", "Did you mean 'completion' by 'completon'?"),
     (f"{TRAIN} --data questions.csv --map promt=question", "error: --map: unknown field; got 'promt'"),
     (f"{TRAIN} --data questions.csv --map prompt=answer completion=answer", "--map: the column is given twice; got "),
     (
@@ -209,12 +216,13 @@ MISTAKES = [
     ("train folder --data data.jsonl --output out", "folder: there is no tokenizer.json"),
     ("generate model --prompt hi --temperature 1e-40", "temperature: invalid value; got 1e-40"),
     ("generate model --prompt hi --image none.png", "not a supported vision-language model; got 'llama'"),
-    ("generate model --prompt hi --chat", "no chat template"),
+    ("generate model --prompt hi --chat", "with --chat-template FILE."),
     ("generate model --batch none.jsonl --output out.jsonl", "none.jsonl: No such file or directory"),
     ("generate model --batch data.jsonl --output data.jsonl", "data.jsonl: already exists"),
     ("generate model.gguf --prompt hi", "gguf_file="),
     ("generate images --prompt hi --image none.png", "none.png): cannot read the image"),
-    ("chat model", "no chat template"),
+    ("chat model", "with --chat-template FILE."),
+    ("generate model --batch chat.jsonl --output out.jsonl", "with --chat-template FILE."),
     ("evaluate model", "one of the arguments --data --tasks is required"),
     ("evaluate model --data chat.jsonl", "error: chat.jsonl:1: model: the tokenizer has no chat template"),
     ("evaluate model --data chat.jsonl --kind text", "chat.jsonl:1: the field 'text' is missing"),
@@ -283,6 +291,37 @@ def test_warnings_name_options_of_the_command_line(capsys: pytest.CaptureFixture
     with warnings_as_lines({"special_tokens": "--special-tokens"}):
         warnings.warn('a.jsonl:1: pass special_tokens="control". No file_name.', stacklevel=1)
     assert capsys.readouterr().err == "warning: a.jsonl:1: pass --special-tokens control. No file_name.\n"
+
+
+@pytest.mark.parametrize("model, data", [("none", "none.jsonl"), ("model", "none.jsonl"), ("none", "chat.jsonl")])
+@pytest.mark.parametrize("template, problem", [("none.jinja", "cannot be read"), ("broken.jinja", "is malformed")])
+def test_a_dry_run_names_a_bad_template_and_other_problems(
+    model: str,
+    data: str,
+    template: str,
+    problem: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    call = f"train {model} --data {data} --chat-template {template} --device cpu --output out --dry-run"
+    assert cli.main(call.split()) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if problem in line]) == 1
+    assert len(lines) == 1 + (model == "none") + (data == "none.jsonl")
+
+
+def test_a_dry_run_names_a_missing_template_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The problems of the other records are named too."""
+    monkeypatch.chdir(folder)
+    (folder / "chats.jsonl").write_text(f"{FILES['chat.jsonl']}\n" * 3 + '{"messages": 3}\n')
+    assert cli.main(["train", "model", "--data", "chats.jsonl", "--device", "cpu", "--output", "out", "--dry-run"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert "chats.jsonl:1: model: the tokenizer has no chat template" in first
+    assert "chats.jsonl:4: messages" in second
 
 
 def test_a_dry_run_names_all_problems(

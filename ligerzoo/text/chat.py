@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ligerzoo.checks import TEXT, check, is_list
-from ligerzoo.errors import TokenizerError, unknown_names
+from ligerzoo.errors import TemplateError, TokenizerError, unknown_names
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoder import Encoder, refuse_unknown
 from ligerzoo.text.messages import OpenMessage, checked_objects, normalized_messages
@@ -17,10 +17,11 @@ from ligerzoo.text.special_text import SpecialTokens, token_mask
 from ligerzoo.text.tokenizer_files import PaddingSide, TokenizerFiles
 from ligerzoo.text.truncation import Truncation, TruncationStrategy, truncation_of
 
-_NO_TEMPLATE = (
-    "Base models have none: use the instruction-tuned variant of the model, or pass the source of a template as "
-    "chat_template; `ligerzoo train` reads it with --chat-template FILE."
+NO_TEMPLATE = (
+    "Base models have none: use the instruction-tuned variant of the model, or set tokenizer.chat_template, on the "
+    "command line with --chat-template FILE."
 )
+"""What to do about a tokenizer without a chat template."""
 _SET_BY_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of templates that options set."""
 _FURTHER_OPTIONS = ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_offsets_mapping")
@@ -76,7 +77,7 @@ class RenderOptions:
         if "{" in name:
             return ChatTemplate(name, "the chat_template argument")
         if not templates and self.chat_template is None:
-            raise TokenizerError("the tokenizer has no chat template", where=where, remedy=_NO_TEMPLATE)
+            raise TemplateError("the tokenizer has no chat template", where=where, remedy=NO_TEMPLATE)
         expected = f"one of {sorted(templates)}" if templates else None
         what, remedy = f"there is no chat template named {name!r}", "Pass the source of a template as chat_template."
         raise TokenizerError(what, where=where, expected=expected, remedy=remedy)

@@ -34,7 +34,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ligerzoo.errors import ConfigError, TokenizerError
+from ligerzoo.errors import ConfigError, TemplateError, TokenizerError
 
 _MAX_SECONDS = 1.5  # CPU time for one conversation
 _MAX_MEMORY = 192 * 2**20
@@ -123,7 +123,7 @@ class ChatTemplate:
         """The names that the template reads and does not set itself, such as "messages" and "enable_thinking".
 
         Raises:
-            TokenizerError: the template is malformed.
+            TemplateError: the template is malformed.
         """
         return frozenset(self._request(None, ("", ""), "variables"))
 
@@ -145,7 +145,8 @@ class ChatTemplate:
         if field in reply:
             return reply[field]
         line = f", line {reply['line']}" if reply.get("line") else ""
-        raise TokenizerError(f"the template {_problem(reply)}", where=f"{self.where}{line}")
+        kind = TemplateError if reply.get("malformed") else TokenizerError
+        raise kind(f"the template {_problem(reply)}", where=f"{self.where}{line}")
 
     def _unsendable(self, error: Exception) -> TokenizerError:
         return TokenizerError("cannot send the variables to the template", where=self.where, got=error)

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ligerzoo.errors import ImageError, TokenizerError
+from ligerzoo.errors import ImageError, TemplateError
+from ligerzoo.text.chat import NO_TEMPLATE
 from ligerzoo.text.special_text import SpecialTokens
 from ligerzoo.text.tokenizer import Tokenizer
 
@@ -35,7 +36,7 @@ class Conversation:
         messages: the messages in the format of chat templates.
 
     Raises:
-        TokenizerError: the tokenizer has no chat template.
+        TemplateError: the tokenizer has no chat template.
     """
 
     def __init__(
@@ -44,8 +45,7 @@ class Conversation:
         self.tokenizer, self._processor = tokenizer, processor
         if not tokenizer.chat_templates:
             what = "no chat template, so the model was not trained to chat"
-            remedy = "Use `ligerzoo generate`, or load the model's instruction-tuned variant."
-            raise TokenizerError(what, where="tokenizer", remedy=remedy)
+            raise TemplateError(what, where="tokenizer", remedy=NO_TEMPLATE)
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self._images: list[Tensor] = []
 

@@ -95,7 +95,7 @@ def _answer(requests: BinaryIO, size: int) -> dict[str, Any]:
                 raise TemplateError(f"the output has {len(text)} characters, more than the limit of {MAX_TEXT}")
             return {"text": text}
     except TemplateSyntaxError as error:
-        return {"error": f"is malformed: {_quoted(error)}", "line": error.lineno}
+        return {"error": f"is malformed: {_quoted(error)}", "line": error.lineno, "malformed": True}
     except MemoryError as error:
         return {"limit": "memory", "line": _line(error, name)}
     except TimeLimitError as error:

@@ -111,6 +111,7 @@ class Run:
                 if processes.is_main() and not options.dry_run:
                     lock = stack.enter_context(locked_output(self.output))
             self.state = stack.enter_context(RunState(self.output, options, lock=lock, problems=problems))
+            problems.result_of(run_model.open_template, options, self.state)  # also if there is no tokenizer to open
             with problems:
                 self.processor = run_model.open_processor(options, self.state)
                 self.tokenizer = tokenizer_of(self.processor)

@@ -26,6 +26,7 @@ from ligerzoo.train.data import (
     format_sample,
 )
 from ligerzoo.train.data.batches import BatchArguments
+from ligerzoo.train.data.fields import no_completion
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.layouts import parse_columns
 from ligerzoo.train.data.open import OpenedData
@@ -83,6 +84,8 @@ class RunSamples:
             what = f"records of kind {stream.kind!r} are for another method"
             names = " or ".join(filter(None, (", ".join(methods[:-1]), methods[-1])))
             expected, remedy = "text, prompt and completion, or messages", f"Use --method {names}."
+            if stream.kind == "prompt" and stream.unread:
+                raise no_completion(stream.unread, names).moved_to(", ".join(paths))
             raise DataError(what, where=", ".join(paths), expected=expected, remedy=remedy)
         return stream
 

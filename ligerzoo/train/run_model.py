@@ -28,7 +28,7 @@ from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.optimizer_table import OPTIMIZER_NAMES, check_optimizer
 from ligerzoo.parallel import initialize_sharded, keep_gathered, load_sharded, parallelize
 from ligerzoo.parallel.mesh import check_mesh
-from ligerzoo.text.chat_template import read_template
+from ligerzoo.text.chat_template import ChatTemplate, read_template
 from ligerzoo.train import processes
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
@@ -121,21 +121,44 @@ def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
     """Loads the processor of a model that reads images; the tokenizer of other models, or if the options name one.
 
     Raises:
-        ConfigError: The file of the chat template cannot be read, or the preprocessing is not supported.
+        ConfigError: The preprocessing is not supported.
+        LigerzooError: See `open_template`.
     """
     processor: Processor | Tokenizer
+    saved = _saved_tokenizer(options, run)
     if options.tokenizer is not None:
-        saved = run.checkpoint
         processor = Tokenizer.from_pretrained(saved or options.tokenizer)
     else:
-        # The checkpoint of an adapter has no config.json, which names the preprocessing.
-        saved = None if options.lora_rank else run.checkpoint
         processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
-    if options.chat_template is not None:
-        _refuse_other_template(options.chat_template, run.checkpoint)
-        if saved is None:
-            tokenizer_of(processor).set_chat_template(read_template(options.chat_template), options.chat_template)
+    template = open_template(options, run)
+    if template is not None:
+        tokenizer_of(processor).set_chat_template(template.source, template.where)
     return processor
+
+
+def open_template(options: RunOptions, run: RunState) -> ChatTemplate | None:
+    """Reads the chat template that the options name; None without one, or if the tokenizer of a checkpoint has it.
+
+    Raises:
+        ConfigError: The file cannot be read, or has changed since the run began.
+        TemplateError: The template is malformed.
+    """
+    if options.chat_template is None:
+        return None
+    _refuse_other_template(options.chat_template, run.checkpoint)
+    if _saved_tokenizer(options, run) is not None:
+        return None
+    template = ChatTemplate(read_template(options.chat_template), options.chat_template)
+    template.variables  # noqa: B018 - raises if the template is malformed
+    return template
+
+
+def _saved_tokenizer(options: RunOptions, run: RunState) -> Path | None:
+    """Returns the checkpoint to load the tokenizer from, if any.
+
+    The checkpoint of an adapter has no config.json, which names the preprocessing.
+    """
+    return None if options.lora_rank and options.tokenizer is None else run.checkpoint
 
 
 def _refuse_other_template(template: str, checkpoint: Path | None) -> None:

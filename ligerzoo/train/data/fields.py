@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from ligerzoo.checks import is_text
@@ -232,6 +232,23 @@ def unread_fields(record: Fields, kind: Kind) -> list[str]:
         return []
     read = {*names.required, *names.optional, *(filter(_NEGATIVE.fullmatch, present) if kind == "pair" else ())}
     return [name for name in present if name not in read]
+
+
+def no_completion(unread: Sequence[str], methods: str) -> DataError:
+    """Returns the error of records that have a prompt and other fields, but no completion.
+
+    Args:
+        unread: the other fields, at least one.
+        methods: the methods that train prompts alone.
+    """
+    required = dict.fromkeys(name for names in FIELDS.values() for name in names.required)
+    column = unread[0] if len(unread) == 1 else "COLUMN"
+    remedy = f"Say which column it is: --map completion={column}; or train prompts alone with --method {methods}."
+    for name in unread:
+        for near in difflib.get_close_matches(name.lower(), required, n=1, cutoff=0.8):
+            remedy = f"Did you mean {near!r} by {name!r}?"
+    what, expected = "the field 'completion' is missing", "text, prompt and completion, or messages"
+    return DataError(what, got=f"prompt, and not read: {first_names(unread)}", expected=expected, remedy=remedy)
 
 
 def _present(record: Fields) -> Fields:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ligerzoo.checks import is_text
 from ligerzoo.entries import is_array
-from ligerzoo.errors import DataError
+from ligerzoo.errors import DataError, TemplateError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.fields import (
     FIELDS,
@@ -45,7 +45,7 @@ class DataReport:
         longest: tokens of the longest sequence.
         images: number of images.
         problems: the first 20 problems, each with file and line.
-        num_problems: number of all problems.
+        num_problems: number of all problems. That a chat template is missing or malformed is one problem.
         first_samples: the first three samples.
         notes: lines to print about the data, such as whose fields it has.
     """
@@ -123,7 +123,7 @@ def check_data(
 def check_samples(stream: SampleStream, *, progress: bool | None = None) -> DataReport:
     """Reads all samples of a stream that ends, see `check_data`."""
     report = DataReport(stream.kind, notes=stream.notes)
-    is_hidden = None if progress is None else not progress
+    is_hidden, of_templates = None if progress is None else not progress, set[str]()
     with tqdm(stream.results(), "checking data", unit=" records", disable=is_hidden) as results:
         for _, result in results:
             try:
@@ -133,6 +133,11 @@ def check_samples(stream: SampleStream, *, progress: bool | None = None) -> Data
                     if stream.images is not None:
                         stream.images.read(sample.segments[:1])  # all pixels: files may be truncated
             except DataError as error:
+                match error.__cause__:
+                    case TemplateError() as cause if str(cause) in of_templates:  # all records have it
+                        continue
+                    case TemplateError() as cause:
+                        of_templates.add(str(cause))
                 report.num_problems += 1
                 if len(report.problems) < _MAX_PROBLEMS:
                     report.problems.append(str(error))

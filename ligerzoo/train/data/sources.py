@@ -308,6 +308,7 @@ class DataSource(RecordReader):
         weight: as given.
         name: the names of the files, or "data".
         notes: lines to print about the data.
+        unread: the fields of the first record that are not read, such as ids.
 
     Raises:
         DataError: the first record is of no known kind; or the data is empty, and `kind` is "auto".
@@ -324,7 +325,7 @@ class DataSource(RecordReader):
         self._reader, self._options, self.weight, self.holds = reader, options, weight, reader.holds
         self.num_blocks, self.blocks_per_pool, self.names = reader.num_blocks, reader.blocks_per_pool, reader.names
         self.name = ", ".join(name for name, *_ in reader.identity.get("files", ())) or "data"
-        self.notes: list[str] = []
+        self.notes, self.unread = list[str](), list[str]()
         self._wanted: Kind | Literal["auto"] = kind
         self._layout: RecordLayout | None = None
         columns = options.columns
@@ -364,7 +365,8 @@ class DataSource(RecordReader):
 
     def _note_unread(self, source: Source, record: Fields, kind: Kind) -> None:
         """Notes fields that records of other kinds have, such as the text of a conversation; of a pair, all others."""
-        unread = [name for name in unread_fields(record, kind) if kind == "pair" or name in FIELD_NAMES]
+        self.unread = unread_fields(record, kind)
+        unread = [name for name in self.unread if kind == "pair" or name in FIELD_NAMES]
         if unread and kind != "prompt":  # whose fields a reward function reads
             pair = "query or anchor, positive, negative, negatives and negative_1, ..."
             read = pair if kind == "pair" else " and ".join(FIELDS[kind].required)

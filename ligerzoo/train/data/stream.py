@@ -241,6 +241,11 @@ class SampleStream:
         """Lines to print about the data, such as whose fields it has."""
         return [note for source in self._order.sources for note in source.notes]
 
+    @property
+    def unread(self) -> list[str]:
+        """The fields of the first records that are not read, such as ids."""
+        return [*dict.fromkeys(name for source in self._order.sources for name in source.unread)]
+
     def results(self) -> Iterator[tuple[SourceProgress, Result]]:
         """Yields what each record gives, its samples or its error, from the current position on."""
         records = self._order.records(self._progress)
