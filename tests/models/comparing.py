@@ -64,19 +64,19 @@ def all_gradients(model: CausalLM, **inputs: Any) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(
-    ours: CausalLM, theirs: nn.Module, inputs: Mapping[str, Any], scales: Mapping[str, float] | None = None
+    ours: CausalLM, expected: Mapping[str, Tensor], inputs: Mapping[str, Any], scales: Mapping[str, float] | None = None
 ) -> None:
-    """Compares the gradients of both models, whose loss for these inputs of ours has gone backward.
+    """Compares the gradients of our model, whose loss for these inputs has gone backward, with those of transformers.
 
     Those that differ are compared with fp64: our error may be as large as the tolerance, or twice that of transformers.
 
     Args:
         ours: our model.
-        theirs: that of transformers.
+        expected: the gradients of the model of transformers.
         inputs: of our model, for fp64.
         scales: of gradients, by their names, see `assert_close`.
     """
-    expected, scales = gradients(theirs), scales or {}
+    scales = scales or {}
     got = under_their_names(ours, gradients(ours), expected)
     assert got.keys() == expected.keys()
     different = [name for name in expected if not is_close(got[name], expected[name], scales.get(name))]
@@ -163,7 +163,7 @@ def assert_same_vision_training(
     expected.loss.backward()
     assert any("vis" in name for name in gradients(ours)) == bool(vision)  # visual, vision_tower
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **vision}
-    assert_same_gradients(ours, theirs, inputs)  # none of blocks that do not run
+    assert_same_gradients(ours, gradients(theirs), inputs)  # none of blocks that do not run
 
 
 def assert_same_bf16(ours: Tensor, theirs: Tensor) -> None:

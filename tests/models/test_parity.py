@@ -89,7 +89,7 @@ def assert_same_training_gradients(ours: CausalLM, theirs: PreTrainedModel, inpu
     # The gradient of one number may be a small difference of large sums.
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     numbers = {name: largest for name, gradient in expected.items() if gradient.numel() == 1}
-    assert_same_gradients(ours, theirs, inputs, numbers)
+    assert_same_gradients(ours, expected, inputs, numbers)
 
 
 @pytest.mark.every_checkpoint
