@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles 
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
-	@echo 'make test           install, then run the test suite (about 10 minutes on 2 cores)'
+	@echo 'make test           install, then run the test suite (10 to 18 minutes on 2 cores)'
 	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
 	@echo 'make test-newest    the tests of integrations and clients with the newest torch, transformers, TRL, ...'
 	@echo 'make test-oldest    the same with the oldest versions that pyproject.toml allows'
