@@ -16,6 +16,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 V = TypeVar("V")
 
+_MAX_RECORDS = 20
+
 
 class LigerzooError(ValueError):
     """Invalid input.
@@ -124,6 +126,39 @@ class Problems:
 
 RAISED = Problems(collects=False)
 """Raises each error at once."""
+
+
+class RecordProblems:
+    """The errors of many records, such as the lines of a file. The first ones are kept, and all are counted.
+
+    That a chat template is missing or malformed is one problem, although each record that needs it has the error.
+
+    Attributes:
+        first: the first 20 errors.
+        count: number of all errors.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[LigerzooError] = []
+        self.count = 0
+        self._of_templates = set[str]()
+
+    def add(self, error: LigerzooError, cause: object) -> None:
+        """Adds the error of a record, which names the record, and its cause, which does not."""
+        match cause:
+            case TemplateError() if str(cause) in self._of_templates:
+                return
+            case TemplateError():
+                self._of_templates.add(str(cause))
+        self.count += 1
+        if len(self.first) < _MAX_RECORDS:
+            self.first.append(error)
+
+    @property
+    def errors(self) -> list[LigerzooError]:
+        """The first errors, and one that says how many more there are."""
+        more = self.count - len(self.first)
+        return [*self.first, *([LigerzooError(f"{more:,} more records have problems")] if more else [])]
 
 
 def raise_all(errors: Iterable[LigerzooError]) -> None:

@@ -247,7 +247,6 @@ def test_unknown_and_empty_options(arguments: list[str], message: str, capsys: p
             ["generate", "{checkpoint}", "--batch", "{picture}", "--output", "{picture}", "--resume"],
             "{picture}, line 1: not a result of `ligerzoo generate --batch`",
         ),
-        (["generate", "{checkpoint}", "--batch", "{picture}", "--output", "{tmp_path}/new"], "{picture}, line 1: "),
         (["serve", "/no/such/place", "--port", "0"], "/no/such/place: no such directory"),
         (["serve", "{checkpoint}", "--host", "no.such.host.invalid"], "--host and --port: cannot listen there"),
         (["serve", "{checkpoint}", "--port", "0", "--max-context", "2049"], "expected at most 2048"),
@@ -1021,6 +1020,19 @@ def test_an_invalid_line_is_named_before_the_first_prompt_runs(
     assert message in error_output
     assert error_output.count("\n") == 1
     assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_all_invalid_lines_are_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A malformed chat template is one problem, named once."""
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for x in %}")
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    path = write_lines(tmp_path / "prompts.jsonl", [chat, "{", chat, {"prompt": "x"}, *[{"prompt": 5}] * 21])
+    assert cli.main(batch_command(checkpoint, tmp_path, "--chat-template", str(template))) == 1
+    lines = capsys.readouterr().err.splitlines()
+    starts = [f"{path}, line {line}: " for line in (1, 2, *range(5, 23))]
+    assert all(line.startswith(f"ligerzoo: error: {start}") for line, start in zip(lines, starts, strict=False))
+    assert lines[20:] == ["ligerzoo: error: 3 more records have problems"]
 
 
 # serve

@@ -86,7 +86,7 @@ def evaluate(options: argparse.Namespace) -> int:
             report = check_data(**data, embedding_rows=rows)
             for note in report.notes:
                 print(note, file=sys.stderr)
-            raise_all(report.errors)
+            raise_all(report.problems.errors)
     model = load_model(choice)
     found: dict[str, Any] = {}
     if data:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TextIO
 
-from ligerzoo.errors import LigerzooError, quote
+from ligerzoo.errors import LigerzooError, RecordProblems, quote, raise_all
 from ligerzoo.generate import BrokenLogitsError, Request, Scheduler
 from ligerzoo.serve.continuation import Continuation
 from ligerzoo.serve.fields import OBJECT, STRING, Fields, check_names, show
@@ -84,16 +84,17 @@ def read_batch(path: Path, defaults: Fields, encoder: PromptEncoder, scheduler: 
     """Reads all lines of a batch file that are not blank; see `Entry.read`.
 
     Raises:
-        LigerzooError: names the file and the first line with a problem.
+        LigerzooError: names the file and the lines with a problem; SeveralErrors if there are several.
     """
-    entries = []
+    entries, problems = [], RecordProblems()
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:  # some editors write a byte order mark
         for line, text in enumerate(file, 1):
             if text.strip():
                 try:
                     entries.append(Entry.read(text, line, defaults, encoder, scheduler))
                 except LigerzooError as error:
-                    raise LigerzooError(str(error), where=f"{path}, line {line}") from error
+                    problems.add(LigerzooError(str(error), where=f"{path}, line {line}"), error)
+    raise_all(problems.errors)
     return entries
 
 

@@ -152,9 +152,9 @@ class Run:
             data.check_evaluation()
         report = problems.result_of(data.read_all) if options.dry_run else None
         if report is not None:
-            problems.errors += report.errors
+            problems.errors += report.problems.errors
         processes.say(run_model.describe_model(self.meta_model, self.device))
-        is_readable = not options.dry_run or (report is not None and not report.errors)
+        is_readable = not options.dry_run or (report is not None and not report.problems.count)
         if is_readable:
             with problems:
                 self._data, self._batches, self._steps = data, data.training(), data.count_steps()

@@ -209,7 +209,7 @@ class RunData(RunSamples):
     def check_evaluation(self) -> None:
         if self._eval_paths:
             report = check_samples(self.samples(self._eval_paths, ONCE))
-            raise_all(report.errors)
+            raise_all(report.problems.errors)
             if not report.trained_tokens:
                 raise no_samples(", ".join(self._eval_paths))
 

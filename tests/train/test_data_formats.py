@@ -126,10 +126,10 @@ def test_errors_name_the_line_or_row(name: str, tmp_path: Path) -> None:
     records[1] = {"prompt": "a\nb", "completion": None}
     records[3] = {"prompt": "a", "completion": "long " * 60}
     report = check_data(FORMATS[name](tmp_path, records), "completion", tokenizer(), seq_length=32, progress=False)
-    assert (report.samples, report.num_problems) == (2, 2)
+    assert (report.samples, report.problems.count) == (2, 2)
     first, second = LINES[name]
-    assert f"{first}the field 'completion' is null" in report.problems[0]
-    assert f"{second}the sample is too long" in report.problems[1]
+    assert f"{first}the field 'completion' is null" in str(report.problems.first[0])
+    assert f"{second}the sample is too long" in str(report.problems.first[1])
 
 
 def _ends_of_rows(data: bytes) -> list[int]:
@@ -269,11 +269,11 @@ def test_cells_of_csv_are_json_where_fields_are_lists(tmp_path: Path) -> None:
     report = check_data(write_csv(tmp_path / "b.csv", labels), "auto", tokenizer(), seq_length=64, progress=False)
     assert report.kind == "labelled"
     assert [one.is_desirable for one in report.first_samples] == [True, False]  # type: ignore[union-attr]
-    assert "b.csv:4: label: wrong type; got a string, 'no'" in report.problems[0]
+    assert "b.csv:4: label: wrong type; got a string, 'no'" in str(report.problems.first[0])
     pairs: Records = [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin} for margin in ("0.5", "x")]
     report = check_data(write_csv(tmp_path / "c.csv", pairs), "auto", tokenizer(), seq_length=64, progress=False)
     assert report.first_samples[0].margin == 0.5  # type: ignore[union-attr]
-    assert "c.csv:3: margin: " in report.problems[0]
+    assert "c.csv:3: margin: " in str(report.problems.first[0])
 
 
 def test_tables_of_other_programs(tmp_path: Path) -> None:

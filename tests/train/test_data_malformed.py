@@ -64,9 +64,10 @@ VALUES: list[Any] = [
 
 def problems_of(file: Path, kind: str, seq_length: int, template: str) -> list[str]:
     try:
-        return check_data(file, kind, tokenizer(template), seq_length=seq_length).problems
+        report = check_data(file, kind, tokenizer(template), seq_length=seq_length)
     except DataError as error:
         return [str(error)]
+    return list(map(str, report.problems.first))
 
 
 def assert_names_the_line(file: Path, lines: list[bytes], changed: int, problems: list[str]) -> None:

@@ -177,7 +177,7 @@ def test_malformed_records_of_other_programs_are_named(tmp_path: Path) -> None:
     ]  # fmt: skip
     report = check_data(write_lines(tmp_path / "a.jsonl", records), "auto", tokenizer(), seq_length=64, progress=False)
     expected = ["2: the field 'output' is missing", "3: input: wrong type", "4: history[0]: wrong type"]
-    assert [one.partition("a.jsonl:")[2].split(";")[0] for one in report.problems] == expected
+    assert [str(one).partition("a.jsonl:")[2].split(";")[0] for one in report.problems.first] == expected
     assert report.notes == [f"{tmp_path / 'a.jsonl'}: records with Alpaca fields (instruction, input, output)"]
     entries: list[Any] = [
         {"from": "gtp", "value": "a"},
@@ -192,9 +192,9 @@ def test_malformed_records_of_other_programs_are_named(tmp_path: Path) -> None:
         {"conversations": []},
     ]
     report = check_data(write_lines(tmp_path / "b.jsonl", records), "auto", tokenizer(), seq_length=64, progress=False)
-    assert (report.samples, report.num_problems) == (1, 6)
-    assert "b.jsonl:2: conversations[0]: unknown sender; got 'gtp'" in report.problems[0]
-    assert all(f"b.jsonl:{line}: conversations" in text for line, text in enumerate(report.problems, 2))
+    assert (report.samples, report.problems.count) == (1, 6)
+    assert "b.jsonl:2: conversations[0]: unknown sender; got 'gtp'" in str(report.problems.first[0])
+    assert all(f"b.jsonl:{line}: conversations" in str(one) for line, one in enumerate(report.problems.first, 2))
 
 
 def test_tool_calls_and_images_of_sharegpt() -> None:

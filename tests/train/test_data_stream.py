@@ -367,9 +367,9 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "yes"}\n \n' + data + b'\n{"text": "no"}\n')
     report = check_data(path, "auto", tokenizer(), seq_length=64, progress=False)
-    assert (report.samples, report.num_problems, report.dropped) == (2, 1, 1)
-    assert report.problems[0].startswith(f"{path}:3: {problem}")
-    assert "\n" not in report.problems[0]
+    assert (report.samples, report.problems.count, report.dropped) == (2, 1, 1)
+    assert str(report.problems.first[0]).startswith(f"{path}:3: {problem}")
+    assert "\n" not in str(report.problems.first[0])
     with pytest.raises(DataError, match=r"bad\.jsonl:3: "):
         list(open_data(path, "auto", tokenizer(), seq_length=64, epochs=1))
     with pytest.raises(DataError, match="^" + re.escape(f"{path}:3: {problem}")):
@@ -478,7 +478,7 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_the_report_counts_problems(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["{", '{"text": "yes"}'] * 25)
     report = check_data(path, "text", tokenizer(), seq_length=9, progress=False)
-    assert (report.samples, report.num_problems, len(report.problems)) == (25, 25, 20)
+    assert (report.samples, report.problems.count, len(report.problems.first)) == (25, 25, 20)
     assert str(report).endswith("5 more records have problems")
     assert report.trained_tokens == report.tokens - 25
 
@@ -542,8 +542,10 @@ def test_tokens_that_the_model_lacks_name_their_record(tmp_path: Path) -> None:
             good = {name: name if isinstance(value, str) else value for name, value in record.items()}
             file = write_lines(tmp_path / "a.jsonl", [good, record])
             report = check_data(file, kind, own, seq_length=99, embedding_rows=rows)
-            assert (report.samples, report.num_problems) == (1, 1)
-            assert re.match(r".*a\.jsonl:2: .*the token '.*' is not in the model's vocabulary", report.problems[0])
+            assert (report.samples, report.problems.count) == (1, 1)
+            assert re.match(
+                r".*a\.jsonl:2: .*the token '.*' is not in the model's vocabulary", str(report.problems.first[0])
+            )
 
 
 def test_a_repeated_key_and_many_bad_lines_take_linear_time(tmp_path: Path) -> None:
@@ -554,7 +556,7 @@ def test_a_repeated_key_and_many_bad_lines_take_linear_time(tmp_path: Path) -> N
     start = time.process_time()
     report = check_data(file, "text", tokenizer(), seq_length=9)
     assert time.process_time() - start < 20
-    assert report.num_problems == 50_002
-    assert "a.jsonl:1: the key 'f19999' occurs twice in one object" in report.problems[0]
-    assert "a.jsonl:2: the key 'b' occurs twice in one object" in report.problems[1]
-    assert "a.jsonl:20: broken JSON" in report.problems[19]
+    assert report.problems.count == 50_002
+    assert "a.jsonl:1: the key 'f19999' occurs twice in one object" in str(report.problems.first[0])
+    assert "a.jsonl:2: the key 'b' occurs twice in one object" in str(report.problems.first[1])
+    assert "a.jsonl:20: broken JSON" in str(report.problems.first[19])

@@ -279,8 +279,8 @@ def test_bad_images_are_named(
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in (good, record, good)))
     report = check_data(data, "auto", load_processor("qwen2_vl"), seq_length=64)
-    assert report.num_problems == 1
-    assert report.problems[0].startswith(f"{data}:2: ")
+    assert report.problems.count == 1
+    assert str(report.problems.first[0]).startswith(f"{data}:2: ")
     with pytest.raises(DataError, match=message):
         report.raise_if_bad()
     stream = open_data(data, "auto", load_processor("qwen2_vl"), seq_length=64, shuffle=False, epochs=1)

@@ -150,8 +150,8 @@ def test_images_that_differ_within_a_pair_or_are_missing_are_named(
     ]
     lines[1]["prompt"][0]["content"][0]["path"] = "none.png"
     file = write_lines(tmp_path / "a.jsonl", lines)
-    problems = check_data(file, "preference", processor, seq_length=256, progress=False).problems
-    assert "a.jsonl:1: chosen and rejected have different images" in problems[0]
-    assert "a.jsonl:2: images[0]" in problems[1]
+    problems = check_data(file, "preference", processor, seq_length=256, progress=False).problems.first
+    assert "a.jsonl:1: chosen and rejected have different images" in str(problems[0])
+    assert "a.jsonl:2: images[0]" in str(problems[1])
     with pytest.raises(DataError, match="the record has images, which this run cannot train"):
         next(open_data(records / "grpo.jsonl", "prompt", processor.tokenizer, seq_length=256, shuffle=False))

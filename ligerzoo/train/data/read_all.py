@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ligerzoo.checks import is_text
 from ligerzoo.entries import is_array
-from ligerzoo.errors import DataError, TemplateError
+from ligerzoo.errors import DataError, RecordProblems
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.fields import (
     FIELDS,
@@ -29,8 +29,6 @@ from ligerzoo.train.data.stream import SampleStream
 from ligerzoo.train.data.token_files import TokenWriter
 from ligerzoo.vision.processor import Processor
 
-_MAX_PROBLEMS = 20
-
 
 @dataclass
 class DataReport:
@@ -44,8 +42,7 @@ class DataReport:
         trained_tokens: number of tokens that the loss counts; 0 for prompts.
         longest: tokens of the longest sequence.
         images: number of images.
-        problems: the first 20 problems, each with file and line.
-        num_problems: number of all problems. That a chat template is missing or malformed is one problem.
+        problems: what is wrong with the records, by file and line.
         first_samples: the first three samples.
         notes: lines to print about the data, such as whose fields it has.
     """
@@ -57,21 +54,15 @@ class DataReport:
     trained_tokens: int = 0
     longest: int = 0
     images: int = 0
-    problems: list[str] = field(default_factory=list)
-    num_problems: int = 0
+    problems: RecordProblems = field(default_factory=RecordProblems)
     first_samples: list[AnySample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def errors(self) -> list[DataError]:
-        """The reported problems as errors, and one that says how many more there are."""
-        more = self.num_problems - len(self.problems)
-        return [DataError(one) for one in (*self.problems, *([f"{more:,} more records have problems"] if more else []))]
-
     def raise_if_bad(self) -> None:
         """Raises DataError with all reported problems if there is any."""
-        if self.num_problems:
-            raise DataError(self.problems[0] if self.num_problems == 1 else "\n".join(self._lines_of_problems()))
+        if self.problems.count:
+            only = str(self.problems.first[0]) if self.problems.count == 1 else None
+            raise DataError(only or "\n".join(self._lines_of_problems()))
 
     @property
     def summary(self) -> str:
@@ -84,11 +75,11 @@ class DataReport:
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, *(self._lines_of_problems() if self.num_problems else [])])
+        return "\n".join([self.summary, *(self._lines_of_problems() if self.problems.count else [])])
 
     def _lines_of_problems(self) -> list[str]:
-        count = f"{self.num_problems:,} problem{'s' * (self.num_problems > 1)}:"
-        return [count, *(f"  {error}" for error in self.errors)]
+        count = self.problems.count
+        return [f"{count:,} problem{'s' * (count > 1)}:", *(f"  {error}" for error in self.problems.errors)]
 
     def _count(self, sample: AnySample) -> None:
         self.samples += 1
@@ -123,7 +114,7 @@ def check_data(
 def check_samples(stream: SampleStream, *, progress: bool | None = None) -> DataReport:
     """Reads all samples of a stream that ends, see `check_data`."""
     report = DataReport(stream.kind, notes=stream.notes)
-    is_hidden, of_templates = None if progress is None else not progress, set[str]()
+    is_hidden = None if progress is None else not progress
     with tqdm(stream.results(), "checking data", unit=" records", disable=is_hidden) as results:
         for _, result in results:
             try:
@@ -133,14 +124,7 @@ def check_samples(stream: SampleStream, *, progress: bool | None = None) -> Data
                     if stream.images is not None:
                         stream.images.read(sample.segments[:1])  # all pixels: files may be truncated
             except DataError as error:
-                match error.__cause__:
-                    case TemplateError() as cause if str(cause) in of_templates:  # all records have it
-                        continue
-                    case TemplateError() as cause:
-                        of_templates.add(str(cause))
-                report.num_problems += 1
-                if len(report.problems) < _MAX_PROBLEMS:
-                    report.problems.append(str(error))
+                report.problems.add(error, error.__cause__)
                 continue
             report.dropped += not result
             for sample in result:
