@@ -11,7 +11,8 @@ A line of log.jsonl is a step, or an evaluation after it:
 `loss` is the mean over the trained tokens of the step, in nats. `padding` is a share of all positions. `mfu` is null if
 the peak of the device is not known. `seconds` leaves out saving and evaluation. All numbers but `memory_gib` are
 those of all processes. `skipped` is there if the update was skipped because gradients were not finite; `loss` and
-`grad_norm` are then null if they are not finite. `images` is there if the step has any.
+`grad_norm` are then null if they are not finite. `images` is there if the step has any. `dropped` is the number
+of records read so far that have no sample, such as those that are too long, if there are any.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class RunLog:
         self._reads: DelayedReads[_LaunchedStep] = DelayedReads(model.device, 1)
         self._shown, self._may_be_zero, self._warns_of_zero = shown, may_be_zero, not may_be_zero
         self._without_signal = self._zero_gradients = 0
-        self._printed = 0.0
+        self._printed, self._dropped = 0.0, 0
         self._non_finite = NonFiniteSteps(output, first_step, steps, finish_saving)
         self._file = None
         with failing_together(f"opening {self.path}"):
@@ -173,7 +174,13 @@ class RunLog:
         self._last = DeviceTime(model.device)
 
     def step(
-        self, step: int, *, values: Mapping[str, Tensor | None], lr: float, batches: Sequence[CountedBatch]
+        self,
+        step: int,
+        *,
+        values: Mapping[str, Tensor | None],
+        lr: float,
+        batches: Sequence[CountedBatch],
+        dropped: int = 0,
     ) -> None:
         """Logs a step that has been launched, and writes the one before it. All processes must call it.
 
@@ -185,6 +192,7 @@ class RunLog:
                 finite, see `SkipNonFinite`. Without it such gradients are an error.
             lr: learning rate.
             batches: batches of the step, of this process.
+            dropped: number of records so far that have no sample, in all processes.
 
         Raises:
             LigerzooError: The loss or the norm of the step before was not a finite number, and its update was not
@@ -199,7 +207,8 @@ class RunLog:
         tokens, trained, padding, flops, images = processes.total_of_data(*counts, int(flops), images)
         entry = {"step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens}
         entry |= {"trained_tokens": trained, "padding": padding / max(1, tokens + padding)}
-        entry |= {"images": images} if images else {}
+        entry |= {name: count for name, count in (("images", images), ("dropped", dropped)) if count}
+        self._dropped = dropped
         stacked = torch.stack([value.detach().double() for value in copied.values()])
         self._reads.push(_LaunchedStep(entry, list(copied), flops, batches, DeviceTime(self._device)), stacked)
 
@@ -296,6 +305,8 @@ class RunLog:
         try:
             if kind is None:
                 self._write_steps()
+            if self._dropped:
+                self.say(f"{self._dropped:,} records were not trained: too long, or blank")
             if self._without_signal:
                 self.say(f"{self._without_signal:,} steps without a signal: the rewards in each group were equal")
         finally:

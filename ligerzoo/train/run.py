@@ -208,6 +208,11 @@ class Run:
         return self.model
 
     @property
+    def dropped(self) -> int:
+        """Number of records so far that have no sample, of all epochs and before the run was resumed, too."""
+        return self._batches.dropped
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype in which the model computes, if it is not that of its weights."""
         return run_model.compute_dtype(self.options)
@@ -337,7 +342,8 @@ class Step:
         step = self._run.optimizer_step
         values = {"loss": loss, "grad_norm": grad_norm, "skipped": step.skip.count, **(metrics or {})}
         given = self.batches if batches is None else batches
-        self._run.log.step(self.number, values=values, lr=step.lr, batches=given)
+        dropped = self._run.dropped
+        self._run.log.step(self.number, values=values, lr=step.lr, batches=given, dropped=dropped)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # SIGTERM: what job schedulers and `kill` send

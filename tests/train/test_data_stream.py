@@ -422,6 +422,33 @@ def test_long_samples_are_truncated_or_dropped_on_request() -> None:
         assert all(len(one.input_ids) <= 16 and one.trained_tokens for one in found)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_dropped_records_are_counted_up_to_each_batch(packed: bool) -> None:
+    """Those after the last sample, too; and the same ones by batches that continue from a state."""
+    records = [LONG if i % 4 == 3 else {"prompt": "a", "completion": " no" * (1 + i % 3)} for i in range(40)]
+
+    def batches() -> Any:
+        stream = open_data(records, "completion", tokenizer(), seq_length=16, epochs=1, shuffle=False, too_long="drop")
+        shared: dict[str, Any] = {"batch_size": 2, "pad_token_id": 0}
+        return (
+            PackedBatches(stream, seq_length=16, window_rows=2, **shared) if packed else PaddedBatches(stream, **shared)
+        )
+
+    one, counts, state = batches(), [0], {}
+    for _ in one:
+        if state:
+            other = batches()
+            other.load_state_dict(json.loads(json.dumps(state)))
+            assert other.dropped == counts[-1]
+            next(other)
+            assert other.dropped == one.dropped
+        state = one.state_dict()
+        counts.append(one.dropped)
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 3
+    assert counts[-1] == 10
+
+
 def test_endless_data_without_a_sample_is_an_error() -> None:
     stream = open_data([LONG], "auto", tokenizer(), seq_length=16, too_long="drop")
     with pytest.raises(DataError, match="the data has no samples"):

@@ -86,8 +86,9 @@ def test_a_stopped_run_continues_bit_for_bit(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Weights, optimizer, data position, random numbers and log, with accumulation and evaluation."""
+    """Weights, optimizer, data position, dropped records, random numbers and log, with accumulation and evaluation."""
     held_out = {"eval_data": (str(data),), "eval_every": 4, "accumulate": 2, "schedule": "linear", "warmup": 0.5}
+    held_out |= {"seq_length": 40, "too_long": "drop"}
     whole = options(checkpoint, data, tmp_path / "whole", **held_out)
     assert train(whole) == 0
     parts = options(checkpoint, data, tmp_path / "parts", **held_out)
@@ -101,6 +102,8 @@ def test_a_stopped_run_continues_bit_for_bit(
     torch.manual_seed(1234)
     assert train({**parts, "resume": True}) == 0
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    dropped = untimed_log(tmp_path / "parts")[-2]["dropped"]
+    assert f"{dropped} records were not trained: too long, or blank" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_stops_at_once(

@@ -142,9 +142,9 @@ class _Producer:
                 assert not isinstance(sample, PromptSample | PairSample)
                 samples.append(sample)
                 tokens += row_length(sample)
-            packed = self.rule.pack(samples, is_last)
+            packed, dropped = self.rule.pack(samples, is_last), self.stream.dropped
             for index in range(taken, len(packed.rows)):
-                yield packed.rows[index], {**start, "rows": index + 1}
+                yield packed.rows[index], {**start, "rows": index + 1, "dropped": dropped}
             taken, rest = 0, packed.rest
 
     def _batch(self, rows: list[Row], rows_of_step: list[Row]) -> Batch:
@@ -212,7 +212,7 @@ class _Batches:
 
     def __init__(self, producer: _Producer) -> None:
         self._producer = producer
-        self._state: dict[str, Any] = {"stream": producer.stream.state_dict(), "rest": [], "rows": 0}
+        self._state: dict[str, Any] = {"stream": producer.stream.state_dict(), "rest": [], "rows": 0, "dropped": 0}
         self._batches: Background[tuple[Batch, dict[str, Any]]] | None = None
 
     def __iter__(self) -> Self:
@@ -224,6 +224,11 @@ class _Batches:
             self._batches = Background(self._producer.batches(self._state), _PREFETCH)
         batch, self._state = next(self._batches)
         return batch
+
+    @property
+    def dropped(self) -> int:
+        """Number of records without a sample that were read for the batches so far, blank lines included."""
+        return int(self._state.get("dropped", 0))  # which earlier versions have not saved
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last batch that was yielded, as JSON values."""

@@ -220,7 +220,7 @@ class SampleStream:
 
     @property
     def dropped(self) -> int:
-        """Number of records without a sample since the start of the training, blank lines included."""
+        """Number of records without a sample, blank lines included, before the next sample since the training began."""
         return self._counts["dropped"]
 
     def __iter__(self) -> Self:
@@ -270,18 +270,19 @@ class SampleStream:
         return [next(encoded) if isinstance(record, Record) else record for record in read]
 
     def _generate(self) -> Iterator[AnySample]:
-        last = first_epoch(self._progress)  # with a sample
+        last, samples = first_epoch(self._progress), list[AnySample]()  # of the last record with a sample
         for progress, result in self.results():
-            if isinstance(result, DataError):
-                raise result
             epoch = first_epoch(progress)
             if result:
-                last = epoch
+                yield from samples  # after the records without a sample that follow: the count has all of them
+                if isinstance(result, DataError):
+                    raise result
+                last, samples = epoch, result
             elif epoch > last + 1:  # without an end, the search would not end either
                 raise no_samples(self._order.name)
             self._progress = progress
             self._counts["dropped"] += not result
-            yield from result
+        yield from samples
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last sample that was yielded, as JSON values."""
