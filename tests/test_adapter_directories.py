@@ -192,7 +192,16 @@ def test_loading_an_adapter_as_a_model(workplace: Path, capsys: pytest.CaptureFi
     assert cli.main(["info", "adapter"]) == 1
     assert "ligerzoo fuse BASE ADAPTER OUTPUT" in capsys.readouterr().err
     assert cli.main(["evaluate", "adapter", "--adapter", "adapter", "--data", "x.txt"]) == 1
-    assert "MODEL is an adapter too" in capsys.readouterr().err
+    assert "the base model is an adapter too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["fuse lora base out", "generate lora --adapter base --prompt x"])
+def test_a_base_and_an_adapter_that_are_swapped(workplace: Path, call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(Path("lora"), "base")
+    assert cli.main(call.split()) == 1
+    error = capsys.readouterr().err
+    assert "error: lora: the base model and the adapter are swapped; got an adapter as the model" in error
+    assert "Exchange them: `ligerzoo fuse base lora OUTPUT`, or for other commands `base --adapter lora`." in error
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
 
     directory = locate_files(choice.model, CONFIG_FILES, revision=choice.revision)
     if (directory / ADAPTER_CONFIG_FILE).is_file() and not (directory / CONFIG_FILE).exists():
+        if choice.adapter is not None:
+            raise _two_adapters(choice.model, choice.adapter)
         base, revision = _base_of(directory, choice)
         directory = directory if Path(choice.model).is_dir() else _download_adapter(choice.model, directory.name)
         return _with_adapter(replace(choice, model=base, revision=revision), directory)
@@ -80,6 +82,18 @@ def find_base_model(choice: ModelChoice) -> ModelChoice:
     return _with_adapter(choice, _download_adapter(choice.adapter, commit))
 
 
+def _two_adapters(model: str, adapter: str) -> LigerzooError:
+    """Returns the error of a model that is an adapter although an adapter is given, which may be the model."""
+    from ligerzoo.files.layout import CONFIG_FILE, CONFIG_FILES
+    from ligerzoo.files.locate import locate_files
+
+    if not (locate_files(adapter, CONFIG_FILES) / CONFIG_FILE).exists():
+        return LigerzooError("the base model is an adapter too", where=model, expected="the model that it adapts")
+    got, remedy = f"an adapter as the model, and {adapter} as the adapter", f"`{adapter} --adapter {model}`"
+    remedy = f"Exchange them: `ligerzoo fuse {adapter} {model} OUTPUT`, or for other commands {remedy}."
+    return LigerzooError("the base model and the adapter are swapped", where=model, got=got, remedy=remedy)
+
+
 def _base_of(directory: Path, choice: ModelChoice) -> tuple[str, str | None]:
     """Returns the base model that an adapter names, and its revision."""
     from ligerzoo.files.layout import ADAPTER_CONFIG_FILE
@@ -87,9 +101,7 @@ def _base_of(directory: Path, choice: ModelChoice) -> tuple[str, str | None]:
 
     raw = read_json(directory / ADAPTER_CONFIG_FILE)
     base, problem = raw.get("base_model_name_or_path"), None
-    if choice.adapter is not None:
-        problem = "MODEL is an adapter too"
-    elif not is_text(base) or not base:
+    if not is_text(base) or not base:
         problem = "the adapter does not say which base model it has"
     elif (directory / base).is_dir():
         base = str(directory / base)
