@@ -31,12 +31,14 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         problems: mistakes that were found before the one that ends the parsing.
+        commands: the parsers of all commands, by name; none if the program has no commands.
         other_hint: returns a further remedy for an option that does not exist; None for none.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self.problems: list[str] = []
+        self.commands: Mapping[str, Parser] = {}
         self.other_hint: Callable[[str], str | None] = lambda flag: None
         self._own_groups: dict[str, argparse._ArgumentGroup] = {}
         self._several: dict[str, list[str]] = {}  # the values of options that have more than one
@@ -55,13 +57,15 @@ class Parser(argparse.ArgumentParser):
 
     def hint(self, flag: str) -> str:
         """Returns what to do about an option that does not exist."""
-        accepted = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        accepted = [flag for flag in self._option_string_actions if flag.startswith("--") and flag != "--help"]
         positional = [str(one.metavar) for one in self._actions if not one.option_strings]
         if (name := flag.lstrip("-").upper()) in positional:
             return f"Give {name} without a flag."
         ours = our_flag(flag, [*accepted, *positional])
         meant = f"Did you mean {ours!r}?" if ours else self.other_hint(flag) or did_you_mean(flag, accepted)
-        return meant or f"`{self.prog} --help` lists the options."
+        commands = [f"`{other.prog}`" for other in self.commands.values() if flag in other._option_string_actions]
+        elsewhere = f"{flag} is an option of {', '.join(commands)}." if commands else None
+        return " ".join(filter(None, (meant, elsewhere))) or f"`{self.prog} --help` lists the options."
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

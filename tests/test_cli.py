@@ -175,6 +175,9 @@ def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFix
     [
         (["--temprature", "0.7"], "--temprature 0.7. Did you mean '--temperature'?"),
         (["--max-tokens=5"], "--max-tokens=5. Did you mean '--max-new-tokens'?"),
+        (["--system", "x"], "--system x. Did you mean '--schema'? --system is an option of `ligerzoo chat`."),
+        (["--lr", "1"], "--lr 1. --lr is an option of `ligerzoo train`."),
+        (["--name", "x"], "--name x. Did you mean '--image'? --name is an option of `ligerzoo serve`."),
         (["--num-beams", "4"], "--num-beams 4. `ligerzoo generate --help` lists the options."),
         (["--stop", ""], "argument --stop: got ''; expected a text that is not empty"),
     ],

@@ -53,6 +53,7 @@ def add_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=epilog,
     )
+    parser.commands = subparsers._name_parser_map
     parser.set_defaults(run=run, check=check, parser=parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
