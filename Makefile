@@ -13,7 +13,7 @@ PYTEST_OPTIONS := --numprocesses $(WORKERS) --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 # What the libraries of clients may break.
-CLIENTS ?= tests/integrations tests/serve tests/embedding tests/adapters tests/text \
+CLIENTS ?= tests/integrations tests/models/test_parity.py tests/serve tests/embedding tests/adapters tests/text \
 	tests/train/test_preference_trl.py tests/train/test_grpo_loss.py tests/test_from_transformers.py tests/test_docs.py \
 	tests/test_quantized_models.py
 

@@ -26,7 +26,7 @@ from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNo
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Phi3, Phi3Config
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from tests.models.tiny import write_shards
-from tests.models.zoo import CHECKPOINTS
+from tests.models.zoo import CHECKPOINTS, COMPARED_TYPES
 
 ROOT = Path(__file__).parent.parent
 SIZES: dict[str, Any] = {
@@ -567,7 +567,7 @@ def test_from_config_refuses_names_classes_and_models(auto: Any) -> None:
 
 def test_every_architecture_passes_the_dtype_on() -> None:
     configs = {checkpoint.config["model_type"]: checkpoint.config for checkpoint in CHECKPOINTS}
-    assert configs.keys() == {*convert.MODEL_TYPES}
+    assert configs.keys() == {*COMPARED_TYPES}
     for model_type, raw in configs.items():
         config = convert.architecture_of(model_type).config_from_hf(raw)
         model = AutoModel.from_config(config, dtype="bfloat16", device="meta")

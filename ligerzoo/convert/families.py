@@ -8,9 +8,9 @@ import math
 
 from ligerzoo.checks import is_text
 from ligerzoo.convert.architecture import GELU_TANH, ROTARY_BUFFERS, SILU, Architecture
-from ligerzoo.convert.fields import first_given, first_spelling, refuse, switched_window, written_as
+from ligerzoo.convert.fields import first_given, first_spelling, refuse, rope_fields, switched_window, written_as
 from ligerzoo.convert.layout import Fused, Layout, PerExpert, Rename, Transposed
-from ligerzoo.entries import Entries, is_array
+from ligerzoo.entries import Entries, is_array, object_entry
 
 GATE_UP = Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 """Gate and up projections in one tensor."""
@@ -103,6 +103,30 @@ _MAMBA_BLOCKS = (
 _GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Types of layers in Granite's files, and in those of transformers 5."""
 
+EXAONE = (
+    Rename("transformer.wte", "model.embed_tokens"),
+    Rename("transformer.h", "model.layers"),
+    Rename("transformer.ln_f", "model.norm"),
+    Rename("ln_1", "input_layernorm"),
+    Rename("attn.attention.out_proj", "self_attn.o_proj"),
+    Rename("attn.attention", "self_attn"),
+    Rename("ln_2", "post_attention_layernorm"),
+    Rename("mlp.c_fc_0", "mlp.gate_proj"),
+    Rename("mlp.c_fc_1", "mlp.up_proj"),
+    Rename("mlp.c_proj", "mlp.down_proj"),
+)
+"""Names in EXAONE 3's files, those of GPT-2."""
+
+SARVAM = (
+    Rename("model.word_embeddings", "model.embed_tokens"),
+    Fused("attention.query_key_value", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Rename("attention.query_layernorm", "self_attn.q_norm"),
+    Rename("attention.key_layernorm", "self_attn.k_norm"),
+    Rename("attention.dense", "self_attn.o_proj"),
+    Rename("mlp.gate.expert_bias", ROUTER_BIAS),
+)
+"""Names in the files of Sarvam's MoE."""
+
 LLAMA4 = (
     Rename("feed_forward.router", "mlp.gate"),
     Rename("feed_forward.shared_expert", "mlp.shared_experts"),
@@ -114,6 +138,14 @@ LLAMA4 = (
 
 ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 """Entries of DeepSeek's code, with the only values that transformers and we compute."""
+
+SARVAM_ROUTER = {
+    **ROUTER,
+    "moe_router_enable_expert_bias": (True,),
+    "score_function": ("sigmoid",),
+    "use_bias": (False,),
+}
+"""The same with entries of Sarvam's code."""
 
 
 def expert_layouts(config: object) -> tuple[Layout, ...]:
@@ -177,6 +209,33 @@ def _write_deepseek(config: object, entries: dict[str, object]) -> dict[str, obj
     return _with_all_key_value_heads(config, _write_routed_experts(config, entries))
 
 
+_SARVAM_EXPERTS = {
+    "n_routed_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "n_shared_experts": ("num_shared_experts", "n_shared_experts"),
+}
+
+
+def _read_sarvam_moe(raw: Entries) -> Entries:
+    """Returns the entries of config.json. Those of Sarvam's code take precedence over those of GLM-4.5."""
+    biases = ("use_qkv_bias", "attention_bias")
+    return _read_routed_experts(first_spelling(**_SARVAM_EXPERTS, attention_bias=biases)(raw))
+
+
+def _read_sarvam_mla(raw: Entries) -> Entries:
+    """Returns the entries of config.json, without a `head_dim`, which is that of cached keys in Sarvam's code."""
+    raw = {name: value for name, value in raw.items() if name != "head_dim" or type(value) is not int}
+    return _read_routed_experts(first_spelling(**_SARVAM_EXPERTS)(raw))
+
+
+def _read_sarvam_rope(raw: Entries, default_theta: float) -> Entries:
+    """Reads `rope_theta` and `rope_scaling`. "deepseek_yarn" is another name of "yarn"."""
+    scaling = object_entry(raw, "rope_scaling")
+    if "deepseek_yarn" in (scaling.get("type"), scaling.get("rope_type")):
+        refuse(scaling, "rope_type", unless=(None, "yarn", "deepseek_yarn"))
+        raw = {**raw, "rope_scaling": {**scaling, "rope_type": "yarn"}}
+    return rope_fields(raw, default_theta)
+
+
 def _read_deepseek_v2(raw: Entries) -> Entries:
     """Returns the entries of config.json. Groups count only with the method that transformers uses them with."""
     if raw.get("topk_method") != "group_limited_greedy":
@@ -232,6 +291,17 @@ _DENSE = (
         kept_fp32=_MAMBA_FP32,
     ),
     Architecture("ernie4_5", accepted={"compression_ratio": (1.0,)}),
+    Architecture(
+        "exaone",
+        accepted={"activation_function": SILU, "hidden_act": SILU, "partial_rotary_factor": (1.0,)},
+        read_entries=first_spelling(
+            num_hidden_layers=("num_layers", "num_hidden_layers"), rms_norm_eps=("layer_norm_epsilon", "rms_norm_eps")
+        ),
+        write_entries=written_as(
+            num_hidden_layers="num_layers", rms_norm_eps="layer_norm_epsilon", hidden_act="activation_function"
+        ),
+        layouts=lambda config: (Layout(EXAONE), Layout()),
+    ),
     Architecture(
         "falcon_h1",
         accepted={"time_step_limit": MAMBA_LIMITS, "partial_rotary_factor": (1.0,)},
@@ -450,6 +520,23 @@ _MOE = (
         write_entries=_write_qwen_moe,
         layouts=expert_layouts,
         quantized_formats=frozenset({"fp8"}),
+    ),
+    Architecture(
+        "sarvam_mla",
+        accepted={**SARVAM_ROUTER, "use_qkv_bias": (False,), "partial_rotary_factor": (1.0,)},
+        read_entries=_read_sarvam_mla,
+        read_rope=_read_sarvam_rope,
+        write_entries=_write_deepseek,
+        layouts=expert_layouts,
+        keeps_extra_layers=True,
+    ),
+    Architecture(
+        "sarvam_moe",
+        accepted=SARVAM_ROUTER,
+        read_entries=_read_sarvam_moe,
+        write_entries=_write_routed_experts,
+        layouts=lambda config: (Layout((*SARVAM, *PER_EXPERT)), *expert_layouts(config)),
+        keeps_extra_layers=True,
     ),
 )
 

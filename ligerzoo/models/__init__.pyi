@@ -24,6 +24,8 @@ from ligerzoo.models.ernie4_5 import Ernie4_5 as _Ernie4_5
 from ligerzoo.models.ernie4_5 import Ernie4_5Config as Ernie4_5Config
 from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe as _Ernie4_5Moe
 from ligerzoo.models.ernie4_5_moe import Ernie4_5MoeConfig as Ernie4_5MoeConfig
+from ligerzoo.models.exaone import Exaone as _Exaone
+from ligerzoo.models.exaone import ExaoneConfig as ExaoneConfig
 from ligerzoo.models.exaone4 import Exaone4 as _Exaone4
 from ligerzoo.models.exaone4 import Exaone4Config as Exaone4Config
 from ligerzoo.models.falcon_h1 import FalconH1 as _FalconH1
@@ -168,6 +170,10 @@ from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe as _Qwen3VLMoe
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoeConfig as Qwen3VLMoeConfig
 from ligerzoo.models.roberta import Roberta as _Roberta
 from ligerzoo.models.roberta import RobertaConfig as RobertaConfig
+from ligerzoo.models.sarvam_mla import SarvamMLA as _SarvamMLA
+from ligerzoo.models.sarvam_mla import SarvamMLAConfig as SarvamMLAConfig
+from ligerzoo.models.sarvam_moe import SarvamMoE as _SarvamMoE
+from ligerzoo.models.sarvam_moe import SarvamMoEConfig as SarvamMoEConfig
 from ligerzoo.models.seed_oss import SeedOss as _SeedOss
 from ligerzoo.models.seed_oss import SeedOssConfig as SeedOssConfig
 from ligerzoo.models.sequence_classifier import Labels as Labels
@@ -206,6 +212,9 @@ class Ernie4_5(_Ernie4_5):
 
 class Ernie4_5Moe(_Ernie4_5Moe):
     def __init__(self, config: Ernie4_5MoeConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class Exaone(_Exaone):
+    def __init__(self, config: ExaoneConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class Exaone4(_Exaone4):
     def __init__(self, config: Exaone4Config, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
@@ -398,6 +407,12 @@ class Qwen3VLMoe(_Qwen3VLMoe):
 
 class Roberta(_Roberta):
     def __init__(self, config: RobertaConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class SarvamMLA(_SarvamMLA):
+    def __init__(self, config: SarvamMLAConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
+
+class SarvamMoE(_SarvamMoE):
+    def __init__(self, config: SarvamMoEConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...
 
 class SeedOss(_SeedOss):
     def __init__(self, config: SeedOssConfig, *, device: _Device = None, dtype: _Dtype = None) -> None: ...

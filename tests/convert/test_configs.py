@@ -14,16 +14,14 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.convert import architecture_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.hub import LoadedFrom
 from ligerzoo.hub.description import read_description
 from ligerzoo.hub.saving import config_entries
 from ligerzoo.models.state_space import MambaConfig
 from tests.models.tiny import Tiny
-from tests.models.zoo import CHECKPOINTS
-
-every_type = pytest.mark.parametrize("model_type", MODEL_TYPES)
+from tests.models.zoo import CHECKPOINTS, every_type
 
 RENAMED = {"num_experts": ("num_experts", "num_local_experts", "n_routed_experts")}
 """Our fields with other names in some configs of transformers."""
@@ -267,7 +265,8 @@ POSSIBLE: dict[str, list[Any]] = {
 """Valid falsy values of another type than that in the tested config.json."""
 IGNORED = {
     # Entries without effect: of training, of other software, or of unused parts.
-    "cla_share_factor", "eod_token_id", "hidden_dropout", "residual_dropout",
+    "cla_share_factor", "embed_dropout", "eod_token_id", "hidden_dropout", "moe_shared_expert_intermediate_size",
+    "q_head_dim", "residual_dropout",
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
     "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",
@@ -281,8 +280,9 @@ IGNORED = {
     "max_window_layers", "mrope_interleaved", "mrope_section", "partial_rotary_factor", "rope_theta",
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
-    "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",
-    "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_type", "torch_dtype",
+    "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "n_routed_experts",
+    "num_experts", "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_type",
+    "torch_dtype",
 }  # fmt: skip
 """Entries whose value has no effect in some tested config.json."""
 

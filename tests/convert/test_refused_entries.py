@@ -18,6 +18,9 @@ from ligerzoo.errors import ConfigError
         ("mellum", "use_sliding_window", False), ("flint", "partial_rotary_factor", 0.5),
         ("granite_swa", "partial_rotary_factor", 0.5), ("kolibri1", "mlp_only_layers", [0]),
         ("muse_glimmer_text", "partial_rotary_factor", 0.5), ("muse_glimmer_text", "hidden_activation", "gelu"),
+        ("exaone", "activation_function", "gelu"), ("exaone", "partial_rotary_factor", 0.5),
+        ("sarvam_mla", "use_qkv_bias", True), ("sarvam_moe", "use_bias", True),
+        ("sarvam_moe", "score_function", "softmax"), ("sarvam_moe", "moe_router_enable_expert_bias", False),
     ],
 )  # fmt: skip
 def test_refused_by_name(model_type: str, name: str, value: object) -> None:

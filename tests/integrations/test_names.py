@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from ligerzoo.convert import MODEL_TYPES
 from tests.integrations.clients import ours, theirs, write
+from tests.models.zoo import every_type
 
 # transformers reads config.json of version 4.
 pytestmark = pytest.mark.filterwarnings("ignore:.*rope_(scaling|parameters).*:FutureWarning")
@@ -29,7 +29,7 @@ def modules_by_kind(model: torch.nn.Module) -> dict[str, set[str]]:
     return {kind: {name for name, module in model.named_modules() if has(module)} for kind, has in kinds.items()}
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@every_type
 def test_names_and_order(model_type: str, tmp_path: Path) -> None:
     directory = write(model_type, tmp_path)
     wrapped, model = ours(directory), theirs(directory)

@@ -19,7 +19,6 @@ from packaging.version import Version  # noqa: E402
 from transformers import PreTrainedModel, Trainer, TrainingArguments  # noqa: E402
 
 import ligerzoo  # noqa: E402
-from ligerzoo.convert import MODEL_TYPES  # noqa: E402
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError  # noqa: E402
 from ligerzoo.integrations.transformers import AutoModelForCausalLM, AutoModelForImageTextToText, wrap  # noqa: E402
 from ligerzoo.integrations.transformers.versions import CACHE  # noqa: E402
@@ -27,6 +26,7 @@ from tests.covering import long_cases  # noqa: E402
 from tests.models.comparing import assert_close, raw_bytes, stored_tensors  # noqa: E402
 from tests.models.prompts import PROMPTS, prompt  # noqa: E402
 from tests.models.tiny import Tiny  # noqa: E402
+from tests.models.zoo import COMPARED_TYPES  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -55,10 +55,14 @@ def ours(directory: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
 
 
-def theirs(directory: Path) -> PreTrainedModel:
+def auto_class(directory: Path) -> Any:
     has_vision = "vision_config" in (directory / "config.json").read_text()
-    auto = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
-    return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+
+
+def theirs(directory: Path) -> PreTrainedModel:
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return auto_class(directory).from_pretrained(directory, **options).eval()
 
 
 def text_rows(lengths: tuple[int, ...] = (12, 20, 9, 31, 7, 16, 25, 14)) -> list[dict[str, list[int]]]:
@@ -142,7 +146,7 @@ OFTEN = (*COMPARED, "deepseek_v3", "gemma2", "gemma3", "gpt_oss", "mllama", "qwe
 
 
 @pytest.mark.parametrize(
-    "model_type", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.thorough) for name in MODEL_TYPES]
+    "model_type", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.thorough) for name in COMPARED_TYPES]
 )
 def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: Path) -> None:
     directory, out = written(model_type, tmp_path, resumable(model_type)), tmp_path / "out"
@@ -156,9 +160,8 @@ def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: 
     assert raw_bytes(resumed.state_dict()) == raw_bytes(kept)
     assert raw_bytes(ours(out / "checkpoint-2").state_dict()) == raw_bytes(kept)
 
-    loaded, info = type(theirs(directory)).from_pretrained(
-        out / "checkpoint-2", dtype=torch.float32, output_loading_info=True
-    )
+    last = out / "checkpoint-2"
+    loaded, info = auto_class(directory).from_pretrained(last, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())
     # What transformers writes from what it loaded is what it would write after loading the first checkpoint.
     loaded.save_pretrained(tmp_path / "again")

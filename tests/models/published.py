@@ -86,6 +86,8 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "llama4_text": [{}, {"interleave_moe_layer_step": 2, "num_experts": 128}],
     "olmo_hybrid": [{}],
     "olmoe": [{}],
+    "sarvam_mla": [{}],
+    "sarvam_moe": [{}],
     "youtu": [{}],
     "arcee": [sized(128003, 2560, 18432, 20, 4, head_dim=128)],
     "deepseek_v2": [
@@ -105,6 +107,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     ],
     "ernie4_5": [{}],
     "ernie4_5_moe": [{}, sized(103424, 8192, 28672, 64, 8, moe_intermediate_size=3584, tie_word_embeddings=False)],
+    "exaone": [{}, sized(102400, 2560, 7168, 32, 8), sized(102400, 5120, 27392, 40, 8)],
     "exaone4": [sized(102400, 2048, 4096, 32, 8), sized(102400, 5120, 27392, 40, 8)],
     "gemma": [{}, sized(GEMMA, 2048, 16384, 8, 1)],
     "gemma2": [{}, sized(GEMMA, 3584, 14336, 16, 8), sized(GEMMA, 4608, 36864, 32, 16, head_dim=128)],

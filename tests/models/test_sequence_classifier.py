@@ -54,10 +54,11 @@ PROBLEMS = {"reward": 1, "single": 3, "multi": 4}
 def test_every_text_architecture_of_transformers_is_compared() -> None:
     types = {row.config["model_type"] for row in TEXT_CHECKPOINTS}
     assert types - {row.config["model_type"] for row in ROWS} <= {
-        "apertus", "bamba", "ernie4_5", "ernie4_5_moe", "falcon_h1", "flint", "gemma4_text", "glm4_moe",
+        "apertus", "bamba", "ernie4_5", "ernie4_5_moe", "exaone", "falcon_h1", "flint", "gemma4_text", "glm4_moe",
         "glm4_moe_lite", "granite", "granite_swa", "granitemoe_swa", "granitemoehybrid", "hyperclovax", "internlm3",
         "iquestcoder", "kimi_linear", "kolibri1", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mellum", "minimax_m2",
-        "muse_glimmer_text", "nanochat", "nemotron_h", "olmo_hybrid", "olmoe", "qwen3_5_moe_text", "youtu",
+        "muse_glimmer_text", "nanochat", "nemotron_h", "olmo_hybrid", "olmoe", "qwen3_5_moe_text", "sarvam_mla",
+        "sarvam_moe", "youtu",
         "olmo2",  # not in 5.17
     }  # fmt: skip
 
