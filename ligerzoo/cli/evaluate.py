@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ligerzoo.cli.checkpoints import ModelChoice, find_base_model, find_device, load_model, load_tokenizer, package_of
 from ligerzoo.cli.console import warnings_as_lines
 from ligerzoo.cli.options import AT_LEAST_1, AT_LEAST_2, PATH, Subparsers, add_option, add_parser, add_shared
 from ligerzoo.errors import raise_all
+from ligerzoo.train.data_options import TooLong
 
 if TYPE_CHECKING:
     from ligerzoo.models import CausalLM
@@ -44,7 +45,7 @@ given their prompts. For preference pairs, the accuracy is the share of pairs wh
     data.add_argument("--data", metavar="DATA", type=PATH, help=described, action="extend", nargs="+", default=[])
     add_shared(parser, "--map", "--special-tokens")
     too_long = "what happens to samples of more than --seq-length tokens (default: %(default)s)"
-    data.add_argument("--too-long", choices=("error", "truncate", "drop"), default="error", help=too_long)
+    data.add_argument("--too-long", choices=get_args(TooLong), default="error", help=too_long)
     kinds = ("auto", *DATA_KINDS)
     data.add_argument("--kind", choices=kinds, default="auto", help="kind of the data (default: by its fields)")
     add("--seq-length", AT_LEAST_2, "the most tokens of a sequence (default: up to 2048)", metavar="T")
