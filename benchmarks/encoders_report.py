@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.generation_report import figures_of, ratio, speed, workloads_with
-from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
-from benchmarks.row import OURS
+from benchmarks.markdown import Json, measured_on, number, paragraph
+from benchmarks.speeds import speed_table, workloads_with
 
 MODELS = {"modernbert_large": "ModernBERT-large", "bert_base": "BERT-base"}
 TASKS = {"mlm": "masked tokens", "embedding": "contrastive", "encoding": "embeddings of texts"}
@@ -13,21 +12,6 @@ TASKS = {"mlm": "masked tokens", "embedding": "contrastive", "encoding": "embedd
 def label(workload: Json) -> str:
     model, task = workload["model"], TASKS[workload["task"]]
     return f"{MODELS.get(model, model)}, {task}, {workload['texts']} x {workload['shortest']} to {workload['longest']}"
-
-
-def lines(workload: Json) -> list[list[str]]:
-    """A line for each provider, with its error if it has no figures."""
-    speeds = figures_of(workload, "tokens_per_s")
-    found = []
-    for provider, figures in workload["providers"].items():
-        start = [label(workload), provider]
-        if provider not in speeds:
-            found.append([*start, figures["error"], "", "", ""])
-            continue
-        tokens_per_s, ours_over_it = speeds[provider], "" if provider == OURS else ratio(speeds, [provider])
-        shown = bold(speed(tokens_per_s), tokens_per_s == max(speeds.values()))
-        found.append([*start, shown, ours_over_it, number(figures.get("ms")), number(figures["peak_gib"])])
-    return found
 
 
 def encoder_figures(result: Json) -> list[str]:
@@ -40,5 +24,5 @@ def encoder_figures(result: Json) -> list[str]:
         "of `encode` in words. Padding does not count as tokens. `packed` gives transformers a row without padding and "
         f"masks that were made before the step; `compiled` compiles each layer. {measured_on(*workloads)}."
     )
-    header = ["model, task and texts", "provider", "tokens/s", "ligerzoo / it", "ms", "peak GiB"]
-    return ["## Encoders", paragraph(text), table(header, [line for workload in workloads for line in lines(workload)])]
+    further = {"ms": lambda found: number(found.get("ms")), "peak GiB": lambda found: number(found["peak_gib"])}
+    return ["## Encoders", paragraph(text), speed_table("model, task and texts", workloads, label, further)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from benchmarks.chart import Bar, Group, bar_chart
+from benchmarks.chart import bar_chart
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS
+from benchmarks.speeds import figures_of, ratio, speed, speed_bars, workloads_with
 
 MODELS = {
     "llama_8b": "Llama-3-8B",
@@ -23,12 +22,6 @@ LIMIT = "limit_tokens_per_s"
 CHART = "benchmarks/results/generation.svg"
 
 
-def workloads_with(result: Json, figure: str) -> list[Json]:
-    """The workloads that measure a figure, which at least one provider has."""
-    workloads = result["workloads"].values()
-    return [workload for workload in workloads if any(figure in found for found in workload["providers"].values())]
-
-
 def model_name(workload: Json) -> str:
     return MODELS.get(workload["model"], workload["model"])
 
@@ -37,24 +30,9 @@ def label(workload: Json) -> str:
     return f"{model_name(workload)}, {workload['rows']} x {workload['prompt']} + {workload['new_tokens']}"
 
 
-def figures_of(workload: Json, figure: str) -> dict[str, float]:
-    """The figure of each provider that has it."""
-    return {name: found[figure] for name, found in workload["providers"].items() if figure in found}
-
-
-def speed(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f}"
-
-
 def share(workload: Json, tokens_per_s: float) -> str:
     """The share of what the bandwidth allows; empty if that is unknown."""
     return f"{tokens_per_s / workload[LIMIT]:.0%}" if LIMIT in workload else ""
-
-
-def ratio(speeds: Mapping[str, float], peers: Iterable[str]) -> str:
-    """Our speed over that of the fastest of these peers; empty if one of the two is unknown."""
-    fastest = max((speeds[peer] for peer in peers if peer in speeds), default=None)
-    return "" if fastest is None or OURS not in speeds else f"{speeds[OURS] / fastest:.2f}"
 
 
 def provider_name(workload: Json, provider: str) -> str:
@@ -153,8 +131,3 @@ def generation_chart(result: Json) -> str:
         for workload in charted(result)
     ]
     return bar_chart("tokens per second of decoding", "what the bandwidth allows", groups)
-
-
-def speed_bars(name: str, speeds: Mapping[str, float], full: float) -> Group:
-    """The bars of each provider's tokens per second, over the speed at the line."""
-    return Group(name, [Bar(provider, value / full, speed(value)) for provider, value in speeds.items()])

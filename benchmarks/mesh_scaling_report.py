@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.chart import Bar, Group, bar_chart
-from benchmarks.generation_report import speed
 from benchmarks.markdown import Json, measured_on, number, paragraph, table
 from benchmarks.meshes import OURS, PEER
+from benchmarks.speeds import speed
 
 CASES = {
     "dense": "Llama-3-8B, all weights, 1 x 8,192 tokens a GPU",

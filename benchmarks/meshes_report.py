@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.generation_report import speed
 from benchmarks.markdown import Json, measured_on, number, paragraph, table
 from benchmarks.meshes import OURS, PEER, REVERSED
+from benchmarks.speeds import speed
 
 CASES = {
     "dense": "Llama-3-8B shape, all weights, 8 x 4096",

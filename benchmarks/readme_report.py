@@ -8,6 +8,7 @@ from typing import NamedTuple
 from benchmarks import generation_report, training_report
 from benchmarks.markdown import Json, bold, measured_on, number, table
 from benchmarks.row import OURS
+from benchmarks.speeds import figures_of
 
 
 class Figure(NamedTuple):
@@ -72,7 +73,7 @@ def peer_table(results: Mapping[str, Json]) -> tuple[str, str]:
 
 def peer_line(figure: Figure, workload: Json) -> list[str]:
     """Our figure and the best one of another library; empty without one of the two."""
-    found = generation_report.figures_of(workload, figure.key)
+    found = figures_of(workload, figure.key)
     others = {name: value for name, value in found.items() if not name.startswith(OURS)}
     if OURS not in found or not others:
         return []

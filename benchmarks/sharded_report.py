@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.generation_report import speed
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.sharded_training import KEPT, RECOMPUTED, VARIANTS
+from benchmarks.speeds import speed
 
 NAMES = {
     "default": "ligerzoo, `shard_model(model)`",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.chart import bar_chart
-from benchmarks.generation_report import figures_of, model_name, ratio, speed, speed_bars, workloads_with
-from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
+from benchmarks.generation_report import model_name
+from benchmarks.markdown import Json, measured_on, number, paragraph
 from benchmarks.row import OURS
+from benchmarks.speeds import figures_of, speed_bars, speed_table, workloads_with
 
 
 def label(workload: Json) -> str:
@@ -13,26 +14,9 @@ def label(workload: Json) -> str:
     return f"{model_name(workload)}, {method}{workload['batch']} x {workload['length']}"
 
 
-def training_lines(workload: Json) -> list[list[str]]:
-    """A line for each provider, with its error if it has no figures."""
-    speeds = figures_of(workload, "tokens_per_s")
-    lines = []
-    for provider, found in workload["providers"].items():
-        start = [label(workload), provider]
-        if provider not in speeds:
-            lines.append([*start, found["error"], "", "", "", ""])
-            continue
-        predicted = (
-            f"{found['predicted_gib']:.1f} ({found['error_percent']:+.1f} %)" if "error_percent" in found else ""
-        )
-        lines.append(
-            [
-                *start, bold(speed(speeds[provider]), speeds[provider] == max(speeds.values())),
-                "" if provider == OURS else ratio(speeds, [provider]), number(found["peak_gib"]), predicted,
-                found["setting"],
-            ]
-        )  # fmt: skip
-    return lines
+def predicted(found: Json) -> str:
+    """The predicted peak, and its error; empty if there is no prediction."""
+    return f"{found['predicted_gib']:.1f} ({found['error_percent']:+.1f} %)" if "error_percent" in found else ""
 
 
 def training_chart(result: Json) -> str:
@@ -54,7 +38,7 @@ def training_figures(result: Json, title: str = "Training", chart: str = "traini
         "LoRA has rank 16 on all linear layers, of Nemotron Nano 30B-A3B on experts too, of Qwen3-30B-A3B on those of "
         f"attention. {measured_on(*workloads)}."
     )
-    header = ["model and batch", "provider", "tokens/s", "ligerzoo / it", "peak GiB", "predicted", "setting"]
-    lines = [line for workload in workloads for line in training_lines(workload)]
+    further = {"peak GiB": lambda found: number(found["peak_gib"]), "predicted": predicted}
+    lines = speed_table("model and batch", workloads, label, {**further, "setting": lambda found: found["setting"]})
     plot = f"![Tokens per second of training, by model and batch](../benchmarks/results/{chart}.svg)"
-    return [f"## {title}", paragraph(text), table(header, lines), *([plot] if training_chart(result) else [])]
+    return [f"## {title}", paragraph(text), lines, *([plot] if training_chart(result) else [])]
