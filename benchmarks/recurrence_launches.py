@@ -1,4 +1,4 @@
-"""Times of the kernels of linear recurrences by launch: values per program, warps and stages.
+"""Times of the kernels of linear recurrences by launch: values per program, warps, stages and registers.
 
     python -m benchmarks.recurrence_launches --out delta_launches.json
     python -m benchmarks.recurrence_launches --shape 27B --kernels scan reverse_scan --out scans.json
@@ -7,8 +7,8 @@
 8192 tokens in bf16, at a shape of `benchmarks.delta_rule` or `benchmarks.state_space`. All launches are compiled first,
 in parallel. Then each is the median over passes of the kernel's own time, in forward and backward passes whose other
 kernels have their usual launches. A launch that fails, or ends its process, has an error. The fastest ones belong into
-`delta_chunks`, `delta_chunk_gradients`, `ssd_chunks` and `ssd_chunk_gradients`, if the benchmark of the shape confirms
-them. The results also have the time of each kernel in a pass of ours and of each peer.
+`delta_chunks`, `delta_chunk_gradients`, `ssd_chunks`, `ssd_chunk_gradients` and `ssd_group_gradients`, if the benchmark
+of the shape confirms them. The results also have the time of each kernel in a pass of ours and of each peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from benchmarks import delta_rule, state_space
 from benchmarks.measure import save_result
 from benchmarks.processes import Json, measured_apart
 from benchmarks.row import OURS, Row, reason
-from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, ssd_chunk_gradients, ssd_chunks
+from ligerzoo.kernels import (
+    delta_chunk_gradients,
+    delta_chunks,
+    ssd_chunk_gradients,
+    ssd_chunks,
+    ssd_group_gradients,
+)
 from ligerzoo.kernels.chunk_tiles import Launch
 from ligerzoo.kernels.dispatch import padded_size
 
@@ -44,6 +50,8 @@ PROCESSES = 16
 """That compile at most; each has inputs on the GPU."""
 SIZE = 2
 """Bytes of an element."""
+REGISTERS = 0, 168
+"""Of a thread, at most; 0 for those that the compiler takes. With 168, 12 warps run at a time."""
 
 Launches = dict[str, dict[int, Launch]]
 """The launches of each kernel, by the size of an element."""
@@ -76,7 +84,7 @@ class Shape(NamedTuple):
 
 
 DELTA_RULE = launches_of(delta_chunks, delta_chunk_gradients)
-SSD = launches_of(ssd_chunks, ssd_chunk_gradients)
+SSD = launches_of(ssd_chunks, ssd_chunk_gradients, ssd_group_gradients)
 SHAPES = {
     name: Shape(
         functools.partial(delta_rule.rule_row, name, TOKENS, delta_rule.KEY_HEADS, heads, packed=False),
@@ -90,7 +98,10 @@ SHAPES = {
         functools.partial(state_space.ssd_row, name, 1, TOKENS, shape),
         shape.head_dim,
         SSD,
-        dict.fromkeys(("prepare", "query_gradients", "key_gradients"), ssd_chunks.ROWS),
+        {
+            **dict.fromkeys(("prepare", "group_gradients"), ssd_chunks.ROWS),
+            "pair_weights": ssd_chunk_gradients.PAIR_ROWS[SIZE],
+        },
     )
     for name, shape in state_space.MODELS.items()
 }
@@ -110,7 +121,8 @@ def candidates(kernel: str, shape: str) -> Iterator[Item]:
     present, is_scan = launches[kernel][SIZE], "scan" in kernel
     values = (16, 32) if is_scan else (16, 32, 64, 128) if present.values else (0,)
     largest = 128 if kernel == "prepare" else padded_size(value_dim)  # `prepare` has blocks of the keys
-    for launch in product(values, (present.warps // 2, present.warps), (1, 2, 3)):
+    warps = sorted({max(1, present.warps // 2), present.warps, min(8, 2 * present.warps)})
+    for launch in product(values, warps, (1, 2, 3), REGISTERS):
         has_few_rows = is_scan or rows.get(kernel, 64) < 64
         if launch[0] <= largest and (has_few_rows or launch[1] <= 2):
             yield Item(kernel, Launch(*launch), shape)
@@ -207,9 +219,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if item.launch is None:
             found["providers"][item.kernel] = result
         else:
-            values, warps, stages = item.launch
+            values, warps, stages, registers = item.launch
             times = found["times"].setdefault(item.kernel, {})
-            times[f"{values} values, {warps} warps, {stages} stages"] = result
+            times[f"{values} values, {warps} warps, {stages} stages, {registers or 'any'} registers"] = result
             found["fastest"][item.kernel] = min(times, key=lambda name: times[name].get("ms", 1e9))
         save_result(arguments.out, {"what": __doc__, **found}, {"shape": arguments.shape, **found})
     print(arguments.out.read_text(encoding="utf-8"))

@@ -36,16 +36,26 @@ class Launch(NamedTuple):
         values: features of the values per program, or per iteration; 0 for a kernel without values.
         warps: warps per program.
         stages: iterations of a loop whose loads overlap.
+        registers: at most, of a thread, so that more programs run at a time; 0 for those that the compiler takes. It
+            takes many for what comes before a loop, and spills of these cost little.
     """
 
     values: int
     warps: int
     stages: int
+    registers: int = 0
 
     @property
     def options(self) -> dict[str, int]:
         """The options of Triton's launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.registers > 0 and torch.version.hip is None:  # an option of NVIDIA GPUs
+            options["maxnreg"] = self.registers
+        return options
+
+    def for_keys(self, key_dim: int) -> Launch:
+        """With more warps for tiles of more than 128 keys, so that their elements fit into registers."""
+        return self._replace(warps=min(8, self.warps * max(1, padded_size(key_dim) // 128)))
 
     def tile(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Features of a tile of all keys, and of the values per program, or per iteration."""

@@ -6,8 +6,8 @@ For each head, with a state S of shape (d_state, d_head), from token to token:
 
 g = A dt is the logarithm of the decay. The heads of a group share b and c.
 
-`ssd_gates` computes g and dt. `ssd_chunks` has the forward pass, `ssd_chunk_gradients` the backward pass, and
-`ssd_torch` both in plain torch.
+`ssd_gates` computes g and dt. `ssd_chunks` has the forward pass, `ssd_chunk_gradients` and `ssd_group_gradients` the
+backward pass, and `ssd_torch` both in plain torch.
 
 Saved: the inputs. Recomputed in backward: the products of c and b within chunks, and the states between chunks.
 """
@@ -27,6 +27,7 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradien
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.ssd_chunk_gradients import EndGradients, SSDGradients
 from ligerzoo.kernels.ssd_chunks import SSDInputs
+from ligerzoo.kernels.ssd_group_gradients import HEADS, group_gradients
 from ligerzoo.kernels.ssd_torch import chunked_ssd
 from ligerzoo.kernels.strided import with_adjacent_features
 from ligerzoo.tensor_checks import check_floats, check_optional_floats, check_tensor, shape_error
@@ -117,12 +118,13 @@ def _backward_flops(inputs: SSDInputs) -> int:
 
 
 def _backward_peak(inputs: SSDInputs) -> int:
-    """At the gradients of tokens: results; states and their gradients; squares of products, and of weights by share."""
+    """At the gradients of groups: results; states and their gradients; squares of products, and of weights by share."""
     x, b, c, g, dt = inputs[:5]
-    rows, shares = x.shape[0] * x.shape[1], -(-x.shape[2] // b.shape[2] // backward_pass.HEADS)
+    rows, shares = x.shape[0] * x.shape[1], -(-x.shape[2] // b.shape[2] // HEADS)
     squares = rows * b.shape[2] * inputs.chunk * x.element_size()
-    partial = 8 * rows * b.shape[2] * b.shape[3] * shares if shares > 1 else 0
-    terms = 4 * rows * x.shape[2] * (3 + 2 * inputs.chunk // forward_pass.ROWS)
+    partial = 4 * rows * b.shape[2] * b.shape[3] * (shares + 1) if shares > 1 else 0
+    blocks = -(-x.shape[3] // backward_pass.REVERSE_SCAN[x.element_size()].values)
+    terms = 4 * rows * x.shape[2] * (4 + inputs.chunk // backward_pass.PAIR_ROWS[x.element_size()] + blocks)
     results = sum(t.nbytes for t in (x, b, c, g, dt)) + 2 * _state_bytes(inputs)
     return results + 2 * _states_bytes(inputs) + _prepared_bytes(inputs) + shares * squares + partial + terms
 
@@ -135,8 +137,11 @@ def _backward(dy: Tensor, dfinal: Tensor | None, inputs: SSDInputs, needs_d: boo
     rule, chunk = forward_pass.prepare_chunks(inputs), inputs.chunk
     states = forward_pass.scan_states(rule, chunk, inputs.initial_state, None)
     ends = EndGradients(dfinal, gradients.dinitial if needs_initial else None)
-    dstates = backward_pass.scan_gradients(rule, chunk, dy, ends)
-    backward_pass.token_gradients(rule, chunk, dy, states, dstates, gradients)
+    terms = backward_pass.GateTerms.of(rule, chunk)
+    dstates = backward_pass.scan_gradients(rule, chunk, dy, states, ends, terms)
+    backward_pass.input_gradients(rule, chunk, dy, dstates, gradients.dx)
+    group_gradients(rule, chunk, dy, states, dstates, terms, gradients)
+    backward_pass.step_gradients(rule, chunk, terms, gradients)
     return gradients
 
 

@@ -1,31 +1,34 @@
 """The chunked backward pass of state-space duality, in the notation of `ssd_chunks`.
 
-With dy and dx the gradients of y and x, dS' that of the state after the chunk, and o the elementwise product of
-matrices with an element for each pair of tokens, which are 0 for j > i:
+With dy and dx the gradients of y and x, dS' that of the state after the chunk, and for each pair of tokens, j <= i,
 
-    W_ij = e_ij dt_j (dy_i . x_j),   P_ij = (c_i . b_j) W_ij
-    dS   = exp(G_last) dS' + sum over i of exp(G_i) c_i dy_i^T
-    dc_i = exp(G_i) S dy_i + sum over j of W_ij b_j
-    db_j = exp(G_last - G_j) dt_j dS' x_j + sum over i of W_ij c_i
-    dx_j = dt_j r_j + D dy_j,   r_j = exp(G_last - G_j) dS'^T b_j + sum over i of e_ij (c_i . b_j) dy_i
-    ddt_j = x_j . r_j,   dD = sum over i of x_i . dy_i
+    W_ij = e_ij (dy_i . x_j),   P_ij = (c_i . b_j) W_ij
 
-The heads of a group add up dc and db, so that one product with b, and one with c, serves all of their W. Each pair of
-tokens has a part in G_i - G_j, so
+the gradients are
 
-    dG_i = exp(G_i) dy_i . S^T c_i + sum over j of (P_ij - P_ji) - exp(G_last - G_i) dt_i x_i . dS'^T b_i
+    dS    = exp(G_last) dS' + sum over i of exp(G_i) c_i dy_i^T
+    dc_i  = exp(G_i) S dy_i + sum over j of W_ij dt_j b_j
+    db_j  = exp(G_last - G_j) dt_j dS' x_j + sum over i of W_ij dt_j c_i
+    dx_j  = dt_j (exp(G_last - G_j) dS'^T b_j + sum over i of e_ij (c_i . b_j) dy_i) + D dy_j
+    ddt_j = exp(G_last - G_j) x_j . dS'^T b_j + sum over i of P_ij
+    dD    = sum over i of x_i . dy_i
+
+No dt divides, so that a dt of 0 has its gradient. G_i - G_j is in each term of the pair i and j, so
+
+    dG_i = exp(G_i) dy_i . S^T c_i + sum over j of P_ij dt_j - dt_i ddt_i
     dG_last += exp(G_last) <S, dS'> + sum over j of exp(G_last - G_j) dt_j x_j . dS'^T b_j
 
 and dg_i is the sum of dG from i on. Both sums over P are of the same numbers, so that they cancel but for the pairs
-that contain i. No dt divides, so that a dt of 0 has its gradient.
+that contain i. Pairs of a token with itself are left out of dG, where they would cancel but for rounding.
 
-Four kernels, after `prepare` and `scan` have computed G, the products and S again:
+After `prepare` and `scan` have computed G, the products and S again, three kernels here and two of
+`ssd_group_gradients`:
 
-1. `scan_gradients`, for each head and block of values, from the last chunk to the first: dS;
-2. `query_gradients`, for each part of a chunk and up to 16 heads of a group: dc, the sum of W, the terms of dG with P
-   or S c, and dD;
-3. `key_gradients`, likewise: db, dx, ddt and the rest of dG;
-4. `gate_gradients`, for each chunk: dg.
+1. `reverse_scan`, for each head and block of values, from the last chunk to the first: dS, and <S, dS'>;
+2. `input_gradients`, for each part of a chunk and head: dx;
+3. `pair_weights`: the sums over P, dD, and W for 4.;
+4. `group_gradients`: dc and db, and the terms of dG and ddt with S and dS';
+5. `step_gradients`, for each chunk and head: dg and ddt.
 """
 
 from __future__ import annotations
@@ -37,14 +40,12 @@ from torch import Tensor
 
 from ligerzoo.kernels.chunk_tiles import (
     Launch,
-    Span,
     by_token,
     chunk_count,
     chunk_span,
     continues,
     decay_over,
-    gate_gradients,
-    gate_offsets,
+    head_rows,
     load_columns,
     load_state,
     load_tile,
@@ -60,21 +61,53 @@ from ligerzoo.kernels.chunk_tiles import (
     store_tile,
 )
 from ligerzoo.kernels.dispatch import cdiv
-from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.ssd_chunks import ROWS, SSD, load_steps
+from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.ssd_chunks import FEATURES, OUTPUT_ROWS, SSD, load_steps
 from ligerzoo.kernels.strided import strided
 
-REVERSE_SCAN = {2: Launch(values=32, warps=8, stages=3), 4: Launch(values=16, warps=8, stages=1)}
-QUERY_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-KEY_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+REVERSE_SCAN = {2: Launch(values=32, warps=4, stages=3), 4: Launch(values=16, warps=8, stages=1)}
+INPUT_GRADIENTS = {2: Launch(values=64, warps=2, stages=1, registers=168), 4: Launch(values=32, warps=8, stages=1)}
 """By the element size of the tokens' tensors, see `ssd_chunks`."""
 
-HEADS = 16
-"""Heads of a group whose dc and db a program adds up."""
+PAIR_ROWS = {2: 32, 4: 32}
+"""Tokens of the rows, and of the columns, of a tile of W, by the element size."""
+
+
+class GateTerms(NamedTuple):
+    """Uninitialized fp32 terms of the gradients of g, dt and D, which kernels write.
+
+    Attributes:
+        pairs: (parts + 1, B, V, T) for a token of part p of its chunk, its sum over the row of P in the tiles (p, 0) to
+            (p, p), then the sum over its column in the tiles (p, p) to (parts - 1, p).
+        read: (B, V, T) exp(G_i) dy_i . S^T c_i.
+        written: (B, V, T) exp(G_last - G_j) x_j . dS'^T b_j.
+        skip: (B, V, T) x . dy.
+        kept: (blocks of values, B, V, T) exp(G_last) <S, dS'> of a chunk, at its first token.
+        n_rows: B * V.
+    """
+
+    pairs: Tensor
+    read: Tensor
+    written: Tensor
+    skip: Tensor
+    kept: Tensor
+    n_rows: int
+
+    @staticmethod
+    def of(rule: SSD, chunk: int) -> GateTerms:
+        """Allocates the terms."""
+        total, size = rule.total, rule.x.ptr.element_size()
+        _, values = REVERSE_SCAN[size].tile(rule.key_dim, rule.value_dim)
+
+        def terms(*shape: int) -> Tensor:
+            return total.new_empty((*shape, *total.shape), dtype=torch.float32)
+
+        pairs, kept = terms(chunk // PAIR_ROWS[size] + 1), terms(cdiv(rule.value_dim, values))
+        return GateTerms(pairs, terms(), terms(), terms(), kept, len(total) * rule.n_heads)
 
 
 @kernel
-def _reverse_scan_kernel(rule, dout, dstates_ptr, ends, n_shares, n_blocks, TILE: tl.constexpr):
+def _reverse_scan_kernel(rule, dout, states_ptr, dstates_ptr, ends, terms, n_shares, n_blocks, TILE: tl.constexpr):
     CHUNK: tl.constexpr = TILE[0]
     KEYS: tl.constexpr = TILE[1]
     VALUES: tl.constexpr = TILE[2]
@@ -100,6 +133,11 @@ def _reverse_scan_kernel(rule, dout, dstates_ptr, ends, n_shares, n_blocks, TILE
             dstates = dstates_ptr + (row * (rule.n_slots + 1) + slot) * state_size
             tl.store(dstates + state_offsets, dstate.to(dstates_ptr.dtype.element_ty), mask=state_mask & exists)
             total, last_total = load_totals(rule, span, row)
+            slot_of_state = row * rule.n_slots + span.start // CHUNK
+            has_state = state_mask & continues(rule, batch, span.start)
+            state = tl.load(states_ptr + slot_of_state * state_size + state_offsets, mask=has_state, other=0.0)
+            kept = decay_over(last_total) * tl.sum(tl.sum(dstate * state.to(tl.float32), 1), 0)
+            tl.store(terms.kept + (block * terms.n_rows + row) * rule.n_tokens + span.start, kept)
             c = load_tile(rule.c, span, key_head, features, rule.key_dim)
             read = load_columns(dout, span, head, values, rule.value_dim).to(tl.float32) * decay_over(total)[None, :]
             dstate = tl.dot(read.to(c.dtype), c, decay_over(last_total) * dstate, input_precision="ieee")
@@ -108,157 +146,79 @@ def _reverse_scan_kernel(rule, dout, dstates_ptr, ends, n_shares, n_blocks, TILE
             tl.store(dinitial, dstate.to(ends.dinitial.dtype.element_ty), mask=state_mask & (segment == 0))
 
 
-@jit
-def _share_of_group(rule, column, HEADS: tl.constexpr):
-    """The group, its first head of the program, and the one after its last."""
-    n_shares = tl.cdiv(rule.group, HEADS)
-    key_head, share = column // n_shares, column % n_shares
-    first = key_head * rule.group + share * HEADS
-    return key_head, first, tl.minimum(first + HEADS, (key_head + 1) * rule.group)
-
-
-@jit
-def _load_products(rule, span, row, rows, columns, mask, CHUNK: tl.constexpr):
-    """c_i . b_j of tokens i of a chunk, `rows`, and j, `columns`; 0 beyond the mask and the chunk."""
-    ptrs = square_ptrs(rule.products, rule, span, row, rows, columns, CHUNK)
-    return tl.load(ptrs, mask=mask & (span.start + rows < span.end), other=0.0)
-
-
-@jit
-def _tokens_where(span, mask):
-    """The span's tokens for which the mask holds, so that others are not loaded."""
-    return Span(span.batch, span.start, span.end, span.rows, span.tokens, span.mask & mask)
-
-
 @kernel
-def _query_gradients_kernel(rule, dout, states_ptr, weights_ptr, dc, terms, TILE: tl.constexpr):
+def _input_gradients_kernel(rule, dout, dstates_ptr, dx_ptr, TILE: tl.constexpr):
     CHUNK: tl.constexpr = TILE[0]
     ROWS: tl.constexpr = TILE[1]
-    HEADS: tl.constexpr = TILE[2]
-    KEYS: tl.constexpr = TILE[3]
-    VALUES: tl.constexpr = TILE[4]
-    BLOCKS: tl.constexpr = TILE[5]
-    n_groups = rule.n_heads // rule.group
-    n_columns = n_groups * tl.cdiv(rule.group, HEADS)
-    first_row, column, slot, batch = part_of_chunk(rule, n_columns, CHUNK, ROWS)
-    key_head, first_head, after_last = _share_of_group(rule, column, HEADS)
-    rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
+    KEYS: tl.constexpr = TILE[2]
+    VALUES: tl.constexpr = TILE[3]
+    first_row, head, slot, batch = part_of_chunk(rule, rule.n_heads, CHUNK, ROWS)
+    row, key_head = head_rows(rule, batch, head)
+    group_row = batch * (rule.n_heads // rule.group) + key_head
+    own_rows = first_row + tl.arange(0, ROWS)
     for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
-        whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
         own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
-        earlier, has_state = _tokens_where(whole, rows < first_row + ROWS), continues(rule, batch, own.start)
-        c = load_tile(rule.c, own, key_head, features, rule.key_dim)
-        # The diagonal has no part in dg: its terms of c and of b would cancel but for rounding.
-        of_row, of_column, row = own_rows[:, None], rows[None, :], batch * n_groups + key_head
-        products = _load_products(rule, own, row, of_row, of_column, of_row > of_column, CHUNK)
-        weights = tl.zeros((ROWS, CHUNK), dtype=tl.float32)  # W of all heads
-        gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)
-        for head in range(first_head, after_last):
-            row = batch * rule.n_heads + head
-            slot_of_state = row * rule.n_slots + own.start // CHUNK
-            weight = tl.zeros((ROWS, CHUNK), dtype=tl.float32)
-            read = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dy S^T
-            for block in tl.static_range(BLOCKS):
-                values = block * VALUES + tl.arange(0, VALUES)
-                dout_tile = load_tile(dout, own, head, values, rule.value_dim).to(c.dtype)
-                x = load_columns(rule.x, earlier, head, values, rule.value_dim)
-                state = load_state(states_ptr, rule, slot_of_state, features[None, :], values[:, None], has_state)
-                weight = tl.dot(dout_tile, x, weight, input_precision="ieee")
-                read = tl.dot(dout_tile, state, read, input_precision="ieee")
-            skip = tl.sum(tl.where(of_row == of_column, weight, 0.0), 1)
-            tl.store(terms.dskip + row * rule.n_tokens + own.tokens, skip, mask=own.mask)
-            total, all_totals = load_totals(rule, own, row)[0], load_totals(rule, whole, row)[0]
-            decay = decay_over(total[:, None] - all_totals[None, :]) * load_steps(rule, whole, row)[None, :]
-            weight = tl.where(of_row >= of_column, weight * decay, 0.0)
-            read *= decay_over(total)[:, None]
-            weights += weight
-            gradient += read
-            pairs = weight * products.to(tl.float32)
-            dtotal = tl.sum(read * c.to(tl.float32), 1) + tl.sum(pairs, 1)
-            tl.store(terms.dtotals + row * rule.n_tokens + own.tokens, dtotal, mask=own.mask)
-            part = terms.dtotals + ((2 + first_row // ROWS) * terms.n_rows + row) * rule.n_tokens
-            tl.store(part + whole.tokens, -tl.sum(pairs, 0), mask=whole.mask)
-        b = load_tile(rule.b, earlier, key_head, features, rule.key_dim)
-        rounded = weights.to(b.dtype)
-        square = square_ptrs(
-            weights_ptr, rule, own, batch * n_columns + column, own_rows[:, None], rows[None, :], CHUNK
-        )
-        tl.store(square, rounded, mask=own.mask[:, None])
-        gradient = tl.dot(rounded, b, gradient, input_precision="ieee")
-        store_tile(dc, gradient, own, column, features, rule.key_dim)
+        total, last_total = load_totals(rule, own, row)
+        slot_in_row, exists = slot_of_gradient(rule, own, CHUNK)
+        slot_of_dstate = row * (rule.n_slots + 1) + slot_in_row
+        for first in range(0, rule.value_dim, VALUES):
+            values = first + tl.arange(0, VALUES)
+            dx = tl.zeros((ROWS, VALUES), dtype=tl.float32)
+            for first_key in range(0, rule.key_dim, KEYS):
+                features = first_key + tl.arange(0, KEYS)
+                b = load_tile(rule.b, own, key_head, features, rule.key_dim)
+                dstate = load_state(dstates_ptr, rule, slot_of_dstate, features[:, None], values[None, :], exists)
+                dx = tl.dot(b, dstate, dx, input_precision="ieee")
+            dx *= decay_over(last_total - total)[:, None]
+            for first_reader in range(first_row, CHUNK, ROWS):
+                readers = first_reader + tl.arange(0, ROWS)
+                later = chunk_span(rule.table, rule.n_tokens, batch, chunk, readers, CHUNK)
+                dout_tile = load_tile(dout, later, head, values, rule.value_dim).to(rule.x.ptr.dtype.element_ty)
+                squares = square_ptrs(rule.products, rule, own, group_row, readers[None, :], own_rows[:, None], CHUNK)
+                products = tl.load(squares, mask=later.mask[None, :], other=0.0).to(tl.float32)  # transposed
+                difference = load_totals(rule, later, row)[0][None, :] - total[:, None]
+                weights = tl.where(readers[None, :] >= own_rows[:, None], products * decay_over(difference), 0.0)
+                dx = tl.dot(weights.to(dout_tile.dtype), dout_tile, dx, input_precision="ieee")
+            dx *= load_steps(rule, own, row)[:, None]
+            if rule.d is not None:
+                own_dout = load_tile(dout, own, head, values, rule.value_dim)
+                dx += tl.load(rule.d + head).to(tl.float32) * own_dout.to(tl.float32)
+            store_tile(by_token(dx_ptr, rule), dx, own, head, values, rule.value_dim)
 
 
-@kernel
-def _key_gradients_kernel(
-    rule, dout, states_ptr, dstates_ptr, weights_ptr, dx_ptr, db, ddt_ptr, terms, TILE: tl.constexpr
+@kernel(unspecialized=("n_tokens",))  # so that a segment is added up as the segment alone
+def _step_gradients_kernel(
+    terms, steps_ptr, products_ptr, dg_ptr, ddt_ptr, table, n_tokens, n_slots, n_heads, group, SIZES: tl.constexpr
 ):
-    CHUNK: tl.constexpr = TILE[0]
-    ROWS: tl.constexpr = TILE[1]
-    HEADS: tl.constexpr = TILE[2]
-    KEYS: tl.constexpr = TILE[3]
-    VALUES: tl.constexpr = TILE[4]
-    BLOCKS: tl.constexpr = TILE[5]
-    n_groups = rule.n_heads // rule.group
-    n_columns = n_groups * tl.cdiv(rule.group, HEADS)
-    first_row, column, slot, batch = part_of_chunk(rule, n_columns, CHUNK, ROWS)
-    key_head, first_head, after_last = _share_of_group(rule, column, HEADS)
-    rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
-    PARTS: tl.constexpr = CHUNK // ROWS
-    SHARE: tl.constexpr = KEYS // PARTS
-    own_features = (first_row // ROWS * SHARE + tl.arange(0, SHARE))[:, None]  # of <S, dS'>
-    for chunk in range(slot, chunk_count(rule.table, rule.n_tokens, batch, CHUNK), rule.n_slots):
-        whole = chunk_span(rule.table, rule.n_tokens, batch, chunk, rows, CHUNK)
-        own = chunk_span(rule.table, rule.n_tokens, batch, chunk, own_rows, CHUNK)
-        later, has_state = _tokens_where(whole, rows >= first_row), continues(rule, batch, own.start)
-        dslot, has_dstate = slot_of_gradient(rule, own, CHUNK)
-        b = load_tile(rule.b, own, key_head, features, rule.key_dim)
-        of_row, of_column, row = rows[None, :], own_rows[:, None], batch * n_groups + key_head
-        products = _load_products(rule, own, row, of_row, of_column, of_row >= of_column, CHUNK)  # transposed
-        gradient = tl.zeros((ROWS, KEYS), dtype=tl.float32)
-        for head in range(first_head, after_last):
-            row = batch * rule.n_heads + head
-            slot_of_state, slot_of_dstate = row * rule.n_slots + own.start // CHUNK, row * (rule.n_slots + 1) + dslot
-            total, last_total = load_totals(rule, own, row)
-            all_totals = load_totals(rule, whole, row)[0]
-            steps, decay_after = load_steps(rule, own, row), decay_over(last_total - total)
-            weight = products.to(tl.float32) * decay_over(all_totals[None, :] - total[:, None])
-            weight = tl.where(of_row >= of_column, weight, 0.0).to(b.dtype)
-            ddt = tl.zeros((ROWS,), dtype=tl.float32)
-            dwritten = tl.zeros((ROWS,), dtype=tl.float32)
-            kept = tl.zeros((SHARE,), dtype=tl.float32)
-            for block in tl.static_range(BLOCKS):
-                values = block * VALUES + tl.arange(0, VALUES)
-                dout_tile = load_tile(dout, later, head, values, rule.value_dim).to(b.dtype)
-                dstate = load_state(dstates_ptr, rule, slot_of_dstate, features[:, None], values[None, :], has_dstate)
-                x = load_tile(rule.x, own, head, values, rule.value_dim)
-                wide_x = x.to(tl.float32)
-                written = tl.dot(b, dstate, input_precision="ieee") * decay_after[:, None]
-                dx = tl.dot(weight, dout_tile, written, input_precision="ieee")
-                dwritten += tl.sum(wide_x * written, 1)
-                ddt += tl.sum(wide_x * dx, 1)
-                dx *= steps[:, None]
-                if rule.d is not None:
-                    own_dout = load_tile(dout, own, head, values, rule.value_dim)
-                    dx += tl.load(rule.d + head).to(tl.float32) * own_dout.to(tl.float32)
-                store_tile(by_token(dx_ptr, rule), dx, own, head, values, rule.value_dim)
-                # Not scaled before: a chain of additions over the products of all heads would be less exact.
-                product = tl.dot(x, tl.trans(dstate), input_precision="ieee")
-                gradient += product * (decay_after * steps)[:, None]
-                own_state = load_state(states_ptr, rule, slot_of_state, own_features, values[None, :], has_state)
-                own_dstate = load_state(dstates_ptr, rule, slot_of_dstate, own_features, values[None, :], has_dstate)
-                kept += tl.sum(own_state.to(tl.float32) * own_dstate.to(tl.float32), 1)
-            tl.store(ddt_ptr + gate_offsets(rule, own, head), ddt.to(ddt_ptr.dtype.element_ty), mask=own.mask)
-            dwritten *= steps
-            tl.store(terms.dtotals + (terms.n_rows + row) * rule.n_tokens + own.tokens, -dwritten, mask=own.mask)
-            part = terms.dtotals + ((2 + PARTS + first_row // ROWS) * terms.n_rows + row) * rule.n_tokens
-            tl.store(part + own.start, tl.sum(dwritten, 0) + decay_over(last_total) * tl.sum(kept, 0))
-        c = load_tile(rule.c, later, key_head, features, rule.key_dim)
-        square = square_ptrs(
-            weights_ptr, rule, own, batch * n_columns + column, rows[None, :], own_rows[:, None], CHUNK
-        )
-        weights = tl.load(square, mask=whole.mask[None, :], other=0.0)
-        gradient = tl.dot(weights, c, gradient, input_precision="ieee")
-        store_tile(db, gradient, own, column, features, rule.key_dim)
+    CHUNK: tl.constexpr = SIZES[0]
+    PAIR_ROWS: tl.constexpr = SIZES[1]
+    BLOCKS: tl.constexpr = SIZES[2]
+    head, slot, batch = split_program(n_heads, n_slots)
+    row, rows = batch * n_heads + head, tl.arange(0, CHUNK)
+    group_row = batch * (n_heads // group) + head // group
+    for chunk in range(slot, chunk_count(table, n_tokens, batch, CHUNK), n_slots):
+        span = chunk_span(table, n_tokens, batch, chunk, rows, CHUNK)
+        tokens, mask = row * n_tokens + span.tokens, span.mask
+        written = tl.load(terms.written + tokens, mask=mask, other=0.0)
+        dtotal = tl.load(terms.read + tokens, mask=mask, other=0.0)
+        of_columns = written
+        for part in tl.static_range(CHUNK // PAIR_ROWS + 1):
+            pairs = tl.load(terms.pairs + part * terms.n_rows * n_tokens + tokens, mask=mask, other=0.0)
+            is_row = part <= rows // PAIR_ROWS
+            dtotal += tl.where(is_row, pairs, 0.0)
+            of_columns += tl.where(is_row, 0.0, pairs)
+        steps = tl.load(steps_ptr + tokens, mask=mask, other=0.0)
+        dtotal -= steps * of_columns
+        dlast = tl.sum(steps * written, 0)
+        for block in tl.static_range(BLOCKS):
+            dlast += tl.load(terms.kept + (block * terms.n_rows + row) * n_tokens + span.start)
+        dtotal += tl.where(span.tokens == span.end - 1, dlast, 0.0)
+        own_products = products_ptr + ((group_row * n_tokens + span.tokens) * CHUNK + rows)
+        of_itself = tl.load(own_products, mask=mask, other=0.0).to(tl.float32)
+        ddt = of_columns + of_itself * tl.load(terms.skip + tokens, mask=mask, other=0.0)
+        gates = (batch * n_tokens + span.tokens) * n_heads + head
+        tl.store(dg_ptr + gates, tl.cumsum(dtotal, 0, reverse=True).to(dg_ptr.dtype.element_ty), mask=mask)
+        tl.store(ddt_ptr + gates, ddt.to(ddt_ptr.dtype.element_ty), mask=mask)
 
 
 class SSDGradients(NamedTuple):
@@ -283,28 +243,6 @@ class SSDGradients(NamedTuple):
     dinitial: Tensor
 
 
-class GateTerms(NamedTuple):
-    """Uninitialized fp32 terms of the gradients of G and D, which kernels write.
-
-    Attributes:
-        dtotals: (terms, B, V, T) those of each token, then those of the last token of a chunk, at its first token.
-        dskip: (B, V, T) x . dy.
-        n_rows: B * V.
-    """
-
-    dtotals: Tensor
-    dskip: Tensor
-    n_rows: int
-
-    @staticmethod
-    def of(rule: SSD, chunk: int) -> GateTerms:
-        """Allocates the terms."""
-        x = rule.x.ptr
-        shape = 2 + 2 * (chunk // ROWS) + 1, len(x), rule.n_heads, rule.n_tokens
-        terms = x.new_empty(shape, dtype=torch.float32)
-        return GateTerms(terms[:-1], terms[-1], len(x) * rule.n_heads)
-
-
 class EndGradients(NamedTuple):
     """Gradients of the states at both ends of rows, (B, V, D_k, D_v), or None.
 
@@ -317,53 +255,40 @@ class EndGradients(NamedTuple):
     dinitial: Tensor | None
 
 
-def scan_gradients(rule: SSD, chunk: int, dout: Tensor, ends: EndGradients) -> Tensor:
-    """Writes the gradient of the initial state.
+def scan_gradients(rule: SSD, chunk: int, dout: Tensor, states: Tensor, ends: EndGradients, terms: GateTerms) -> Tensor:
+    """Writes the gradient of the initial state, and terms of gates.
 
     Returns:
         (B, V, slots + 1, D_v, D_k) gradient of the state before each chunk and, in the last slot, of the final state,
         transposed.
     """
-    x, shares, launch = rule.x.ptr, segment_shares(rule.table), REVERSE_SCAN[rule.x.ptr.element_size()]
+    x, shares = rule.x.ptr, segment_shares(rule.table)
+    launch = REVERSE_SCAN[x.element_size()].for_keys(rule.key_dim)
     keys, values = launch.tile(rule.key_dim, rule.value_dim)
-    blocks = cdiv(rule.value_dim, values)
+    blocks = len(terms.kept)
     dstates = x.new_empty((len(x), rule.n_heads, rule.n_slots + 1, rule.value_dim, rule.key_dim))
     _reverse_scan_kernel[len(x) * rule.n_heads * shares * blocks](
-        rule, strided(dout), dstates, ends, shares, blocks, (chunk, keys, values), **launch.options
+        rule, strided(dout), states, dstates, ends, terms, shares, blocks, (chunk, keys, values), **launch.options
     )
     return dstates
 
 
-def token_gradients(
-    rule: SSD, chunk: int, dout: Tensor, states: Tensor, dstates: Tensor, gradients: SSDGradients
-) -> None:
-    """Writes the gradients of all inputs but the initial state."""
-    x, size, parts, terms = rule.x.ptr, rule.x.ptr.element_size(), chunk // ROWS, GateTerms.of(rule, chunk)
-    groups, shares = rule.n_heads // rule.group, cdiv(rule.group, HEADS)
-    weights = x.new_empty((len(x), groups * shares, rule.n_tokens, chunk))
-    programs = len(x) * rule.n_slots * groups * shares * parts
-    db, dc = (_parts_of(gradient, shares) for gradient in (gradients.db, gradients.dc))
+def input_gradients(rule: SSD, chunk: int, dout: Tensor, dstates: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of x, (B, T, V, D_v)."""
+    size = rule.x.ptr.element_size()
+    launch, rows = INPUT_GRADIENTS[size], OUTPUT_ROWS[size]
+    keys, values = launch.tile(rule.key_dim, rule.value_dim)
+    _input_gradients_kernel[len(dout) * rule.n_slots * rule.n_heads * (chunk // rows)](
+        rule, strided(dout), dstates, dx, (chunk, rows, min(FEATURES, keys), values), **launch.options
+    )
 
-    def tile(launch: Launch) -> tuple[int, ...]:
-        keys, values = launch.tile(rule.key_dim, rule.value_dim)
-        return chunk, ROWS, HEADS, keys, values, cdiv(rule.value_dim, values)
 
-    operands, launch = (rule, strided(dout), states), QUERY_GRADIENTS[size]
-    _query_gradients_kernel[programs](*operands, weights, strided(dc), terms, tile(launch), **launch.options)
-    results, launch = (gradients.dx, strided(db), gradients.ddt), KEY_GRADIENTS[size]
-    _key_gradients_kernel[programs](*operands, dstates, weights, *results, terms, tile(launch), **launch.options)
-
-    gate_gradients(rule.table, terms.dtotals, gradients.dg, chunk, parts)
-    if shares > 1:
-        for gradient, parts_of_sum in ((gradients.db, db), (gradients.dc, dc)):
-            gradient.copy_(parts_of_sum.unflatten(2, (groups, shares)).sum(3))
+def step_gradients(rule: SSD, chunk: int, terms: GateTerms, gradients: SSDGradients) -> None:
+    """Writes the gradients of g, dt and D."""
+    sizes = chunk, PAIR_ROWS[rule.x.ptr.element_size()], len(terms.kept)
+    _step_gradients_kernel[len(rule.total) * rule.n_slots * rule.n_heads](
+        terms, rule.steps, rule.products, gradients.dg, gradients.ddt, rule.table, rule.n_tokens, rule.n_slots,
+        rule.n_heads, rule.group, sizes, num_warps=1,
+    )  # fmt: skip
     if gradients.dd.numel() > 0:
-        gradients.dd.copy_(terms.dskip.sum((0, 2)))
-
-
-def _parts_of(gradient: Tensor, shares: int) -> Tensor:
-    """Memory for the parts of a gradient of (B, T, K, D_k), (B, T, K * shares, D_k): fp32, or the gradient itself."""
-    batch, n_tokens, groups, key_dim = gradient.shape
-    if shares == 1:
-        return gradient
-    return gradient.new_empty((batch, n_tokens, groups * shares, key_dim), dtype=torch.float32)
+        gradients.dd.copy_(terms.skip.sum((0, 2)))

@@ -54,8 +54,8 @@ from ligerzoo.kernels.strided import Strided, strided
 CHUNKS = {2: 128, 4: 64}
 """Tokens of a chunk, by the element size of the tokens' tensors. Longer chunks need fewer states and larger squares."""
 
-PREPARE = {2: Launch(values=64, warps=4, stages=2), 4: Launch(values=32, warps=8, stages=1)}
-SCAN = {2: Launch(values=32, warps=8, stages=3), 4: Launch(values=16, warps=8, stages=1)}
+PREPARE = {2: Launch(values=64, warps=4, stages=3, registers=128), 4: Launch(values=32, warps=8, stages=1)}
+SCAN = {2: Launch(values=32, warps=4, stages=3), 4: Launch(values=16, warps=8, stages=1)}
 OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
 """By the element size. Products have fewer than 64 rows, or programs have 2 warps, see `delta_chunks`."""
 
@@ -271,7 +271,7 @@ def scan_states(rule: SSD, chunk: int, initial_state: Tensor | None, final_state
     """Returns the state before each chunk, transposed, (B, V, slots, D_v, D_k), and writes the (B, V, D_k, D_v)
     `final_state`."""
     x, shares = rule.x.ptr, segment_shares(rule.table)
-    launch = SCAN[x.element_size()]
+    launch = SCAN[x.element_size()].for_keys(rule.key_dim)
     keys, values = launch.tile(rule.key_dim, rule.value_dim)
     blocks = cdiv(rule.value_dim, values)
     states = x.new_empty((len(x), rule.n_heads, rule.n_slots, rule.value_dim, rule.key_dim))
