@@ -294,5 +294,5 @@ def refuse(raw: Entries, name: str, *, unless: tuple[object, ...], remedy: str |
     value = raw.get(name)
     if not any(value == other and (type(value) is bool) is (type(other) is bool) for other in unless):  # 0 == False
         got = f"an object with {', '.join(map(repr, value))}" if is_object(value) else repr(value)
-        expected = " or ".join("no entry" if other is None else repr(other) for other in unless)
+        expected = " or ".join(dict.fromkeys("no entry" if other is None else repr(other) for other in unless))
         raise ConfigError("not supported", where=name, got=got, expected=expected, remedy=remedy)

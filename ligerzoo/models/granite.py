@@ -49,7 +49,7 @@ class MultiplierConfig(DecoderConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(self, "logits_scaling")
+        check_positive(self, "logits_scaling", "attention_multiplier")
 
 
 @dataclass(frozen=True, kw_only=True)

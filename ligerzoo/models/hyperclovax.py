@@ -24,7 +24,7 @@ from ligerzoo.layers import (
     ScaledPreNormBlock,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import heads, rotary_arguments
+from ligerzoo.models.config import check_positive, heads, rotary_arguments
 from ligerzoo.models.llama import LlamaConfig, llama_decoder
 
 
@@ -45,6 +45,10 @@ class HyperCLOVAXConfig(LlamaConfig):
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     use_post_norm: bool = True
+
+    def validate(self) -> None:
+        super().validate()
+        check_positive(self, "attention_multiplier")
 
 
 class PeriNormBlock(ScaledPreNormBlock):

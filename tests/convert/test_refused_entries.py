@@ -54,3 +54,15 @@ def test_bases_of_single_layers_that_transformers_ignores(thetas: object) -> Non
     entries = {"num_hidden_layers": 2, "layer_rope_theta": thetas}
     with pytest.raises(ConfigError, match=r"layer_rope_theta: invalid rotary bases; .* each 0 or rope_theta, 10000\.0"):
         architecture_of("muse_glimmer_text").config_from_hf(entries)
+
+
+@pytest.mark.parametrize("model_type", ["granite", "granite_swa", "granitemoe_swa", "granitemoehybrid", "hyperclovax"])
+def test_scores_without_a_scale_are_refused(model_type: str) -> None:
+    """PyTorch's attention returns NaN for a scale of 0."""
+    with pytest.raises(ConfigError, match=r"attention_multiplier: invalid value; got 0\.0; expected a positive number"):
+        architecture_of(model_type).config_from_hf({"attention_multiplier": 0.0})
+
+
+def test_a_value_that_may_only_be_absent_is_named_once() -> None:
+    with pytest.raises(ConfigError, match=r"clip_qkv: not supported; got 8\.0; expected no entry$"):
+        architecture_of("olmoe").config_from_hf({"clip_qkv": 8.0})
