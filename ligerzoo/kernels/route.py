@@ -450,8 +450,8 @@ def route_sigmoid(
 ) -> Routing:
     """Selects k of E experts for each token by biased sigmoid scores, and sorts the pairs of token and expert.
 
-    The weights are those of `ligerzoo.layers.routers.SigmoidRouter`. Of equal biased scores, those of lower experts
-    count as larger, and so do lower groups. Causes no host sync. Not differentiable.
+    The weights are those of `ligerzoo.layers.balanced_routers.SigmoidRouter`. Of equal biased scores, those of lower
+    experts count as larger, and so do lower groups. Causes no host sync. Not differentiable.
 
     Args:
         logits: (T, E) router logits, any strides.

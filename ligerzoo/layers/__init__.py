@@ -172,6 +172,7 @@ from ligerzoo.layers.attention import (
 )
 from ligerzoo.layers.attention_paths import attend
 from ligerzoo.layers.backend import set_backend
+from ligerzoo.layers.balanced_routers import BiasedRouter, LogitRouter, SigmoidRouter
 from ligerzoo.layers.block import (
     ConvBlock,
     ConvSandwichBlock,
@@ -249,7 +250,7 @@ from ligerzoo.layers.rotary import (
     interleaved,
     sectioned,
 )
-from ligerzoo.layers.routers import BiasedRouter, GroupedRouter, LogitRouter, Router, ScaledRouter, SigmoidRouter
+from ligerzoo.layers.routers import GroupedRouter, Router, ScaledRouter
 from ligerzoo.layers.shared_attention import SharedKeysAttention, SharingAttention, TiedValueAttention
 from ligerzoo.layers.short_conv import CausalConv1d, ShortConv
 from ligerzoo.layers.state_cache import RecurrentLayerCache, StaticRecurrentLayerCache

@@ -21,10 +21,11 @@ from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
 from ligerzoo.kernels.gating import ExpertActivation, gating
 from ligerzoo.kernels.route import fits_one_program
+from ligerzoo.layers.balanced_routers import SigmoidRouter
 from ligerzoo.layers.exactness import Obstacle
 from ligerzoo.layers.linear import INIT_STD, initialize
 from ligerzoo.layers.plain import dequantized, is_plain
-from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
+from ligerzoo.layers.routers import Router, router_probabilities
 from ligerzoo.layers.tensor_plan import TensorPlan
 from ligerzoo.tensor_checks import describe_value, explains_options
 

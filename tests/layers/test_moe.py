@@ -20,8 +20,9 @@ from ligerzoo.errors import WrongTypeError
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.layers import GatedMLP, set_backend
+from ligerzoo.layers.balanced_routers import LogitRouter, SigmoidRouter
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
-from ligerzoo.layers.routers import LogitRouter, Router, SigmoidRouter
+from ligerzoo.layers.routers import Router
 
 H, I, E, K, SHARED = 24, 10, 6, 2, 14  # noqa: E741
 
