@@ -13,120 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.checks import AT_LEAST_1, integer, or_none
-from ligerzoo.device import to_device, upload
+from ligerzoo.device import upload
+from ligerzoo.generate.chunked_prefill import CHUNK_TOKENS, ChunkedPrefill
 from ligerzoo.generate.engine import Engine
 from ligerzoo.generate.graphs import GraphPool
 from ligerzoo.generate.options import CacheOptions, check_devices, check_option, invalid
-from ligerzoo.generate.prompts import MAX_TOP_LOGPS, Request, RequestOptions, as_prompt
+from ligerzoo.generate.packed_logps import packed_logps, unpack, with_top_logps
+from ligerzoo.generate.prompts import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import BrokenLogitsError, Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots, default_cache_tokens
-from ligerzoo.kernels.cross_entropy import cross_entropy
-
-CHUNK_TOKENS = 64
-"""Tokens of a chunk on a CPU. It bounds the time for which the others wait."""
-
-GPU_CHUNK_TOKENS = 256
-"""Tokens of a chunk on a GPU. It bounds the memory of the logits of a prompt."""
-
-
-Scored = tuple[list[int], list[float], list[dict[int, float]]]
-"""Tokens, their log-probabilities without temperature and filters, and for each the most likely tokens and theirs."""
-
-
-def packed_logps(tokens: Tensor, logps: Tensor) -> Tensor:
-    """Returns tokens and log-probabilities, (n,) each, as (2, n) fp64, which holds token ids exactly."""
-    return torch.stack([tokens.double(), logps.double()])
-
-
-def score(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the packed log-probabilities of given tokens, (n,), under logits (n, V)."""
-    logps = -cross_entropy(logits, tokens, reduction="none") if len(tokens) > 0 else logits.new_empty(0)
-    return packed_logps(tokens, logps)
-
-
-def with_top_logps(packed: Tensor, logits: Tensor, given: Tensor | None = None, *, finds_top: bool = True) -> Tensor:
-    """Appends the most likely tokens, or given ones, to packed log-probabilities, (2, n), of logits (n, V).
-
-    Args:
-        packed: see `packed_logps`.
-        logits: (n, V).
-        given: (n, K) token ids that replace the most likely ones; -1 where they do not. None for none.
-        finds_top: whether the most likely tokens are needed.
-
-    Returns:
-        (2 + 2K, n): the packed rows, the ids of K tokens, and their log-probabilities. Tokens with the logit of the
-        packed one have its log-probability, to the bit.
-    """
-    logits = logits.float()
-    count = min(MAX_TOP_LOGPS, logits.shape[1]) if finds_top else 0
-    ids = logits.topk(count).indices
-    if given is not None:
-        width = max(count, given.shape[1])
-        given = F.pad(given, (0, width - given.shape[1]), value=-1)
-        ids = given.where(given >= 0, F.pad(ids, (0, width - count)))
-    values, own = logits.gather(1, ids), logits.gather(1, packed[0].long()[:, None])
-    logps = torch.where(values == own, packed[1][:, None], (values - logits.logsumexp(-1, keepdim=True)).double())
-    return torch.cat([packed, ids.T.double(), logps.T])
-
-
-def unpack(rows: Sequence[Sequence[float]], columns: Sequence[int], count: int) -> Scored:
-    """Returns some columns of what `with_top_logps` or `packed_logps` returned, with `count` tokens of each."""
-    tokens, logps, *top = rows
-    ids, top_logps = top[: len(top) // 2][:count], top[len(top) // 2 :][:count]
-    likely = [{int(a[i]): b[i] for a, b in zip(ids, top_logps, strict=True)} for i in columns] if count else []
-    return [int(tokens[i]) for i in columns], [logps[i] for i in columns], likely
-
-
-class ChunkedPrefill:
-    """A prompt that is processed into a separate KV cache, before it moves to its row.
-
-    Attributes:
-        cache: the KV cache.
-        logits: (1, V) fp32 logits after the prompt; None until all chunks are processed.
-    """
-
-    def __init__(self, model: nn.Module, options: CacheOptions, request: Request, row: int) -> None:
-        self.request, self.row, self._prompt = request, row, request.context
-        self._scores, self._request_options = request.needs_prompt_logps, request.options
-        self.cache = options.new_cache(model)
-        self.logits: Tensor | None = None
-        self._model: Any = model._call_impl
-        self._device: torch.device = next(model.parameters()).device
-        self._done = 0
-
-    def step(self) -> Tensor | None:
-        """Processes the next chunk.
-
-        Returns:
-            If the prompt is scored, the packed log-probabilities of its tokens that follow those of the chunk, see
-            `with_top_logps`. The first token of the prompt has no log-probability.
-        """
-        start, self._done = self._done, min(self._done + self._chunk_tokens, len(self._prompt))
-        ids = to_device(self._prompt[start : self._done + 1], self._device)  # with the token that follows
-        count = self._done - start
-        keep = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": count if self._scores else 1}
-        output = self._model(ids[None, :count], None, None, **keep)
-        if self._done == len(self._prompt):
-            self.logits = output.logits[:, -1].float()
-        if not self._scores:
-            return None
-        logits, following, given = output.logits[0, : len(ids) - 1], ids[1:], self._request_options.logp_token_ids
-        scored = score(logits, following)
-        if given:
-            return with_top_logps(
-                scored, logits, upload([given], self._device).expand(len(logits), -1), finds_top=False
-            )
-        return with_top_logps(scored, logits) if self._request_options.top_logps else scored
-
-    @property
-    def columns(self) -> Tensor:
-        """(T,) int64 on the CPU, the sequence indices of the tokens in the cache."""
-        return torch.arange(len(self._prompt))
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return CHUNK_TOKENS if self._device.type == "cpu" else GPU_CHUNK_TOKENS
-
 
 _MIN_NEW_TOKENS = 256  # a request starts when there is room for these or its `max_new_tokens`, whichever is less
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import BrokenLogitsError, Completion, Scheduler
 from ligerzoo.generate.api import _completion
-from ligerzoo.generate.scheduler import packed_logps, score, unpack, with_top_logps
+from ligerzoo.generate.packed_logps import packed_logps, score, unpack, with_top_logps
 from tests.generate.models import VOCAB
 from tests.generate.test_scheduler import (
     OPTIONS,
@@ -107,7 +107,8 @@ STOPS = {"prompt_logps": True, "top_logps": 4, "eos_token_id": list(range(0, VOC
 
 
 def test_only_requests_that_ask_cost_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ligerzoo.generate.scheduler.with_top_logps", None)
+    for module in ("scheduler", "chunked_prefill"):
+        monkeypatch.setattr(f"ligerzoo.generate.{module}.with_top_logps", None)
     with Scheduler(model, batch_size=2, **OPTIONS) as scheduler:
         scheduler.add([1, 2])
         drain(scheduler)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ligerzoo.device import DelayedReads
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Completion, Scheduler, Update, generate_many
+from ligerzoo.generate import Completion, Scheduler, Update, chunked_prefill, generate_many
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.graphs import CapturedCall, release_decode_graphs
@@ -80,7 +80,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills prompts of more tokens in chunks, on a CPU."""
-    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", tokens)
+    for module in (scheduler_module, chunked_prefill):
+        monkeypatch.setattr(module, "CHUNK_TOKENS", tokens)
 
 
 def draw(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
