@@ -19,13 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.generate import Request as GenerationRequest
+from ligerzoo.serve.call import Call
 from ligerzoo.serve.continuation import Continuation, Piece, TokenTexts
 from ligerzoo.serve.engine_thread import SEE_LOG, ComputeThread, EngineThread, GenerationError, Job, OverloadedError
 from ligerzoo.serve.fields import STRING, Fields, Json, parse_object, read, show
 from ligerzoo.serve.limits import Bodies, Threads, check_values
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
-from ligerzoo.serve.protocol import Call, Chat, Endpoint, TextCompletion, detokenize_request, tokenize_request
+from ligerzoo.serve.protocol import Chat, Endpoint, TextCompletion
 from ligerzoo.serve.strict_json import encode_json
+from ligerzoo.serve.tokenization import detokenize_request, tokenize_request
 
 MAX_BODY = 10 * 2**20
 _MAX_BODIES = 4  # of the largest size, that may be in memory

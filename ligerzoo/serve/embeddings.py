@@ -33,8 +33,8 @@ from ligerzoo.serve.app import MAX_BODY, BaseService, json_response, until_disco
 from ligerzoo.serve.engine_thread import GenerationError, OverloadedError, failure_of
 from ligerzoo.serve.fields import Fields, Json, check_names, checked, read
 from ligerzoo.serve.metrics import Metrics
-from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
-from ligerzoo.serve.protocol import PROMPTS, WITHOUT_EFFECT, is_prompt
+from ligerzoo.serve.prompts import PROMPTS, ContextLengthError, PromptEncoder, is_prompt
+from ligerzoo.serve.protocol import WITHOUT_EFFECT
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI's."""

@@ -13,7 +13,7 @@ import torch
 from ligerzoo.checks import instances, is_text, one_of
 from ligerzoo.entries import is_array
 from ligerzoo.errors import LigerzooError
-from ligerzoo.serve.fields import FLAG, OBJECT, STRING, Fields, Json, checked, read, show
+from ligerzoo.serve.fields import FLAG, IDS, OBJECT, STRING, Fields, Json, checked, read, show
 from ligerzoo.text.chat import CHAT_OPTIONS
 from ligerzoo.text.messages import check_message_names, trying_text_arguments, with_parsed_arguments
 from ligerzoo.text.rendered import Rendered
@@ -36,6 +36,17 @@ _NO_IMAGES = "Images are not supported: use `ligerzoo generate --image`."
 
 _FLAGS = ("add_generation_prompt", "continue_final_message")
 CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "special_tokens", *_FLAGS)
+
+
+def is_prompt(value: object) -> bool:
+    """Returns whether a value is one prompt: a text, or a list of token ids."""
+    return STRING.accepts(value) or (IDS.accepts(value) and value != [])
+
+
+PROMPTS = instances(
+    "a text, a list of texts, a list of token ids, or a list of such lists",
+    lambda value: is_prompt(value) or (is_array(value) and value != [] and all(map(is_prompt, value))),
+)
 
 
 @dataclass(frozen=True)

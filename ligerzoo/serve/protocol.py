@@ -3,8 +3,7 @@
 /v1/chat/completions and /v1/completions are OpenAI's. A field that would change the result and is not supported is
 refused by name, unless it has its neutral value. Fields that are not OpenAI's: `top_k`, `min_p` and further options of
 `options.VALUES`; vLLM's `logprob_token_ids` and, for completions, `response_format`; and, for chats, vLLM's
-`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`, and `special_tokens`. /tokenize and
-/detokenize are vLLM's.
+`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`, and `special_tokens`.
 """
 
 from __future__ import annotations
@@ -13,35 +12,20 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from ligerzoo.checks import instances, integer, is_integer
-from ligerzoo.entries import is_array
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Grammar, Request
+from ligerzoo.generate import Grammar
 from ligerzoo.generate.prompts import MAX_LOGP_TOKENS, MAX_TOP_LOGPS
+from ligerzoo.serve.call import Call, Delivery
 from ligerzoo.serve.continuation import Piece, TokenText, TokenTexts
-from ligerzoo.serve.engine_thread import EngineThread
-from ligerzoo.serve.fields import (
-    FLAG,
-    IDS,
-    OBJECT,
-    STRING,
-    Fields,
-    Json,
-    Neutral,
-    check_field,
-    check_names,
-    checked,
-    read,
-)
+from ligerzoo.serve.fields import FLAG, IDS, Fields, Json, Neutral, check_field, check_names, checked, read
 from ligerzoo.serve.options import VALUES, ClientOptions
-from ligerzoo.serve.prompts import CHAT_FIELDS, ChatPrompt, PromptEncoder
+from ligerzoo.serve.prompts import CHAT_FIELDS, PROMPTS, ChatPrompt, PromptEncoder, is_prompt
 from ligerzoo.serve.schemas import SCHEMA, read_schema
 from ligerzoo.serve.tools import ToolCallParser, Tools, whole_calls
 
-MAX_CHOICES = 128
 MIN_LOGP = -9999.0
 """What the API returns for less likely tokens."""
 
@@ -55,7 +39,6 @@ _COMMON = ("model", *_OUTPUT, *_SAMPLING, *WITHOUT_EFFECT)
 
 _TOP_LOGPROBS = integer(0, MAX_TOP_LOGPS)
 _OPTIONAL_TOP_LOGPROBS = _TOP_LOGPROBS._replace(expected=f"null, or {_TOP_LOGPROBS.expected}")
-_CHOICES = integer(1, MAX_CHOICES)
 _LOGPROB_TOKENS = instances(
     f"a list of up to {MAX_LOGP_TOKENS} token ids", lambda value: IDS.accepts(value) and len(value) <= MAX_LOGP_TOKENS
 )
@@ -83,84 +66,6 @@ _NEUTRAL_COMPLETION: Neutral = {
     "suffix": (("",), None),
 }
 """Unsupported fields: the values without an effect, and what to do instead."""
-
-
-class Delivery(NamedTuple):
-    """How many continuations a client wants, and how.
-
-    Attributes:
-        n: number of continuations of each prompt.
-        is_streamed: whether the response is a stream of events.
-        includes_usage: whether the stream ends with the numbers of tokens.
-    """
-
-    n: int
-    is_streamed: bool
-    includes_usage: bool
-
-    @classmethod
-    def read(cls, fields: Fields) -> Delivery:
-        """Reads `n`, `stream` and `stream_options`; raises LigerzooError if one is invalid."""
-        n, is_streamed = read(fields, "n", _CHOICES, 1), read(fields, "stream", FLAG, False)
-        given = fields.get("stream_options")
-        check_field(given is None or is_streamed, "stream_options", given, "no such field without stream")
-        stream_options: Fields = read(fields, "stream_options", OBJECT, {})
-        check_names(stream_options, ["include_usage"], {"include_obfuscation": ((False,), None)})
-        return cls(n, is_streamed, read(stream_options, "include_usage", FLAG, False))
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request of a client.
-
-    Attributes:
-        model: the model's name.
-        prompts: the token ids of each prompt.
-        options: sampling options. Their `max_new_tokens` is what the client asked for, or None.
-        delivery: how many continuations, and how.
-        top_logprobs: number of the most likely tokens whose log-probabilities the response has with each token; None
-            for a response without log-probabilities.
-        logprob_token_ids: tokens whose log-probabilities it has instead; empty for those of the most likely.
-        echoed: the texts of the tokens of each prompt, which precede the continuations; None if they do not.
-        continues_text: whether a prompt is a text to continue, not one to answer.
-        tools: the functions that the model may call; None for no functions.
-    """
-
-    model: str
-    prompts: list[list[int]]
-    options: ClientOptions
-    delivery: Delivery
-    top_logprobs: int | None
-    logprob_token_ids: Sequence[int] = ()
-    echoed: list[list[str]] | None = None
-    continues_text: bool = False
-    tools: Tools | None = None
-
-    def requests(self, encoder: PromptEncoder, engine: EngineThread) -> list[Request]:
-        """Returns the requests for the engine: `n` for each prompt.
-
-        Raises:
-            ContextLengthError: prompt and continuation are longer than the context.
-            LigerzooError: the model does not accept the prompt or the options.
-        """
-        requests = []
-        for prompt in self.prompts:
-            options = self.options.updated(max_new_tokens=encoder.room(prompt, self.options.max_new_tokens))
-            for choice in range(self.delivery.n):
-                given = options.for_scheduler(engine.device, choice)
-                top, scored = self.top_logprobs or 0, self.echoed is not None
-                given |= {"top_logps": top, "logp_token_ids": self.logprob_token_ids or None, "prompt_logps": scored}
-                requests.append(engine.request(prompt, **given))
-        return requests
-
-    def usage(self, completion_tokens: int) -> dict[str, int]:
-        """Returns the numbers of tokens for the response."""
-        prompt_tokens = sum(map(len, self.prompts))
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
 
 
 class Endpoint(ABC):
@@ -390,74 +295,3 @@ def _check_count(count: int, max_requests: int) -> None:
         where, expected = "n times the number of prompts", f"at most {max_requests}"
         remedy = "Send several requests."
         raise LigerzooError("too many continuations", where=where, got=count, expected=expected, remedy=remedy)
-
-
-def is_prompt(value: object) -> bool:
-    """Returns whether a value is one prompt: a text, or a list of token ids."""
-    return STRING.accepts(value) or (IDS.accepts(value) and value != [])
-
-
-PROMPTS = instances(
-    "a text, a list of texts, a list of token ids, or a list of such lists",
-    lambda value: is_prompt(value) or (is_array(value) and value != [] and all(map(is_prompt, value))),
-)
-
-
-_TOKENIZE_FIELDS = ("model", "add_special_tokens", "return_token_strs")
-_NEUTRAL_TOKENIZE: Neutral = {
-    "chat_template": ((), "The option --chat-template of the server replaces the chat template."),
-    "mm_processor_kwargs": (({},), None),
-}
-
-
-def tokenize_request(fields: Fields, encoder: PromptEncoder) -> Json:
-    """Returns the token ids of a text or of a conversation. They may be more than the context.
-
-    Args:
-        fields: the request: `prompt` or `messages`; `add_special_tokens`, by default only with `prompt`, since chat
-            templates add them; `return_token_strs`, and those of `CHAT_FIELDS`.
-        encoder: encodes the prompt.
-
-    Raises:
-        LigerzooError: a field is unknown or invalid, or the prompt is missing or one of several.
-    """
-    is_chat = "messages" in fields
-    if is_chat == ("prompt" in fields):
-        got = "both" if is_chat else "none"
-        raise LigerzooError("invalid request", where="prompt", got=got, expected="either prompt or messages")
-    if is_chat:
-        check_names(fields, (*CHAT_FIELDS, *_TOKENIZE_FIELDS), _NEUTRAL_TOKENIZE)
-    else:
-        check_names(fields, ("prompt", *_TOKENIZE_FIELDS), {})
-    adds_special_tokens = read(fields, "add_special_tokens", FLAG, not is_chat)
-    has_texts = read(fields, "return_token_strs", FLAG, False)
-    tokenizer = encoder.tokenizer
-    if is_chat:
-        rendered = encoder.render(ChatPrompt.read(fields))
-        ids, _ = tokenizer.encode_rendered(rendered, add_special_tokens=adds_special_tokens)
-    else:
-        ids = tokenizer.encode(checked(fields["prompt"], "prompt", STRING), add_special_tokens=adds_special_tokens)
-    return {
-        "count": len(ids),
-        "max_model_len": encoder.max_context,
-        "tokens": ids,
-        "token_strs": tokenizer.convert_ids_to_tokens(ids) if has_texts else None,
-    }
-
-
-def detokenize_request(fields: Fields, encoder: PromptEncoder) -> Json:
-    """Returns the text of token ids, with special tokens.
-
-    Args:
-        fields: the request: `tokens`.
-        encoder: has the tokenizer.
-
-    Raises:
-        LigerzooError: a field is unknown or invalid, or a token id does not exist.
-    """
-    check_names(fields, ("model", "tokens"), {})
-    ids: list[int] = checked(fields.get("tokens"), "tokens", IDS)
-    size = max(len(encoder.tokenizer), encoder.vocab_size)
-    unknown = next((token_id for token_id in ids if token_id >= size), None)
-    check_field(unknown is None, "tokens", unknown, f"token ids below {size}")
-    return {"prompt": encoder.tokenizer.decode(ids)}
