@@ -663,7 +663,7 @@ def flex_attention(window: int, softcap: float | None) -> Function:
     """FlexAttention as its documentation recommends; of large heads in our tiles, since its own do not fit."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from ligerzoo.layers.attention_paths import flex_tiles
+    from ligerzoo.layers.flex_attention import flex_tiles
 
     compiled = torch.compile(flex_attention)
     score_mod = None if softcap is None else lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)

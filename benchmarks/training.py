@@ -51,7 +51,7 @@ from benchmarks.trainer import DEVICE, ENVIRONMENT, patched_by_liger, train_in_p
 from benchmarks.workloads import WorkloadResults, select
 from ligerzoo.adapters import add_lora
 from ligerzoo.convert import architecture_for_config
-from ligerzoo.layers.attention_paths import flex_tiles
+from ligerzoo.layers.flex_attention import flex_tiles
 from ligerzoo.memory import apply_activation_plan, plan_activations
 from ligerzoo.memory.allocator import let_segments_grow
 from ligerzoo.train.optimizer_step import trains_bfloat16

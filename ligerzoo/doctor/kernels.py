@@ -29,8 +29,8 @@ from ligerzoo.doctor.texts import longest_text, random_tokens
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.few_rows import gate_few_rows
 from ligerzoo.kernels.jit import INTERPRETING
-from ligerzoo.layers import attention_paths
-from ligerzoo.layers.attention_paths import AttentionCall
+from ligerzoo.layers import attention_paths, plain_attention
+from ligerzoo.layers.attention_call import AttentionCall
 from ligerzoo.models import CausalLM
 
 Function = Callable[..., Any]
@@ -63,7 +63,7 @@ def _gate(
 
 
 def _attend(call: AttentionCall) -> Tensor:
-    return attention_paths.reference(call._replace(mask=call.additive(call.q.dtype)))
+    return plain_attention.reference(call._replace(mask=call.additive(call.q.dtype)))
 
 
 PLAIN: Mapping[Function, Function] = {gate_few_rows: _gate, attention_paths.compute: _attend}

@@ -18,7 +18,8 @@ from ligerzoo.kernels import apply_sinks, rope
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.exact_attention import HEAD_SIZES, exact_attention_with_lse, follows_cudnn
 from ligerzoo.kernels.recompute import is_recording, recomputable
-from ligerzoo.layers.attention_paths import AttentionCall, attend_and_record, compute
+from ligerzoo.layers.attention_call import AttentionCall
+from ligerzoo.layers.attention_paths import compute
 from ligerzoo.layers.cache import KeysAndValues, LayerCache, RollingLayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle
@@ -26,6 +27,7 @@ from ligerzoo.layers.linear import INIT_STD, Linear, initialize
 from ligerzoo.layers.masks import AttentionMask
 from ligerzoo.layers.norm import AllHeadsRMSNorm, RMSNorm
 from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.plain_attention import attend_and_record
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts

@@ -25,7 +25,8 @@ from ligerzoo.kernels import latent_decode_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.fp8 import from_storage
-from ligerzoo.layers.attention_paths import AttentionCall, attend, attend_and_record, attend_unequal
+from ligerzoo.layers.attention_call import AttentionCall
+from ligerzoo.layers.attention_paths import attend, attend_unequal
 from ligerzoo.layers.cache import LayerCache, TokenCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.exactness import Obstacle, never_exact
@@ -33,6 +34,7 @@ from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import AttentionMask, Mask, single_query_interval
 from ligerzoo.layers.norm import RMSNorm, recomputable_norm
 from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.plain_attention import attend_and_record
 from ligerzoo.layers.projection import check_features, project
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import DECODE_TOKENS, StaticLayerCache

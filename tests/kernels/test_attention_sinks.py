@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ligerzoo.kernels import apply_sinks, sink_attention
 from ligerzoo.kernels.attention_sinks import attention_kernel, reference
-from ligerzoo.layers.attention_paths import AttentionCall
-from ligerzoo.layers.attention_paths import reference as attention_reference
+from ligerzoo.layers.attention_call import AttentionCall
+from ligerzoo.layers.plain_attention import reference as attention_reference
 from tests.kernels.accuracy import differentiate, judge
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.machine import INTERPRETING, ON_GPU, ROUNDED_DTYPES, on_gpu_too

@@ -27,10 +27,11 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     TokenCache,
     attend,
-    attention_paths,
+    fused_sdpa,
 )  # fmt: skip
-from ligerzoo.layers.attention_paths import AttentionCall, reference
+from ligerzoo.layers.attention_call import AttentionCall
 from ligerzoo.layers.masks import Mask
+from ligerzoo.layers.plain_attention import reference
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -260,23 +261,23 @@ print(torch._fused_sdp_choice(x, x, x, is_causal=True), torch._C._get_sdp_priori
 
 
 def kernels_of_torch() -> tuple[list[bool], list[int]]:
-    return [is_enabled() for is_enabled, _ in attention_paths._SWITCHES], torch._C._get_sdp_priority_order()
+    return [is_enabled() for is_enabled, _ in fused_sdpa._SWITCHES], torch._C._get_sdp_priority_order()
 
 
 def test_the_fastest_kernel_comes_first_as_in_torch() -> None:
     """Within the context as within torch's own, which takes ten times as long, and afterwards as before."""
 
     before = kernels_of_torch()
-    with sdpa_kernel(attention_paths._FASTEST_FIRST, set_priority=True):
+    with sdpa_kernel(fused_sdpa._FASTEST_FIRST, set_priority=True):
         expected = kernels_of_torch()
     assert kernels_of_torch() == before != expected
-    with attention_paths._FastestFirst():
+    with fused_sdpa._FastestFirst():
         assert kernels_of_torch() == expected
     assert kernels_of_torch() == before
 
 
 def test_threads_leave_the_choice_of_kernels_as_it_was() -> None:
-    fastest, before, meet = attention_paths._FastestFirst(), kernels_of_torch(), threading.Barrier(2, timeout=30)
+    fastest, before, meet = fused_sdpa._FastestFirst(), kernels_of_torch(), threading.Barrier(2, timeout=30)
 
     def overlap(first: bool) -> None:
         if not first:

@@ -23,7 +23,8 @@ from ligerzoo.layers import (
     TokenCache,
     tile_cross_attention_inputs,
 )
-from ligerzoo.layers.attention_paths import AttentionCall, reference
+from ligerzoo.layers.attention_call import AttentionCall
+from ligerzoo.layers.plain_attention import reference
 
 H = 32
 

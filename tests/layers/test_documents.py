@@ -11,7 +11,7 @@ from ligerzoo.kernels import packed_attention
 from ligerzoo.kernels.fused_attention import attend_within, has_boundaries
 from ligerzoo.kernels.packing import Boundaries, boundaries_of
 from ligerzoo.layers import attention_paths, documents
-from ligerzoo.layers.attention_paths import AttentionCall
+from ligerzoo.layers.attention_call import AttentionCall
 from ligerzoo.layers.context import Context
 from ligerzoo.models import (
     Gemma2,

@@ -20,10 +20,11 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     StaticLayerCache,
     TokenCache,
-    attention_paths,
 )
-from ligerzoo.layers.attention_paths import AttentionCall, reference
+from ligerzoo.layers import flex_attention as flex_attention_file
+from ligerzoo.layers.attention_call import AttentionCall
 from ligerzoo.layers.context import InputProperties, assuming_inputs
+from ligerzoo.layers.plain_attention import reference
 from tests.kernels.op_recorder import Recorder
 
 
@@ -288,7 +289,7 @@ def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
-    monkeypatch.setattr(attention_paths, "_compiled_flex_attention", lambda: compiled)
+    monkeypatch.setattr(flex_attention_file, "_compiled_flex_attention", lambda: compiled)
     with torch._dynamo.config.patch(skip_guards_on_constant_func_defaults=skips_defaults):
         for (inputs, window), dtype in 2 * list(
             product(
@@ -299,7 +300,7 @@ def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(
             x = torch.randn(1, 40, 1, 16, dtype=dtype)
             mask = Context(torch.zeros(1, 40), **inputs).mask(40, window=window)
             assert isinstance(mask, Mask)
-            out = attention_paths._flex_attention(AttentionCall(x, x, x, mask, None, None, True, None))
+            out = flex_attention_file.run_flex_attention(AttentionCall(x, x, x, mask, None, None, True, None))
             torch.testing.assert_close(out[:, 3:], reference(AttentionCall(x, x, x, mask.additive(dtype)))[:, 3:])
     assert counter.frame_count == 12
     torch._dynamo.reset()

@@ -10,9 +10,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
 from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers import Attention, Context, KVCache, RotaryEmbedding, SinkAttention, attend
-from ligerzoo.layers import attention_paths as attention_file
-from ligerzoo.layers.attention_paths import AttentionCall, reference
+from ligerzoo.layers import flex_attention as attention_file
+from ligerzoo.layers.attention_call import AttentionCall
 from ligerzoo.layers.masks import Mask
+from ligerzoo.layers.plain_attention import reference
 
 
 def tensors(tokens: int, dtype: torch.dtype, device: str, head_dim: int = 16) -> list[Tensor]:
@@ -79,7 +80,7 @@ def test_flex_attention_with_sinks(name: str, softcap: float | None, monkeypatch
     assert isinstance(mask, Mask)
     upstream = torch.randn(2, 12, 4, 16)
     q, k, v, sinks = (t.detach() for t in inputs)
-    forward = attention_file._flex_attention(AttentionCall(q, k, v, mask, 0.3, softcap, True, sinks))
+    forward = attention_file.run_flex_attention(AttentionCall(q, k, v, mask, 0.3, softcap, True, sinks))
     expected = reference(AttentionCall(*inputs[:3], mask.additive(torch.float32), 0.3, softcap, True, inputs[3]))
     torch.testing.assert_close(forward, expected, rtol=0, atol=1e-5)
     # Torch's FlexAttention has no backward on a CPU: what reaches it are the gradients of its output and logsumexp.
