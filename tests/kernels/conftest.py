@@ -28,9 +28,10 @@ def _patched_once() -> Iterator[None]:
 
     Sums and products of integers are checked for overflows with ten more operations each, whose result only kernels
     compiled for debugging read. Every tensor computes its shape as a Triton tuple with types, and every operation of
-    two tensors compares their shapes number by number, and their types by name. Every number becomes a new tensor, and
-    every result is checked for its size in bytes. And each function of the language is called through two others, which
-    check and replace the argument `_semantic`.
+    two tensors compares their shapes number by number, their types by name, and derives the type of the result. Every
+    number becomes a new tensor, every scalar a block of what it is added to, and every result is checked for its size
+    in bytes. And each function of the language is called through two others, which check and replace the argument
+    `_semantic`.
     """
     if not INTERPRETING:
         yield
@@ -45,10 +46,10 @@ def _patched_once() -> Iterator[None]:
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         patch.setattr(core.block_type, "__init__", _init_block_type)
         patch.setattr(core.tensor, "__init__", _init_tensor)
-        patch.setattr(core.dtype, "__eq__", _or_the_same(core.dtype.__eq__))
+        patch.setattr(core.dtype, "__eq__", _by_name(core.dtype.__eq__))
         patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
         check_types = TritonSemantic.binary_op_type_checking_impl
-        patch.setattr(TritonSemantic, "binary_op_type_checking_impl", _unless_same_type(check_types))
+        patch.setattr(TritonSemantic, "binary_op_type_checking_impl", _remembered(check_types, _elementwise()))
         patch.setattr(interpreter, "_patch_attr", _patch_attribute)
         patch.setattr(TritonSemantic, "broadcast_impl_value", _unless_equal(TritonSemantic.broadcast_impl_value))
         scopes: list[Any] = []
@@ -97,14 +98,19 @@ def _shape_of_tensor(shape: tuple[int, ...]) -> tuple[Any, Any]:
     return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
 
 
+@functools.cache
+def _attributes_of_block(shape: tuple[int, ...], element_name: str) -> dict[str, Any]:
+    values, numel, text = _shape_of_type(shape)
+    name = f"<{text}, {element_name}>"
+    return {"shape": values, "numel": numel, "name": name, "shape_of_tensor": _shape_of_tensor(shape)}
+
+
 def _init_block_type(self: Any, element_type: Any, shape: Any) -> None:
-    sizes = tuple(getattr(size, "value", size) for size in shape)
+    sizes = tuple([getattr(size, "value", size) for size in shape])
     if not sizes:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_type
-    self.shape, self.numel, text = _shape_of_type(sizes)
-    self.name = f"<{text}, {element_type}>"
-    self.shape_of_tensor = _shape_of_tensor(sizes)
+    self.__dict__.update(_attributes_of_block(sizes, element_type.name))
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -169,35 +175,96 @@ def _unless_equal(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return broadcast_unless_equal
 
 
-def _or_the_same(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda self, other: self is other or equals(self, other)
+def _elementwise() -> Any:
+    """A `TritonSemantic` for the operands of elementwise operations, which NumPy broadcasts.
+
+    Operands have the type of the result, and keep their data.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    class Elementwise(TritonSemantic):  # type: ignore[misc]
+        def broadcast_impl_value(self, left: Any, right: Any) -> Any:
+            first, second = left.type, right.type
+            if first.is_block() and second.is_block():
+                shape = _common_shape(first.shape, second.shape)
+                if shape is None:
+                    return super().broadcast_impl_value(left, right)
+            elif first.is_block() or second.is_block():
+                shape = first.shape if first.is_block() else second.shape
+            else:
+                return left, right
+            return of_shape(left, shape), of_shape(right, shape)
+
+    def of_shape(tensor: Any, shape: Any) -> Any:
+        if tensor.type.is_block() and tensor.type.shape is shape:
+            return tensor
+        return core.tensor(tensor.handle, core.block_type(tensor.type.scalar, shape))
+
+    return Elementwise(interpreter.interpreter_builder)
 
 
-def _unless_same_type(check_types: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Two tensors of one shape and dtype need no conversion. A number becomes the same tensor each time."""
+def _common_shape(left: Any, right: Any) -> Any:
+    """The shape of the result of two blocks, or None if their ranks differ or they do not match."""
+    if left is right:
+        return left
+    if len(left) != len(right) or any(1 not in (m, n) and m != n for m, n in zip(left, right, strict=True)):
+        return None
+    return _shape_of_type(tuple(max(m, n) for m, n in zip(left, right, strict=True)))[0]
+
+
+def _by_name(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     from triton.language import core
 
-    constants: dict[tuple[object, ...], tuple[Any, object]] = {}  # and the dtype, so that its id stays valid
+    def equal(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        return self.name == other.name if type(other) is core.dtype else equals(self, other)  # type: ignore[no-any-return]
 
-    def converted(self: Any, tensor: Any, number: Any, order: Callable[..., tuple[Any, Any]], *options: Any) -> Any:
-        key = (type(number), number, id(tensor.dtype), id(tensor.shape), order, *options)
+    return equal
+
+
+def _remembered(check_types: Callable[..., tuple[Any, Any]], elementwise: Any) -> Callable[..., tuple[Any, Any]]:
+    """The types to which two tensors are cast depend on theirs alone. A number becomes the same tensor each time."""
+    from triton.language import core
+
+    constants: dict[tuple[object, ...], Any] = {}
+    casts: dict[tuple[object, ...], tuple[Any, Any]] = {}  # the types, or None for an operand that keeps its own
+
+    def of_number(tensor: Any, number: Any, order: Callable[..., tuple[Any, Any]], *options: Any) -> Any:
+        key = (type(number), number, tensor.dtype.name, id(tensor.shape), order, *options)
         if key in constants:
-            return order(tensor, constants[key][0])
-        results = check_types(self, *order(tensor, number), *options)
+            return order(tensor, constants[key])
+        results = check_types(elementwise, *order(tensor, number), *options)
         same, constant = order(*results)
         if same is tensor:
             constant.handle.data.flags.writeable = False
-            constants[key] = constant, tensor.dtype
+            constants[key] = constant
         return results
 
+    def of_tensors(left: Any, right: Any, *options: Any) -> Any:
+        key = (left.dtype.name, right.dtype.name, *options)
+        if key not in casts:
+            results = check_types(elementwise, left, right, *options)
+            pairs = zip((left, right), results, strict=True)
+            casts[key] = tuple(None if to.dtype.name == of.dtype.name else to.dtype for of, to in pairs)
+            return results
+        first, second = casts[key]
+        return elementwise.broadcast_impl_value(
+            left if first is None else elementwise.cast(left, first),
+            right if second is None else elementwise.cast(right, second),
+        )
+
     def check(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
-        order, tensor, other = (_in_order, left, right) if isinstance(left, core.tensor) else (_swapped, right, left)
-        if not named and isinstance(tensor, core.tensor) and type(tensor.dtype) is core.dtype:  # not a pointer
-            if type(other) in (bool, int, float):
-                return converted(self, tensor, other, order, *options)  # type: ignore[no-any-return]
-            if other.dtype is tensor.dtype and other.shape is tensor.shape and not any(options[3:]):  # no division
-                return left, right
-        return check_types(self, left, right, *options, **named)
+        if not named and isinstance(left, core.tensor):
+            if isinstance(right, core.tensor):
+                return of_tensors(left, right, *options)  # type: ignore[no-any-return]
+            if type(right) in (bool, int, float):
+                return of_number(left, right, _in_order, *options)  # type: ignore[no-any-return]
+        elif not named and isinstance(right, core.tensor) and type(left) in (bool, int, float):
+            return of_number(right, left, _swapped, *options)  # type: ignore[no-any-return]
+        return check_types(elementwise, left, right, *options, **named)
 
     return check
 
