@@ -278,11 +278,11 @@ def _delta_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Ten
 def _ssd_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     dtype = _multiplied(dtype)
     return [
-        numbers(batch, 3, 2, 5, dtype=dtype, device=device),
+        numbers(batch, 3, 3, 5, dtype=dtype, device=device),
         *(numbers(batch, 3, 1, 8, dtype=dtype, device=device) for _ in range(2)),
-        (-torch.rand(batch, 3, 2, device=device)).to(dtype).requires_grad_(),
-        torch.rand(batch, 3, 2, device=device).to(dtype).requires_grad_(),
-        numbers(2, dtype=dtype, device=device),
+        (-torch.rand(batch, 3, 3, device=device)).to(dtype).requires_grad_(),
+        torch.rand(batch, 3, 3, device=device).to(dtype).requires_grad_(),
+        numbers(3, dtype=dtype, device=device),  # `judge` checks a gradient of one number or two with 16 draws
     ]
 
 
