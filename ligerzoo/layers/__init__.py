@@ -191,7 +191,7 @@ from ligerzoo.layers.block import (
     ScaledPreNormBlock,
 )
 from ligerzoo.layers.cache import CachePair, CrossAttentionLayerCache, LayerCache, RollingLayerCache, TokenCache
-from ligerzoo.layers.context import Context, LayerOutputs, shifted_labels
+from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import (
     CrossAttention,
     CrossAttentionBlock,
@@ -207,6 +207,7 @@ from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.latent_attention import LatentAttention
+from ligerzoo.layers.layer_outputs import LayerOutputs
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.mamba2 import Mamba2Mixer, Mamba2Scales
 from ligerzoo.layers.masks import Mask, TileMask

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers.context import Context, reads_values
+from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import Decoder
+from ligerzoo.layers.input_properties import reads_values
 from ligerzoo.tensor_checks import check_tensor, explains_options
 
 

@@ -5,59 +5,27 @@ Shapes: B batch, T tokens in the call, S keys that attention receives (cached an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.device import to_device
-from ligerzoo.kernels.autograd import any_true, under_transform
+from ligerzoo.kernels.autograd import any_true
 from ligerzoo.layers.cache import KeysAndValues, LayerCache
 from ligerzoo.layers.context_inputs import check_context_inputs
 from ligerzoo.layers.documents import Documents, segments, spans, unpadded
+from ligerzoo.layers.input_properties import any_begins_segment, begins_segment, known_starts, masks_any, reads_values
 from ligerzoo.layers.kv_cache import KVCache
+from ligerzoo.layers.layer_outputs import LayerOutputs
 from ligerzoo.layers.masks import CausalMask, DocumentMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 
 _NO_CACHE = KVCache([])
-
-
-@dataclass(kw_only=True)
-class LayerOutputs:
-    """The tensors that layers store in a forward: lists to which they append, or None to store none.
-
-    Attributes:
-        router_logits: (B * T, E) of each MoE layer, in order.
-        attentions: (B, N, T, S) attention probabilities of each layer, computed in plain torch, not in fused kernels.
-        hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
-            final norm.
-    """
-
-    router_logits: list[Tensor] | None = None
-    attentions: list[Tensor] | None = None
-    hidden_states: list[Tensor] | None = None
-
-    def of_block(self) -> LayerOutputs:
-        """Returns the empty lists of what layers within a block store here."""
-        return LayerOutputs(
-            router_logits=None if self.router_logits is None else [],
-            attentions=None if self.attentions is None else [],
-        )
-
-    def stored(self) -> dict[str, list[Tensor]]:
-        """Returns the lists that are not empty, by name."""
-        return {name: tensors for name in LAYER_OUTPUTS if (tensors := getattr(self, name))}
-
-
-LAYER_OUTPUTS = ("router_logits", "attentions", "hidden_states")
-"""The attributes of `LayerOutputs`."""
 
 
 class TokenInputs(Protocol):
@@ -79,34 +47,6 @@ class BlockInputs(TokenInputs, Protocol):
 
     def of_block(self, block: int) -> Tensor:
         """Returns the input of the block with this index, (B, T, P)."""
-
-
-class InputProperties(NamedTuple):
-    """What the caller of a model knows of the values of its inputs.
-
-    Attributes:
-        has_padding: whether `attention_mask` masks a token.
-        has_segments: whether a row of `position_ids` has several segments, see `begins_segment`.
-        starts: which tokens begin a segment, (B or 1, T) bool, on the CPU; None if attention may not depend on it, as
-            in a graph that runs for other rows, too.
-    """
-
-    has_padding: bool
-    has_segments: bool
-    starts: Tensor | None = None
-
-
-_ASSUMED: ContextVar[InputProperties | None] = ContextVar("_ASSUMED", default=None)
-
-
-@contextmanager
-def assuming_inputs(properties: InputProperties) -> Iterator[None]:
-    """Within this context of the current thread, a `Context` does not read its inputs' values, which is a host sync."""
-    token = _ASSUMED.set(properties)
-    try:
-        yield
-    finally:
-        _ASSUMED.reset(token)
 
 
 class Context:
@@ -214,7 +154,7 @@ class Context:
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
             is_checked = self.tokens > 1 or exact or (cache is not None and cache.exact)
             if is_checked and not torch.compiler.is_compiling():
-                if not _masks_any(self.padding_mask):
+                if not masks_any(self.padding_mask):
                     self.padding_mask = None
                 elif may_read:
                     self.documents = find_documents(partial(unpadded, self.padding_mask))
@@ -235,8 +175,8 @@ class Context:
                 self.documents = find_documents(lambda: [spans(cu_seqlens.tolist())])
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             is_start = begins_segment(position_ids)
-            found = is_start.cpu() if may_read else _known_starts()  # a host sync
-            if _has_any(is_start if found is None else found):
+            found = is_start.cpu() if may_read else known_starts()  # a host sync
+            if any_begins_segment(is_start if found is None else found):
                 index = torch.arange(self.tokens, device=is_start.device)
                 self.segment_start = (index * is_start).cummax(1).values
                 if found is not None:
@@ -544,32 +484,3 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
     """Returns `keys` entries of the mask's last dimension from `offset` on; entries past its end are masked."""
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
-
-
-def reads_values() -> bool:
-    """Whether a context may read the values of its inputs."""
-    return not (torch.compiler.is_compiling() or under_transform()) and _ASSUMED.get() is None
-
-
-def _masks_any(padding_mask: Tensor) -> bool:
-    assumed = _ASSUMED.get()
-    return any_true(~padding_mask) if assumed is None else assumed.has_padding
-
-
-def _known_starts() -> Tensor | None:
-    """See `InputProperties`."""
-    assumed = None if torch.compiler.is_compiling() else _ASSUMED.get()
-    return None if assumed is None else assumed.starts
-
-
-def begins_segment(position_ids: Tensor) -> Tensor:
-    """Returns whether each token, (B or 1, T), begins a segment; False for the first one."""
-    return F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
-
-
-def _has_any(is_start: Tensor) -> bool:
-    """Whether a token begins a segment; in compiled code, whether one may."""
-    if torch.compiler.is_compiling():
-        return True
-    assumed = _ASSUMED.get()
-    return any_true(is_start) if assumed is None else assumed.has_segments

@@ -11,7 +11,7 @@ from torch import Tensor
 from ligerzoo.device import to_device
 from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import Context
-from ligerzoo.layers.context import reads_values
+from ligerzoo.layers.input_properties import reads_values
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.packed_rows import PackedRows

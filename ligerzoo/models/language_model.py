@@ -13,7 +13,7 @@ from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LayerOutputs, LMHead
-from ligerzoo.layers.context import LAYER_OUTPUTS
+from ligerzoo.layers.layer_outputs import LAYER_OUTPUTS
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.row_parts import WHOLE_ROWS, RowParts
 from ligerzoo.models.building import ModelMeta, forget_values, require_values

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.layers import Decoder, Linear, LMHead
-from ligerzoo.layers.context import reads_values
+from ligerzoo.layers.input_properties import reads_values
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.encoder import EncoderModel
 from ligerzoo.models.inputs import tokens_or_embeddings

@@ -30,7 +30,7 @@ from torch.cuda import CUDAGraph
 from ligerzoo.checks import AT_LEAST_1, POSITIVE_OR_NONE, check, one_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
-from ligerzoo.layers.context import InputProperties, assuming_inputs, begins_segment
+from ligerzoo.layers.input_properties import InputProperties, assuming_inputs, begins_segment
 from ligerzoo.models.output import CausalLMOutput
 from ligerzoo.tensor_checks import check_num_items
 from ligerzoo.train.capturable import (

@@ -23,7 +23,7 @@ from ligerzoo.layers import (
 )
 from ligerzoo.layers import flex_attention as flex_attention_file
 from ligerzoo.layers.attention_call import AttentionCall
-from ligerzoo.layers.context import InputProperties, assuming_inputs
+from ligerzoo.layers.input_properties import InputProperties, assuming_inputs
 from ligerzoo.layers.plain_attention import reference
 from tests.kernels.op_recorder import Recorder
 

@@ -17,7 +17,7 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
-from ligerzoo.layers.context import InputProperties, assuming_inputs
+from ligerzoo.layers.input_properties import InputProperties, assuming_inputs
 from ligerzoo.models import CausalLM, Gemma4
 from tests.covering import every_backend
 from tests.models import tiny_gemma4, tiny_gemma4_unified

@@ -16,7 +16,7 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
-from ligerzoo.layers.context import InputProperties, assuming_inputs
+from ligerzoo.layers.input_properties import InputProperties, assuming_inputs
 from ligerzoo.models import Mistral3, Mistral3Config
 from tests.covering import every_backend
 from tests.models.comparing import (

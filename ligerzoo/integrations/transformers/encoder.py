@@ -23,7 +23,7 @@ from ligerzoo.integrations.transformers.backbone import (
 from ligerzoo.integrations.transformers.classifier import WrappedClassifier
 from ligerzoo.integrations.transformers.head import Head, HeadParts, LogitOptions, head_modules
 from ligerzoo.integrations.transformers.model import WrappedModel
-from ligerzoo.layers.context import reads_values
+from ligerzoo.layers.input_properties import reads_values
 from ligerzoo.models.encoder import Encoded
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
