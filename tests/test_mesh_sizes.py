@@ -4,7 +4,7 @@ import pytest
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.mesh_sizes import MeshSizes
-from ligerzoo.train.methods import SFTRunOptions
+from ligerzoo.train.completion_options import SFTRunOptions
 
 
 def test_sizes_are_read_from_text() -> None:

@@ -104,7 +104,7 @@ MORE = {
     "ligerzoo.train": {
         "ligerzoo.train.captured_step": ["CapturedStep"],
         "ligerzoo.train.run": ["Run"],
-        "ligerzoo.train.methods": ["SFTRunOptions"],
+        "ligerzoo.train.completion_options": ["SFTRunOptions"],
         "ligerzoo.train.options": ["option", "Positive"],
         "ligerzoo.train.preferences": ["sequences_of"],
         "ligerzoo.train.scores": ["score_data"],

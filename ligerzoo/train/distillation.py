@@ -9,9 +9,9 @@ from ligerzoo.errors import ConfigError, quote
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel.mesh import check_mesh
 from ligerzoo.train import processes
-from ligerzoo.train.methods import TeacherRunOptions
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_model import compute_dtype, open_model
+from ligerzoo.train.teacher_options import TeacherRunOptions
 
 
 def check_teacher(run: Run, options: TeacherRunOptions) -> CausalLM:

@@ -15,8 +15,8 @@ from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, Sample, for
 from ligerzoo.train.data.masking import MaskedBatch, Masking, row_seeds
 from ligerzoo.train.data.samples import UNTRAINED, AnySample
 from ligerzoo.train.data_options import ONCE, Frame, ReadOrder
+from ligerzoo.train.encoder_options import MLMRunOptions
 from ligerzoo.train.evaluation import evaluating
-from ligerzoo.train.methods import MLMRunOptions
 from ligerzoo.train.run_data import RunData, padding_token
 
 _SHOWN = 2

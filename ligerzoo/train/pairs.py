@@ -18,7 +18,7 @@ from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.train import processes
 from ligerzoo.train.data import PairSample, Sample
-from ligerzoo.train.methods import ContrastiveRunOptions
+from ligerzoo.train.encoder_options import ContrastiveRunOptions
 from ligerzoo.train.metrics import mean_metrics
 from ligerzoo.train.run import Run
 

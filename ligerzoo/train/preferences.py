@@ -12,11 +12,11 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.losses import model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
+from ligerzoo.train.completion_options import PreferenceRunOptions
 from ligerzoo.train.data.batches import Batch, collate, first_with_image
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.packing import pack_best_fit, segments_of
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample, row_length
-from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_model import open_reference

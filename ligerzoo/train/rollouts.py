@@ -36,8 +36,8 @@ from ligerzoo.train.completions import (
 from ligerzoo.train.data import PromptSample
 from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.log import cut_log, writing
-from ligerzoo.train.methods import RolloutRunOptions
 from ligerzoo.train.rewards import Score
+from ligerzoo.train.rollout_options import RolloutRunOptions
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts, padding_token
 from ligerzoo.train.throughput import Stopwatch

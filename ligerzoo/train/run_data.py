@@ -34,8 +34,10 @@ from ligerzoo.train.data.read_all import check_samples
 from ligerzoo.train.data.samples import AnySample, Source
 from ligerzoo.train.data.stream import no_samples
 from ligerzoo.train.data_options import ONCE, Packing, ReadOrder
+from ligerzoo.train.encoder_options import ContrastiveRunOptions
 from ligerzoo.train.evaluation import Prompt, continued_length, prompt_of
-from ligerzoo.train.methods import ContrastiveRunOptions, RolloutRunOptions, methods_for
+from ligerzoo.train.methods import methods_for
+from ligerzoo.train.rollout_options import RolloutRunOptions
 from ligerzoo.train.run_options import BatchOptions, RunOptions
 from ligerzoo.vision.processor import Processor, tokenizer_of
 

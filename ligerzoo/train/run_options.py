@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -259,3 +260,8 @@ class BatchOptions(RunOptions):
 def refuse_options(*cases: tuple[Any, str, str, Any]) -> None:
     """Raises ConfigError for each case that is wrong: (whether it is wrong, where, what, got)."""
     raise_all(ConfigError(what, where=where, got=got) for is_wrong, where, what, got in cases if is_wrong)
+
+
+def given_options(options: RunOptions, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the options with these names that are not None, such as those of a loss."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Mixtral, MixtralConfig
-from ligerzoo.train.methods import GRPORunOptions
+from ligerzoo.train.rollout_options import GRPORunOptions
 from tests.parallel import mesh_cases as process
 from tests.parallel.spawning import on_all_processes
 from tests.train.test_resume import train

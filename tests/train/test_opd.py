@@ -20,8 +20,8 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train.completion_batches import completion_divergence, pack_completions
 from ligerzoo.train.completions import CompletionSampler, SampledCompletion, completion_seeds
 from ligerzoo.train.log import read_log
-from ligerzoo.train.methods import OPDRunOptions
 from ligerzoo.train.recipes import opd
+from ligerzoo.train.rollout_options import OPDRunOptions
 from ligerzoo.train.run_data import RunPrompts
 from tests.parallel.spawning import on_all_processes
 from tests.train.grpo_run import opd_options, write_prompts

@@ -19,9 +19,10 @@ from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.models import Mixtral, MixtralConfig
 from ligerzoo.optimizer_table import OPTIMIZERS
 from ligerzoo.train import tracking
+from ligerzoo.train.completion_options import SFTRunOptions
 from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
-from ligerzoo.train.methods import METHODS, SFTRunOptions, printed_recipe
+from ligerzoo.train.methods import METHODS, printed_recipe
 from ligerzoo.train.optimizer_step import warn_of_rounding
 from ligerzoo.train.optimizers import OPTIMIZER_NAMES
 from ligerzoo.train.options import options_of

@@ -30,8 +30,8 @@ from ligerzoo.memory import ActivationPlan, plan_activations
 from ligerzoo.models import CausalLM
 from ligerzoo.models.config import DecoderConfig
 from ligerzoo.train import run_model
+from ligerzoo.train.completion_options import SFTRunOptions
 from ligerzoo.train.log import read_log
-from ligerzoo.train.methods import SFTRunOptions
 from ligerzoo.train.run_checkpoint import checkpoints
 from ligerzoo.train.run_state import RunState
 from tests.train import preference_data, tiny_run

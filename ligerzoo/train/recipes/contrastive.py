@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.train.command_line import run_script
+from ligerzoo.train.encoder_options import ContrastiveRunOptions
 from ligerzoo.train.evaluation import evaluate_batches
-from ligerzoo.train.methods import ContrastiveRunOptions
 from ligerzoo.train.metrics import mean_metrics
 from ligerzoo.train.pairs import PairRows, TextRow, embedding_model, open_embedding_model, pair_packer
 from ligerzoo.train.run import Run

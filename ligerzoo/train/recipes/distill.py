@@ -18,10 +18,10 @@ from ligerzoo.train.command_line import run_script
 from ligerzoo.train.data import Batch
 from ligerzoo.train.distillation import check_teacher, load_teacher
 from ligerzoo.train.evaluation import evaluate_method
-from ligerzoo.train.methods import DistillRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
+from ligerzoo.train.teacher_options import DistillRunOptions
 
 DEFAULTS: dict[str, Any] = {}
 

@@ -21,10 +21,10 @@ from ligerzoo.train import processes
 from ligerzoo.train.command_line import run_script
 from ligerzoo.train.completion_batches import CompletionBatch, PolicyBatch, completion_loss, policy_batch
 from ligerzoo.train.completions import SampledCompletion, without_labels
-from ligerzoo.train.methods import GRPORunOptions
 from ligerzoo.train.metrics import forward_backward, mean_of, on_device
 from ligerzoo.train.reward_model import open_reward
 from ligerzoo.train.rewards import mean_reward, summarize, with_advantages
+from ligerzoo.train.rollout_options import GRPORunOptions
 from ligerzoo.train.rollouts import Rollouts
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts

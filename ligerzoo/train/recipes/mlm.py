@@ -16,9 +16,9 @@ from torch import Tensor
 from ligerzoo.losses import LossOutput
 from ligerzoo.train.command_line import run_script
 from ligerzoo.train.data.masking import MaskedBatch
+from ligerzoo.train.encoder_options import MLMRunOptions
 from ligerzoo.train.evaluation import evaluate_batches
 from ligerzoo.train.masked_data import MaskedData
-from ligerzoo.train.methods import MLMRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items
 from ligerzoo.train.run import Run
 

@@ -19,8 +19,8 @@ from ligerzoo.train.completion_batches import CompletionBatch, completion_diverg
 from ligerzoo.train.completions import sampling_numbers
 from ligerzoo.train.distillation import check_teacher, load_teacher
 from ligerzoo.train.evaluation import evaluate_batches
-from ligerzoo.train.methods import OPDRunOptions
 from ligerzoo.train.metrics import forward_backward, num_items, on_device
+from ligerzoo.train.rollout_options import OPDRunOptions
 from ligerzoo.train.rollouts import Rollouts
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunPrompts

@@ -16,9 +16,9 @@ from torch import Tensor
 from ligerzoo.losses import LossOutput
 from ligerzoo.train import processes
 from ligerzoo.train.command_line import run_script
+from ligerzoo.train.completion_options import PreferenceRunOptions
 from ligerzoo.train.data import Batch
 from ligerzoo.train.evaluation import evaluate_method
-from ligerzoo.train.methods import PreferenceRunOptions
 from ligerzoo.train.metrics import forward_backward
 from ligerzoo.train.preferences import Reference, chosen_tokens, desirable_of, samples_of, sequences_of
 from ligerzoo.train.run import Run

@@ -16,9 +16,9 @@ from torch import Tensor
 from ligerzoo.losses import LossOutput, reward_loss
 from ligerzoo.train import processes
 from ligerzoo.train.command_line import run_script
+from ligerzoo.train.completion_options import RewardRunOptions
 from ligerzoo.train.data import Batch
 from ligerzoo.train.evaluation import evaluate_batches
-from ligerzoo.train.methods import RewardRunOptions
 from ligerzoo.train.metrics import forward_backward
 from ligerzoo.train.preferences import samples_of
 from ligerzoo.train.reward_model import margins_of, open_reward_model, reward_model, rewards_of_pairs

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ligerzoo.train.captured_step import CapturedStep, Inputs, part_of_loss
 from ligerzoo.train.command_line import run_script
+from ligerzoo.train.completion_options import SFTRunOptions
 from ligerzoo.train.evaluation import evaluate_loss
-from ligerzoo.train.methods import SFTRunOptions
 from ligerzoo.train.run import Run
 from ligerzoo.train.run_data import RunData
 
