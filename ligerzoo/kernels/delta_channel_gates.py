@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.dispatch import as_rows, cdiv, empty_result, multiprocessors
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids, softplus_exactly
@@ -118,13 +117,17 @@ def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gates:
     return _Gates(a_rows, b_rows, a_log.contiguous(), dt_bias.contiguous(), *strides, len(b_rows), *a.shape[-2:])
 
 
-def _allocate_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def new_gates(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns decays and strengths that are not computed yet."""
     return empty_result(a, torch.float32), empty_result(b)
 
 
-@register("delta_channel_gates_forward", fake=_allocate_forward)
-def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float) -> tuple[Tensor, Tensor]:
-    g, beta = _allocate_forward(a, b)
+@register("delta_channel_gates_forward", fake=new_gates)
+def channel_gates_forward(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
+) -> tuple[Tensor, Tensor]:
+    """Computes the decays and strengths of `delta_gates` with decays per channel."""
+    g, beta = new_gates(a, b)
     gates = _gates(a, b, a_log, dt_bias)
     rows, cols, warps = tile(gates.n_cols, FORWARD_TILE)
     programs = cdiv(gates.n_rows, rows) * gates.n_heads
@@ -147,9 +150,10 @@ def new_gate_gradients(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> 
 
 
 @register("delta_channel_gates_backward", fake=new_gate_gradients)
-def _backward(
+def channel_gates_backward(
     dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
 ) -> GateGradients:
+    """Computes the gradients of `channel_gates_forward`."""
     gradients = new_gate_gradients(a, b, a_log, dt_bias)
     gates = _gates(a, b, a_log, dt_bias)
     heads, channels = gates.n_heads, dt_bias.numel()
@@ -165,22 +169,3 @@ def _backward(
     gradients.da_log.copy_(totals[:channels].view(heads, -1).sum(1))
     gradients.ddt_bias.copy_(totals[channels:].view_as(dt_bias))
     return gradients
-
-
-class DeltaChannelGates(FusedFunction):
-    """`delta_gates` with decays per channel."""
-
-    @staticmethod
-    def forward(
-        ctx: FusedContext, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(a, b, a_log, dt_bias)
-        ctx.options = max_strength
-        return _forward(a, b, a_log, dt_bias, max_strength)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FusedContext, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, a_log, dt_bias = ctx.saved_tensors
-        gradients = _backward(dg, dbeta, a, b, a_log, dt_bias, ctx.options)
-        return if_needed((*gradients, None), ctx.needs_input_grad)

@@ -9,22 +9,20 @@ Saved: the inputs. Elementwise functions are exact in fp32 for all dtypes: there
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.delta_channel_gates import DeltaChannelGates, GateGradients, new_gate_gradients
-from ligerzoo.kernels.dispatch import (
-    Backend,
-    accumulation_dtype,
-    as_rows,
-    cdiv,
-    empty_result,
-    multiprocessors,
-    uses_triton,
+from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
+from ligerzoo.kernels.delta_channel_gates import (
+    GateGradients,
+    channel_gates_backward,
+    channel_gates_forward,
+    new_gate_gradients,
+    new_gates,
 )
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv, multiprocessors, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids, softplus_exactly
 from ligerzoo.kernels.registration import register
@@ -124,13 +122,9 @@ def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> _Gates:
     return _Gates(a, b, a_log.contiguous(), dt_bias.contiguous(), a.stride(0), b.stride(0), *a.shape)
 
 
-def _allocate_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_result(a, torch.float32), empty_result(b)
-
-
-@register("delta_gates_forward", fake=_allocate_forward)
+@register("delta_gates_forward", fake=new_gates)
 def _forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float) -> tuple[Tensor, Tensor]:
-    g, beta = _allocate_forward(a, b)
+    g, beta = new_gates(a, b)
     gates = _gates(a, b, a_log, dt_bias)
     rows, cols, warps = tile(gates.n_cols, FORWARD_TILE)
     _forward_kernel[cdiv(gates.n_rows, rows)](gates, g, beta, max_strength, rows, cols, num_warps=warps)
@@ -161,17 +155,19 @@ def _backward(
 class _DeltaGates(FusedFunction):
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
+        ctx: FusedContext, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, max_strength: float
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(a, b, a_log, dt_bias)
-        ctx.max_strength = max_strength
-        return _forward(a, b, a_log, dt_bias, max_strength)
+        ctx.options = max_strength
+        forward = channel_gates_forward if a.dim() > b.dim() else _forward
+        return forward(a, b, a_log, dt_bias, max_strength)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FusedContext, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
         a, b, a_log, dt_bias = ctx.saved_tensors
-        gradients = _backward(dg, dbeta, a, b, a_log, dt_bias, ctx.max_strength)
+        backward = channel_gates_backward if a.dim() > b.dim() else _backward
+        gradients = backward(dg, dbeta, a, b, a_log, dt_bias, ctx.options)
         return if_needed((*gradients, None), ctx.needs_input_grad)
 
 
@@ -203,6 +199,5 @@ def delta_gates(
         expected = tuple(a.shape[-2:] if is_per_channel else a_log.shape)
         raise ValueError(f"delta_gates: dt_bias has shape {tuple(dt_bias.shape)}; expected {expected}")
     if uses_triton(a, b, a_log, dt_bias, backend=backend) and fits_registers(a, backend):
-        function = DeltaChannelGates if is_per_channel else _DeltaGates
-        return function.apply(a, b, a_log, dt_bias, max_strength)
+        return _DeltaGates.apply(a, b, a_log, dt_bias, max_strength)
     return reference(a, b, a_log, dt_bias, max_strength)
