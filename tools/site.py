@@ -275,7 +275,7 @@ def exported(package: str) -> dict[str, list[str]]:
         by_module: dict[str, list[str]] = {}
         table = module._MODULES
         # What all architectures have comes first.
-        bases = {"causal_lm", "masked_lm", "sequence_classifier", "token_classifier", "output"}
+        bases = {"causal_lm", "classifier", "masked_lm", "sequence_classifier", "token_classifier", "output"}
         for name in sorted(table, key=lambda name: (table[name] not in bases, table[name], name.endswith("Config"))):
             defined_in = table[name]
             by_module.setdefault(f"{package}.{defined_in}", []).append(name)

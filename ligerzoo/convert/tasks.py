@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.classifier import LABEL_OPTIONS, classifier_architecture, read_classifier
 from ligerzoo.convert.embedding import EMBEDDING_OPTIONS, embedding_architecture, read_embedding
 from ligerzoo.convert.fields import SEQUENCE_SUFFIX, TOKEN_SUFFIX, is_classifier
-from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, classifier_architecture, read_classifier
 from ligerzoo.entries import Entries
 from ligerzoo.errors import ConfigError
 from ligerzoo.files.layout import EMBEDDING_INPUTS
 from ligerzoo.files.modules import ModuleFiles
+from ligerzoo.models.classifier import Classifier
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.sequence_classifier import Classifier
 from ligerzoo.models.token_classifier import TokenClassifier
 
 

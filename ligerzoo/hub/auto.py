@@ -10,21 +10,22 @@ import torch
 
 from ligerzoo import convert
 from ligerzoo.convert import architecture_for_config
+from ligerzoo.convert.classifier import classifier_architecture, read_labels, suffix_of
 from ligerzoo.convert.embedding import embedding_architecture
 from ligerzoo.convert.fields import parse_dtype
 from ligerzoo.convert.layout import Rule
-from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels, suffix_of
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.files.layout import MODULES_FILE
 from ligerzoo.files.locate import locate_files
 from ligerzoo.files.transformers_options import HubOptions
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.classifier import Classifier
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.embedding import EmbeddingModel, EmbeddingSettings
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.masked_lm import MaskedLM
-from ligerzoo.models.sequence_classifier import Classifier, SequenceClassifier
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 from ligerzoo.models.token_classifier import TokenClassifier
 
 T = TypeVar("T", torch.device, torch.dtype)
@@ -153,7 +154,7 @@ class AutoModelForSequenceClassification:
             num_labels: number of labels; 1 for a reward model. Default: as many as there are names, or 2.
             id2label: the name of each label by its index. Default: LABEL_0, LABEL_1, ...
             label2id: the index of each label by its name.
-            problem_type: see `ligerzoo.models.sequence_classifier.Labels`.
+            problem_type: see `ligerzoo.models.classifier.Labels`.
             device: device of the weights. Defaults to torch's default device.
             dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
 

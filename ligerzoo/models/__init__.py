@@ -17,7 +17,7 @@ _MODULES = {
     "PoolingStage": "embedding",
     "MaskedLM": "masked_lm",
     "MaskedLMOutput": "output",
-    "Labels": "sequence_classifier",
+    "Labels": "classifier",
     "SequenceClassifier": "sequence_classifier",
     "SequenceClassifierOutput": "output",
     "TokenClassifier": "token_classifier",

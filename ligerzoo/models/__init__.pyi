@@ -11,6 +11,7 @@ from ligerzoo.models.bamba import BambaConfig as BambaConfig
 from ligerzoo.models.bert import Bert as _Bert
 from ligerzoo.models.bert import BertConfig as BertConfig
 from ligerzoo.models.causal_lm import CausalLM as CausalLM
+from ligerzoo.models.classifier import Labels as Labels
 from ligerzoo.models.deepseek_v2 import DeepseekV2 as _DeepseekV2
 from ligerzoo.models.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
 from ligerzoo.models.deepseek_v3 import DeepseekV3 as _DeepseekV3
@@ -176,7 +177,6 @@ from ligerzoo.models.sarvam_moe import SarvamMoE as _SarvamMoE
 from ligerzoo.models.sarvam_moe import SarvamMoEConfig as SarvamMoEConfig
 from ligerzoo.models.seed_oss import SeedOss as _SeedOss
 from ligerzoo.models.seed_oss import SeedOssConfig as SeedOssConfig
-from ligerzoo.models.sequence_classifier import Labels as Labels
 from ligerzoo.models.sequence_classifier import SequenceClassifier as SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3 as _SmolLM3
 from ligerzoo.models.smollm3 import SmolLM3Config as SmolLM3Config

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.layers import Decoder, KVCache
+from ligerzoo.models.classifier import Classifier, Labels, check_label_indices
 from ligerzoo.models.config import LanguageModelConfig
 from ligerzoo.models.encoder import EncoderModel
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.output import TokenClassifierOutput, layer_outputs
-from ligerzoo.models.sequence_classifier import Classifier, Labels, check_label_indices
 from ligerzoo.tensor_checks import check_tensor
 
 

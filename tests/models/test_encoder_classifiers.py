@@ -22,7 +22,7 @@ from ligerzoo.convert.fields import SEQUENCE_SUFFIX, TOKEN_SUFFIX
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.models import BertConfig, Labels, ModernBertConfig, SequenceClassifier, TokenClassifier
-from ligerzoo.models.sequence_classifier import Classifier
+from ligerzoo.models.classifier import Classifier
 from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors, under_their_names
 from tests.models.tiny_bert import BERT
 from tests.models.tiny_gemma import CHECKPOINTS as GEMMA

@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification as Theirs
 from transformers import PreTrainedModel
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification
+from ligerzoo.convert.classifier import read_labels
 from ligerzoo.convert.fields import SEQUENCE_SUFFIX
-from ligerzoo.convert.sequence_classifier import read_labels
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.models import Labels, Llama, LlamaConfig, MixtralConfig, SequenceClassifier

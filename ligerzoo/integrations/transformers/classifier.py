@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels, suffix_of
+from ligerzoo.convert.classifier import classifier_architecture, read_labels, suffix_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.model import WrappedModel
-from ligerzoo.models.sequence_classifier import Classifier, Labels
+from ligerzoo.models.classifier import Classifier, Labels
 
 AnyClassifier = TypeVar("AnyClassifier", bound=Classifier)
 

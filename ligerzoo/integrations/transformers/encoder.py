@@ -28,11 +28,7 @@ from ligerzoo.models.encoder import Encoded
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
 from ligerzoo.models.masked_lm import MaskedLM
-from ligerzoo.models.sequence_classifier import (
-    EncoderSequenceClassifier,
-    classification_loss,
-    default_problem_type,
-)
+from ligerzoo.models.sequence_classifier import EncoderSequenceClassifier, classification_loss, default_problem_type
 from ligerzoo.models.token_classifier import EncoderTokenClassifier, check_token_labels, token_loss
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, TypeVar, overload
 import ligerzoo
 from ligerzoo.convert import architecture_of, architecture_of_model
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.classifier import classifier_architecture
 from ligerzoo.convert.fields import CLASSIFIER_SUFFIXES
-from ligerzoo.convert.sequence_classifier import classifier_architecture
 from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
@@ -27,12 +27,13 @@ from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
 from ligerzoo.integrations.transformers.token_classifier import WrappedTokenClassifier
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.classifier import Labels
 from ligerzoo.models.embedding import EmbeddingModel
 from ligerzoo.models.encoder import EncoderModel
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.masked_lm import MaskedLM
 from ligerzoo.models.registry import MODEL_CLASSES
-from ligerzoo.models.sequence_classifier import EncoderSequenceClassifier, Labels, SequenceClassifier
+from ligerzoo.models.sequence_classifier import EncoderSequenceClassifier, SequenceClassifier
 from ligerzoo.models.token_classifier import EncoderTokenClassifier, TokenClassifier
 
 AnyWrapped: TypeAlias = WrappedModel[Any]

@@ -11,8 +11,9 @@ from ligerzoo.convert.fields import SEQUENCE_SUFFIX, TOKEN_SUFFIX, is_classifier
 from ligerzoo.entries import OBJECT, Entries, JsonType, object_entry
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.building import building
+from ligerzoo.models.classifier import Classifier, Labels
 from ligerzoo.models.language_model import LanguageModel
-from ligerzoo.models.sequence_classifier import Classifier, EncoderSequenceClassifier, Labels, SequenceClassifier
+from ligerzoo.models.sequence_classifier import EncoderSequenceClassifier, SequenceClassifier
 from ligerzoo.models.token_classifier import EncoderTokenClassifier, TokenClassifier
 
 LABEL_OPTIONS = ("num_labels", "id2label", "label2id", "problem_type")
