@@ -238,7 +238,8 @@ def _backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, options: _Options, needs: _Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dz, dweight = _allocate_backward(x, z, weight, needs)
-    rows, (sizes, tile, programs, warps) = persistent_row_launch(*(_in_groups(t, options) for t in (dy, x, z)))
+    groups = (_in_groups(t, options) for t in (dy, x, z))
+    rows, (sizes, tile, programs, warps) = persistent_row_launch(*groups, small=True)
     n_groups = x.shape[-1] // options.group_size
     programs = max(1, programs // n_groups)
     addends = column_addends(x, programs, needs.weight)

@@ -60,9 +60,18 @@ def tile(n_cols: int, elements: int) -> tuple[int, int, int]:
     return max(1, elements // cols), cols, min(16, max(4, cols // 1024))
 
 
-def persistent_programs(n_rows: int, tile_rows: int, n_multiprocessors: int) -> int:
+@functools.cache
+def small_tile(n_cols: int) -> tuple[int, int, int]:
+    """`tile` for kernels that hold about ten numbers for each element: 8 to 16 elements per thread if a row allows."""
+    cols = next_power_of_2(n_cols)
+    return max(1, 1024 // cols if cols < 512 else 1), cols, min(16, max(2, cols // 256))
+
+
+def persistent_programs(
+    n_rows: int, tile_rows: int, n_multiprocessors: int, per_multiprocessor: int = PROGRAMS_PER_MULTIPROCESSOR
+) -> int:
     """Number of programs of a backward kernel. At least one: without rows it writes zeros to the weight gradient."""
-    return max(1, min(cdiv(n_rows, tile_rows), PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors))
+    return max(1, min(cdiv(n_rows, tile_rows), per_multiprocessor * n_multiprocessors))
 
 
 def number_per_row(x: Tensor) -> Tensor:
@@ -120,10 +129,13 @@ def row_launch(*tensors: Tensor) -> tuple[list[GroupedRows], RowLaunch]:
     return [grouped(t, group) for t in tensors], _row_launch(tensors[0].shape, group)
 
 
-def persistent_row_launch(*tensors: Tensor) -> tuple[list[GroupedRows], RowLaunch]:
-    """Launches programs that loop over tiles, for backward kernels, otherwise as `row_launch`."""
+def persistent_row_launch(*tensors: Tensor, small: bool = False) -> tuple[list[GroupedRows], RowLaunch]:
+    """Launches programs that loop over tiles, for backward kernels, otherwise as `row_launch`.
+
+    With `small`, tiles are those of `small_tile`, with 16 warps per multiprocessor.
+    """
     first, group = tensors[0], group_size(*tensors)
-    return [grouped(t, group) for t in tensors], _persistent_launch(first.shape, group, multiprocessors(first))
+    return [grouped(t, group) for t in tensors], _persistent_launch(first.shape, group, multiprocessors(first), small)
 
 
 @functools.lru_cache(_LAUNCHES)
@@ -134,10 +146,12 @@ def _row_launch(shape: torch.Size, group: int) -> RowLaunch:
 
 
 @functools.lru_cache(_LAUNCHES)
-def _persistent_launch(shape: torch.Size, group: int, n_multiprocessors: int) -> RowLaunch:
+def _persistent_launch(shape: torch.Size, group: int, n_multiprocessors: int, small: bool) -> RowLaunch:
     sizes = RowSizes(shape[:-1].numel(), shape[-1], group)
-    rows, cols, warps = tile(sizes.n_cols, BACKWARD_TILE)
-    return RowLaunch(sizes, (rows, cols), persistent_programs(sizes.n_rows, rows, n_multiprocessors), warps)
+    rows, cols, warps = small_tile(sizes.n_cols) if small else tile(sizes.n_cols, BACKWARD_TILE)
+    per_multiprocessor = 16 // warps if small else PROGRAMS_PER_MULTIPROCESSOR
+    programs = persistent_programs(sizes.n_rows, rows, n_multiprocessors, per_multiprocessor)
+    return RowLaunch(sizes, (rows, cols), programs, warps)
 
 
 def grouped(x: Tensor, group: int) -> GroupedRows:
