@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
@@ -19,7 +20,8 @@ class AbsolutePositionDecoder(Decoder):
     """`Decoder` with learned positions and token types (Devlin et al. 2019, section 3):
     `norm(token + token type + position)` is the input of the first block.
 
-    A token's default position is its index in its text, wherever the text is in a row.
+    A token's default position is its index in its text, wherever the text is in a row. With `padding_id`, indices begin
+    at `padding_id + 1`, and tokens of this id within a text have position `padding_id` and no index (RoBERTa).
 
     Args:
         embed_tokens: token ids to embeddings.
@@ -28,7 +30,7 @@ class AbsolutePositionDecoder(Decoder):
         position_embeddings: positions to embeddings.
         token_type_embeddings: token types to embeddings; type 0 is the default.
         input_norm: applied to the sum.
-        first_position: default position of a text's first token.
+        padding_id: id of the padding token, see above; None if it is as any other.
     """
 
     has_token_types = True
@@ -43,16 +45,16 @@ class AbsolutePositionDecoder(Decoder):
         position_embeddings: nn.Embedding,
         token_type_embeddings: nn.Embedding,
         input_norm: nn.Module | None = None,
-        first_position: int = 0,
+        padding_id: int | None = None,
     ) -> None:
         super().__init__(embed_tokens, layers, norm, input_norm=input_norm)
         self.position_embeddings, self.token_type_embeddings = position_embeddings, token_type_embeddings
-        self.first_position = first_position
+        self.padding_id, self.first_position = padding_id, 0 if padding_id is None else padding_id + 1
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """See `Decoder.forward`. The context may have `token_types`."""
         context = context if context is not None else Context(x)
-        types, positions = context.token_types, self._positions(context)
+        types, positions = context.token_types, self._positions(x, context)
         x = x if x.is_floating_point() else self.embed_tokens(x)
         x = x + (self.token_type_embeddings.weight[0] if types is None else self._embed_types(types, x))
         return super().forward(x + self.position_embeddings(positions), context)
@@ -62,8 +64,8 @@ class AbsolutePositionDecoder(Decoder):
         """Tokens of a text that have positions."""
         return self.position_embeddings.num_embeddings - self.first_position
 
-    def _positions(self, context: Context) -> Tensor:
-        """Returns the position of each token, (B or 1, T).
+    def _positions(self, x: Tensor, context: Context) -> Tensor:
+        """Returns the position of each token, (B or 1, T), of token ids or embeddings.
 
         Raises:
             LigerzooError: a position has no embedding. On a GPU, reads positions only if rows may be too long and the
@@ -73,12 +75,16 @@ class AbsolutePositionDecoder(Decoder):
         positions = context.position_ids
         if is_default:
             positions, mask = context.token_positions() + self.first_position, context.call_padding_mask()
+            if self.padding_id is not None and not x.is_floating_point():
+                positions = self._without_padding(positions, x == self.padding_id, context)
             positions = positions if mask is None else positions.masked_fill(~mask, self.first_position)
         may_exceed = not is_default or context.tokens + self.first_position > size
         if may_exceed and reads_values() and not positions.is_meta:
-            if is_default and context.documents is not None and context.documents.rows is not None:
-                least, most = self.first_position, self.first_position + context.documents.longest - 1
-            else:
+            documents = context.documents if is_default else None
+            least, most = 0, size
+            if documents is not None and documents.rows is not None:
+                most = self.first_position + documents.longest - 1
+            if most >= size:
                 least, most = torch.stack(positions.aminmax()).tolist()
             if least < 0 or most >= size:
                 where, got = "position_ids", least if least < 0 else most
@@ -89,6 +95,16 @@ class AbsolutePositionDecoder(Decoder):
                 remedy = "Truncate the texts, or use a model with more max_position_embeddings."
                 raise LigerzooError(what, where=where, got=got, expected=expected, remedy=remedy)
         return positions
+
+    def _without_padding(self, positions: Tensor, is_padding: Tensor, context: Context) -> Tensor:
+        """Returns positions that do not count padding tokens, (B, T), which have the position before the first."""
+        mask = context.call_padding_mask()
+        is_padding = is_padding if mask is None else is_padding & mask
+        before = is_padding.cumsum(1)
+        if context.segment_start is not None:
+            start = context.segment_start.expand(len(before), -1)
+            before = before - F.pad(before, (1, 0)).gather(1, start)
+        return (positions - before).masked_fill(is_padding, self.first_position - 1)
 
     def _embed_types(self, types: Tensor, x: Tensor) -> Tensor:
         """Returns embeddings of token types. Values are checked on a CPU only; on a GPU it would be a host sync."""

@@ -76,7 +76,7 @@ class Bert(MaskedLM):
             position_embeddings=Embedding(c.max_position_embeddings, c.hidden_size),
             token_type_embeddings=Embedding(c.type_vocab_size, c.hidden_size),
             input_norm=norm(),
-            first_position=c.first_position,
+            padding_id=c.pad_token_id if c.first_position else None,
         )
         head = PredictionHead(norm(), c.hidden_size)
         super().__init__(config, encoder, head, LMHead(c.hidden_size, c.vocab_size, bias=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForMaskedLM as TheirMaskedLM
 from transformers import PreTrainedModel
@@ -192,6 +193,30 @@ def test_packed(
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
         assert_close(got[name], gradient, name, max(gradient.abs().max().item(), 1e-3 * largest))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta"])
+@torch.no_grad()
+def test_padding_tokens_within_texts(model_type: str, tmp_path: Path, device: str) -> None:
+    """Without a mask they are attended to; RoBERTa's positions do not count them, as in transformers."""
+    row = next(row for row in ROWS if row.config["model_type"] == model_type)
+    row.write(tmp_path)
+    ours, theirs = load(tmp_path, device)
+    tokens, pad = random_tokens(row, 2, device), row.config["pad_token_id"]
+    tokens[0, 5:8] = tokens[1, :3] = tokens[1, 30:] = pad
+    assert_close(ours(tokens).logits, theirs(tokens).logits, "logits")
+    mask = torch.ones_like(tokens)
+    mask[1, 30:] = 0
+    expected = theirs(tokens, attention_mask=mask).logits
+    computed = ours(tokens, mask, output_attentions=True).logits
+    for got, what in ((ours(tokens, mask).logits, "packed"), (computed, "padding computed")):
+        assert_close(got[mask == 1], expected[mask == 1], what)
+    bounds = torch.tensor([0, 30, 40], device=device)
+    parts = [ours(tokens[1:, i:j]).logits for i, j in ((0, 30), (30, 40))]
+    assert_close(ours(tokens[1:], cu_seqlens=bounds).logits, torch.cat(parts, 1), "two texts")
+    if model_type != "bert":  # padding beyond the table of positions
+        long = F.pad(tokens, (0, 200), value=pad)
+        assert_close(ours(long).logits, theirs(long).logits, "more tokens than positions")
 
 
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
