@@ -474,6 +474,26 @@ def test_modules_that_compute_something_else_are_kept() -> None:
     assert found["model.layers.0.self_attn"] is None
 
 
+class GatedNorm(nn.Module):
+    """A norm that needs a second argument despite its default, as that of Kimi Linear."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 1e-6
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        assert gate is not None
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, 1e-6) * gate.sigmoid()
+
+
+def test_a_norm_that_fails_on_hidden_states_alone_is_kept() -> None:
+    model = tiny("llama")
+    model.model.gated_norm = GatedNorm(32)
+    found = reasons(model)
+    assert found["model.gated_norm"] == "its results on random input are not those of an RMS or layer norm"
+    assert found["model.norm"] is None
+
+
 class DroppingMLP(nn.Module):
     """An MLP with the structure of Llama's that drops elements in training, as that of Seed-OSS."""
 
