@@ -131,8 +131,8 @@ LLAMA4 = (
     Rename("feed_forward.router", "mlp.gate"),
     Rename("feed_forward.shared_expert", "mlp.shared_experts"),
     Rename("feed_forward", "mlp"),
-    Transposed("mlp.experts.gate_up_proj"),
-    Transposed("mlp.experts.down_proj"),
+    Transposed("experts.gate_up_proj"),
+    Transposed("experts.down_proj"),
 )
 """Llama 4's experts, for products x @ W, and its MLPs."""
 
