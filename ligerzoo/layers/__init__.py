@@ -200,11 +200,12 @@ from ligerzoo.layers.cross_attention import (
 )
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
-from ligerzoo.layers.delta_net import GatedDeltaNet, KimiDeltaAttention, SeparateDeltaNet
+from ligerzoo.layers.delta_net import GatedDeltaNet, SeparateDeltaNet
 from ligerzoo.layers.downsampling_vision import BicubicPositionEmbedding, DownsamplingVisionTower, ProjectedGatedMLP
 from ligerzoo.layers.embedding import Embedding, NormalizedEmbedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
+from ligerzoo.layers.kimi_delta_attention import KimiDeltaAttention
 from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.layer_outputs import LayerOutputs

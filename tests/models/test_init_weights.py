@@ -30,7 +30,7 @@ from ligerzoo.layers import (
     TileEmbedding,
     TilePositionEmbedding,
 )
-from ligerzoo.layers.delta_net import ForgetGate
+from ligerzoo.layers.kimi_delta_attention import ForgetGate
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 from tests.models.zoo import CHECKPOINTS
 
