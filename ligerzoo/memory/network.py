@@ -23,6 +23,10 @@ from ligerzoo.training_setting import GPURates
 NVLINK_SHARE, NETWORK_SHARE = 0.75, 0.9
 """Shares of the bandwidths of data sheets that large collectives reach."""
 
+EXPERTS_SHARE = 0.25
+"""That of NVLink which the all-to-all of experts reaches: its parts are uneven, and each process waits for the slowest
+one, and for its host, which reads how many tokens each part has."""
+
 START_SECONDS, HOP_SECONDS = 20e-6, 3e-6
 """Seconds that a collective takes without data, and for each further process of a ring."""
 
@@ -91,7 +95,8 @@ class Transfer:
     def seconds(self, rates: GPURates) -> float:
         """Returns how long the collectives take one after the other."""
         count, per_host = self.members
-        nvlink, network = NVLINK_SHARE * rates.nvlink * 1e9, NETWORK_SHARE * rates.network * 1e9 / 8
+        share = EXPERTS_SHARE if self.axis == "expert" else NVLINK_SHARE
+        nvlink, network = share * rates.nvlink * 1e9, NETWORK_SHARE * rates.network * 1e9 / 8
         crossing = 0.0
         if self.members.hosts > 1 and self.kind == "all-to-all":
             crossing = self.nbytes * (count - per_host) / count

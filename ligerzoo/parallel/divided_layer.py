@@ -71,18 +71,27 @@ class TensorShard(NamedTuple):
             for parameters, name, value in values:
                 parameters[name] = value  # type: ignore[assignment]
 
-    def local(self, one: DividedParameter) -> Tensor:
-        """Returns what this process computes its part with: a plain tensor."""
-        if one.dim is not None:
-            return cast(DTensor, one.value).to_local()
-        if one.is_added_once:
-            return self.once(one.value)
-        whole, rank = self.share(one.value), dist.get_rank(self.group)
+    def local_values(self) -> Callable[[DividedParameter], Tensor]:
+        """Returns what this process computes its part with: a plain tensor for each parameter.
+
+        The gradients of parameters that are whole in every process are added up in one collective.
+        """
+        whole = [one for one in self.parameters if one.dim is None and not one.is_added_once]
+        shared = share([one.value for one in whole], self.group)
+        values = {one: self._own_heads(one, x) for one, x in zip(whole, shared, strict=True)}
+        for one in self.parameters:
+            if one.dim is not None:
+                values[one] = cast(DTensor, one.value).to_local()
+            elif one.is_added_once:
+                values[one] = self.once(one.value)
+        return values.__getitem__
+
+    def _own_heads(self, one: DividedParameter, whole: Tensor) -> Tensor:
+        """Returns the part of the heads of this process; all of a parameter without parts."""
         if not one.parts:
             return whole
-        parts = whole.split_with_sizes([heads.features for heads in one.parts])
-        own = [heads.own(x, rank, self.group.size()) for heads, x in zip(one.parts, parts, strict=True)]
-        return torch.cat(own)
+        parts, rank = whole.split_with_sizes([heads.features for heads in one.parts]), dist.get_rank(self.group)
+        return torch.cat([heads.own(x, rank, self.group.size()) for heads, x in zip(one.parts, parts, strict=True)])
 
     def whole(self, one: DividedParameter) -> Tensor:
         """Returns all of a parameter, with which each process computes all."""

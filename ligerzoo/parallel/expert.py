@@ -151,7 +151,7 @@ class TensorParallelExperts(_Experts):
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         part = self.tensor_shard
-        with part.replaced(part.local):
+        with part.replaced(part.local_values()):
             given = (part.all_tokens(one).flatten(0, -2) for one in (x, expert_ids, expert_weights))
             x, expert_ids, expert_weights = given
             slots, count = self.sorted_slots(x, expert_ids), len(self.down_proj)
@@ -188,7 +188,8 @@ class ExpertParallelExperts(_Experts):
         """Computes the experts of this process's tokens, wherever they are."""
         part, group = self.tensor_shard, self.tensor_shard.group
         others = group.size() // self.copies.count
-        with part.replaced(lambda one: _Average.apply(part.local(one), others)):
+        value_of = part.local_values()
+        with part.replaced(lambda one: _Average.apply(value_of(one), others)):
             slots = self.sorted_slots(x, expert_ids)
             counts = slots.bounds.diff().view(group.size(), -1)  # of each expert, by process
             counts_here = torch.empty_like(counts)

@@ -74,7 +74,7 @@ class _Sum(DividedLayer):
             if getattr(context, "attentions", None) is not None:
                 what, remedy = "attention probabilities of own heads only", "Use a mesh without tensor."
                 raise LigerzooError(what, where="output_attentions", got=True, expected=False, remedy=remedy)
-        with part.replaced(part.local):
+        with part.replaced(part.local_values()):
             return part.own_tokens(super().forward(part.all_tokens(x), *args, **options))
 
 
@@ -96,7 +96,7 @@ class _Embedding(DividedLayer, Embedding):
     def forward(self, input: Tensor) -> Tensor:
         part = self.tensor_shard
         first = dist.get_rank(part.group) * cdiv(self.num_embeddings, part.group.size())
-        with part.replaced(part.local):
+        with part.replaced(part.local_values()):
             ids, rows = input - first, len(self.weight)
             is_own = (ids >= 0) & (ids < rows)
             return part.add_parts(super().forward(ids.where(is_own, 0)) * is_own[..., None])
@@ -113,7 +113,7 @@ class _Head(DividedLayer, LMHead):
         vocabulary, size = len(self.weight), part.group.size()
         step = cdiv(vocabulary, size)
         sizes = [max(0, min(step, vocabulary - step * rank)) for rank in range(size)]
-        with part.replaced(part.local):
+        with part.replaced(part.local_values()):
             logits: Tensor = _Gather.apply(super().logits(part.share(hidden)), part.group, sizes)
             return logits
 

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def test_divided_layers_share_the_work() -> None:
 
 def transfer(kind: CollectiveKind, gigabytes: int, members: Members) -> Transfer:
     return Transfer(axis="shard", kind=kind, when="forward", nbytes=gigabytes * 10**9, calls=0, members=members)
+
+
+def test_experts_wait_for_each_other() -> None:
+    """Their all-to-all takes three times as long as that of attention with `context`."""
+    of_context = transfer("all-to-all", 8, Members(8, 8))
+    of_experts = replace(of_context, axis="expert")
+    assert of_experts.seconds(GPURates()) == pytest.approx(3 * of_context.seconds(GPURates()), rel=0.01)
 
 
 @pytest.mark.parametrize(

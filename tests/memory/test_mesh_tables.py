@@ -20,7 +20,10 @@ def test_the_page_has_the_tables_of_the_predictions() -> None:
 @pytest.mark.parametrize("row", RESULTS["compared"], ids=lambda row: f"{row['what']}, {row['mesh']}")
 def test_predictions_are_close_to_what_was_measured(row: dict[str, Any]) -> None:
     assert row["predicted_gib"] == pytest.approx(row["measured_gib"], rel=0.03)
-    assert row["predicted_ms"] == pytest.approx(row["measured_ms"], rel=0.15)
+    if (row["what"], row["mesh"]) in mesh_tables.WAITS_FOR_HOST:
+        assert row["predicted_ms"] < 0.85 * row["measured_ms"], "it is predicted: remove it from WAITS_FOR_HOST"
+    else:
+        assert row["predicted_ms"] == pytest.approx(row["measured_ms"], rel=0.15)
 
 
 def test_measured_steps_are_predicted_as_in_the_table() -> None:
