@@ -1,6 +1,9 @@
 """Wrapped models in transformers' Trainer and `generate`, compared with transformers' own models in the same script."""
 
 import copy
+import dataclasses
+import json
+import math
 import pickle
 import re
 from collections.abc import Callable
@@ -166,6 +169,18 @@ def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: 
     # What transformers writes from what it loaded is what it would write after loading the first checkpoint.
     loaded.save_pretrained(tmp_path / "again")
     assert raw_bytes(ours(tmp_path / "again").state_dict()) == raw_bytes(kept)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_infinity_as_transformers_writes_it(model_type: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    dataclasses.replace(tiny(model_type), by_transformers=True, stored_dtype=torch.float32).write(directory)
+    entries = json.loads((directory / "config.json").read_text())
+    assert entries["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    wrapped = ours(directory)
+    assert list(wrapped.config.time_step_limit) == [0.0, math.inf]
+    wrapped.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == entries
 
 
 @pytest.mark.parametrize("model_type", [*COMPARED, "gemma2", "granite", "ernie4_5_moe"])

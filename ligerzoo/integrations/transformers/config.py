@@ -27,7 +27,7 @@ def hf_config(model: LanguageModel) -> PreTrainedConfig:
         config_class = CONFIG_MAPPING[model_type]  # not `get`, which ignores classes that are imported lazily
     except KeyError:  # a class of the user's own
         config_class = PreTrainedConfig
-    config = config_class.from_dict(entries)
+    config = config_class.from_dict(config_class._decode_special_floats(entries))  # as when it reads config.json
     config.model_type = model_type
     config.dtype = model.dtype
     return config
