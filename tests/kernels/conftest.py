@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,7 +48,9 @@ def _patched_once() -> Iterator[None]:
         patch.setattr(core.block_type, "__init__", _init_block_type)
         patch.setattr(core.tensor, "__init__", _init_tensor)
         patch.setattr(core.dtype, "__eq__", _by_name(core.dtype.__eq__))
-        patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
+        patch.setattr(core.block_type, "scalar", property(operator.attrgetter("element_ty")))
+        patch.setattr(interpreter.TensorHandle, "__init__", _init_handle)
+        patch.setattr(interpreter, "_validate_np_data_size", _fits)
         check_types = TritonSemantic.binary_op_type_checking_impl
         patch.setattr(TritonSemantic, "binary_op_type_checking_impl", _remembered(check_types, _elementwise()))
         patch.setattr(interpreter, "_patch_attr", _patch_attribute)
@@ -82,12 +85,17 @@ def _boolean(compare: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_SIZES: dict[int, tuple[int, ...]] = {}
+"""The sizes of each shape of a block type, by its id: `_shape_of_type` keeps the shapes."""
+
+
 @functools.cache
 def _shape_of_type(shape: tuple[int, ...]) -> tuple[Any, int, str]:
     """The shape, number of elements and text of the shape of a block type; raises the errors for invalid shapes."""
     from triton.language import core
 
     values = core.tuple(shape)
+    _SIZES[id(values)] = shape
     return values, core.validate_block_shape(values), str(values)
 
 
@@ -106,7 +114,7 @@ def _attributes_of_block(shape: tuple[int, ...], element_name: str) -> dict[str,
 
 
 def _init_block_type(self: Any, element_type: Any, shape: Any) -> None:
-    sizes = tuple([getattr(size, "value", size) for size in shape])
+    sizes = _SIZES.get(id(shape)) or tuple([getattr(size, "value", size) for size in shape])
     if not sizes:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_type
@@ -116,6 +124,15 @@ def _init_block_type(self: Any, element_type: Any, shape: Any) -> None:
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = type.shape_of_tensor if type.is_block() else _shape_of_tensor(())
+
+
+def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
+def _fits(data: np.ndarray, dtype: Any) -> bool:
+    """Whether an element is no larger than the type says; pointers and elements of a byte always fit."""
+    return data.itemsize == 1 or dtype.is_ptr() or data.itemsize * 8 <= dtype.primitive_bitwidth  # type: ignore[no-any-return]
 
 
 class _Patched:
@@ -148,11 +165,11 @@ def _patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: An
     is_checked = getattr(member, "__code__", None) is _code_of_checks()
     function = member.__wrapped__ if is_checked else member
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(owner, name, call)
+    scope.set_attr(owner, name, method if isinstance(owner, type) else functools.partial(function, _semantic=semantic))
 
 
 @functools.cache
@@ -188,7 +205,9 @@ def _elementwise() -> Any:
         def broadcast_impl_value(self, left: Any, right: Any) -> Any:
             first, second = left.type, right.type
             if first.is_block() and second.is_block():
-                shape = _common_shape(first.shape, second.shape)
+                if first.shape is second.shape:
+                    return left, right
+                shape = _common_shape(_SIZES[id(first.shape)], _SIZES[id(second.shape)])
                 if shape is None:
                     return super().broadcast_impl_value(left, right)
             elif first.is_block() or second.is_block():
@@ -205,10 +224,9 @@ def _elementwise() -> Any:
     return Elementwise(interpreter.interpreter_builder)
 
 
-def _common_shape(left: Any, right: Any) -> Any:
+@functools.cache
+def _common_shape(left: tuple[int, ...], right: tuple[int, ...]) -> Any:
     """The shape of the result of two blocks, or None if their ranks differ or they do not match."""
-    if left is right:
-        return left
     if len(left) != len(right) or any(1 not in (m, n) and m != n for m, n in zip(left, right, strict=True)):
         return None
     return _shape_of_type(tuple(max(m, n) for m, n in zip(left, right, strict=True)))[0]
