@@ -111,12 +111,13 @@ def judge(
 ) -> None:
     """Checks outputs and gradients with `assert_as_exact_as`, for random upstream gradients in the given layout.
 
-    The error of one number or two is luck. So several draws of upstream gradients are checked together if an input that
-    needs a gradient has so few elements. See `differentiate` for `is_repeatable`.
+    The error of one number or two is luck. So if an input that needs a gradient has so few elements, draws of upstream
+    gradients with 16 of them are checked together. See `differentiate` for `is_repeatable`.
     """
     before = [t.detach().clone() for t in inputs]
     draws = []
-    for _draw in range(16 if any(t.requires_grad and 1 <= t.numel() <= 2 for t in inputs) else 1):
+    few = [t.numel() for t in inputs if t.requires_grad and 1 <= t.numel() <= 2]
+    for _draw in range(16 // min(few, default=16)):
         upstream = [layout(torch.randn_like(output)) for output in as_tuple(reference(*inputs))]
         actual = differentiate(function, inputs, upstream, is_repeatable)
         assert_equal([t.detach() for t in inputs], before)
