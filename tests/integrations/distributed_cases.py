@@ -1,16 +1,22 @@
-"""What torchrun runs for `test_distributed.py`: `python -m tests.integrations.distributed_cases DIRECTORY WHAT`."""
+"""Two processes for `test_distributed.py`: `python -m tests.integrations.distributed_cases DIRECTORY WHAT`.
+
+They have torchrun's variables, and are forked from one that imported transformers, which takes seconds.
+"""
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 import transformers
 from accelerate.parallelism_config import ParallelismConfig
@@ -95,12 +101,12 @@ SHARDED_BY_ACCELERATE = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
 
 def train_adapters(directory: Path, output: Path, groups: int = 1) -> list[list[float]]:
     """Trains LoRA of PEFT, in one process or on a model whose weights `groups` processes share."""
-    from peft import LoraConfig, get_peft_model
-
     config = transformers.DistributedConfig(fsdp_size=groups)
     model: Any = AutoModelForCausalLM.from_pretrained(directory / "llama", distributed_config=config)
     torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     return train(adapted, output, groups)
 
 
@@ -200,8 +206,6 @@ def fused_names(directory: Path) -> None:
 
 def refusals(directory: Path) -> None:
     """What would compute something else is refused in all processes."""
-    from peft import LoraConfig, get_peft_model
-
     loads = AutoModelForCausalLM.from_pretrained
     with pytest.raises(LigerzooError, match=r"model\.layers\.0\.mlp: has 37 intermediate features, which 2 processes"):
         wrap(Llama(tiny(intermediate_size=37)), distributed_config={"tp_size": 2})
@@ -209,7 +213,7 @@ def refusals(directory: Path) -> None:
         loads(directory / "llama", distributed_config={"fsdp_size": 2}, device_map="cpu")
     model: Any = loads(directory / "llama", distributed_config={"tp_size": 2})
     with pytest.raises(LigerzooError, match=r"o_proj: processes have parts of this layer; got Linear"):
-        get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"]))
     with pytest.raises(LigerzooError, match="resize_token_embeddings: the weights are sharded"):
         model.resize_token_embeddings(120)
 
@@ -273,5 +277,15 @@ def main(directory: Path, what: str) -> None:
     dist.destroy_process_group()
 
 
+def forked(rank: int, port: int, directory: Path, what: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    main(directory, what)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert transformers.Trainer  # imports it, before processes are forked
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(forked, (port, Path(sys.argv[1]), sys.argv[2]), 2, start_method="fork")  # type: ignore[no-untyped-call]

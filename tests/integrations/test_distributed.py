@@ -55,7 +55,7 @@ def write(directory: Path) -> None:
 def test_two_processes_train_and_generate_as_one(what: str, tmp_path: Path) -> None:
     write(tmp_path)
     expected: dict[str, dict[str, Any]] = {}
-    command = [*TORCHRUN, "-m", process.__name__, str(tmp_path), what]
+    command = [sys.executable, "-m", process.__name__, str(tmp_path), what]
     cases = process.CASES.keys() if what == "every case" else set(process.EVERY_KIND)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
         for model_type in ("llama", "qwen3", "qwen3_moe"):
@@ -87,7 +87,8 @@ def test_two_processes_train_and_generate_as_one(what: str, tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore")  # TRL's
 def test_trl_trains_in_two_processes_as_in_one(tmp_path: Path) -> None:
     write(tmp_path)
-    done = subprocess.run([*TORCHRUN, "-m", process.__name__, str(tmp_path), "trl"], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", process.__name__, str(tmp_path), "trl"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     expected = process.train_with_trl(tmp_path, tp_size=1)
     for rank in (0, 1):
