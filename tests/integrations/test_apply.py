@@ -475,22 +475,24 @@ def test_modules_that_compute_something_else_are_kept() -> None:
 
 
 class GatedNorm(nn.Module):
-    """A norm that needs a second argument despite its default, as that of Kimi Linear."""
+    """An RMSNorm whose forward may get a gate, as those of Mamba-2 and of Kimi Linear, which needs it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, needs_gate: bool) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 1e-6
+        self.weight, self.variance_epsilon, self.needs_gate = nn.Parameter(torch.ones(size)), 1e-6, needs_gate
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        assert gate is not None
-        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, 1e-6) * gate.sigmoid()
+        assert gate is not None or not self.needs_gate
+        gated = hidden_states if gate is None else hidden_states * gate.sigmoid()
+        return nn.functional.rms_norm(gated, self.weight.shape, self.weight, 1e-6)
 
 
-def test_a_norm_that_fails_on_hidden_states_alone_is_kept() -> None:
+@pytest.mark.parametrize("needs_gate", [False, True])
+def test_norms_with_a_gate_are_kept(needs_gate: bool) -> None:
     model = tiny("llama")
-    model.model.gated_norm = GatedNorm(32)
+    model.model.gated_norm = GatedNorm(32, needs_gate=needs_gate)
     found = reasons(model)
-    assert found["model.gated_norm"] == "its results on random input are not those of an RMS or layer norm"
+    assert found["model.gated_norm"] == "its forward takes hidden_states, gate, not only hidden states"
     assert found["model.norm"] is None
 
 

@@ -81,7 +81,7 @@ def difference_of(actual: object, expected: object, ulps: float = ULPS) -> str |
 def first_match(candidates: Iterable[T], agrees: Callable[[T], bool]) -> T | None:
     """Returns the first candidate that agrees; a candidate that does not support the input does not."""
     for candidate in candidates:
-        with suppress(Exception):  # of the forward of any module
+        with suppress(RuntimeError, ValueError, TypeError, IndexError):
             if agrees(candidate):
                 return candidate
     return None

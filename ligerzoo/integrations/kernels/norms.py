@@ -95,13 +95,13 @@ def recognize_norm(module: nn.Module) -> Recognized:
         return None
     if next(module.children(), None) is not None:
         return "it has submodules"
-    required = [
-        parameter
+    arguments = [
+        parameter.name
         for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if parameter.kind is not parameter.VAR_KEYWORD
     ]
-    if len(required) != 1:
-        return f"its forward takes {', '.join(parameter.name for parameter in required)}, not only hidden states"
+    if len(arguments) != 1:  # the others may be given even if they have defaults, as a gate in Bamba
+        return f"its forward takes {', '.join(arguments)}, not only hidden states"
     parameters = dict(module.named_parameters(recurse=False))
     if set(parameters) - {"weight", "bias"} or any(p.ndim != 1 for p in parameters.values()):
         return "its parameters are not a weight and a bias of one dimension"
