@@ -24,7 +24,7 @@ from ligerzoo.layers import (
     ScaledGatedMLP,
 )
 from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import heads, refuse_unless, rotary_arguments
+from ligerzoo.models.config import check_positive, heads, refuse_unless, rotary_arguments
 from ligerzoo.models.state_space import MambaConfig, mamba
 
 
@@ -69,6 +69,7 @@ class FalconH1Config(MambaConfig):
 
     def validate(self) -> None:
         super().validate()
+        check_positive(self, "key_multiplier")
         for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
             values = getattr(self, name)
             holds = is_list(values) and len(values) == count and all(map(is_number, values))

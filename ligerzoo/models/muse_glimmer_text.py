@@ -61,7 +61,7 @@ class MuseGlimmerTextConfig(WindowedConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(self, "final_logit_softcapping")
+        check_positive(self, "final_logit_softcapping", "qk_scale_factor")
         thetas, layers = self.layer_rope_theta, self.num_hidden_layers
         is_valid = is_list(thetas) and len(thetas) == layers and all(t in (0, self.rope_theta) for t in thetas)
         expected = f"a list of {layers} numbers, each 0 or rope_theta, {self.rope_theta}"

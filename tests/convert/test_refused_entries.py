@@ -56,11 +56,18 @@ def test_bases_of_single_layers_that_transformers_ignores(thetas: object) -> Non
         architecture_of("muse_glimmer_text").config_from_hf(entries)
 
 
-@pytest.mark.parametrize("model_type", ["granite", "granite_swa", "granitemoe_swa", "granitemoehybrid", "hyperclovax"])
-def test_scores_without_a_scale_are_refused(model_type: str) -> None:
+@pytest.mark.parametrize(
+    "model_type, name",
+    [
+        *((name, "attention_multiplier") for name in ("granite", "granite_swa", "granitemoe_swa", "granitemoehybrid")),
+        ("falcon_h1", "key_multiplier"), ("hyperclovax", "attention_multiplier"),
+        ("muse_glimmer_text", "qk_scale_factor"),
+    ],
+)  # fmt: skip
+def test_scores_without_a_scale_are_refused(model_type: str, name: str) -> None:
     """PyTorch's attention returns NaN for a scale of 0."""
-    with pytest.raises(ConfigError, match=r"attention_multiplier: invalid value; got 0\.0; expected a positive number"):
-        architecture_of(model_type).config_from_hf({"attention_multiplier": 0.0})
+    with pytest.raises(ConfigError, match=rf"{name}: invalid value; got 0\.0; expected a positive number"):
+        architecture_of(model_type).config_from_hf({name: 0.0})
 
 
 def test_a_value_that_may_only_be_absent_is_named_once() -> None:
