@@ -188,26 +188,28 @@ def _input_gradients_kernel(rule, dout, dstates_ptr, dx_ptr, TILE: tl.constexpr)
 
 @kernel(unspecialized=("n_tokens",))  # so that a segment is added up as the segment alone
 def _step_gradients_kernel(
-    terms, steps_ptr, products_ptr, dg_ptr, ddt_ptr, table, n_tokens, n_slots, n_heads, group, SIZES: tl.constexpr
-):
+    terms, total_ptr, steps_ptr, products_ptr, dg_ptr, ddt_ptr, table, n_tokens, n_slots, n_heads, group,
+    SIZES: tl.constexpr,
+):  # fmt: skip
     CHUNK: tl.constexpr = SIZES[0]
     PAIR_ROWS: tl.constexpr = SIZES[1]
     BLOCKS: tl.constexpr = SIZES[2]
     head, slot, batch = split_program(n_heads, n_slots)
     row, rows = batch * n_heads + head, tl.arange(0, CHUNK)
+    wide = total_ptr.dtype.element_ty  # large terms cancel in dg, as in G
     group_row = batch * (n_heads // group) + head // group
     for chunk in range(slot, chunk_count(table, n_tokens, batch, CHUNK), n_slots):
         span = chunk_span(table, n_tokens, batch, chunk, rows, CHUNK)
         tokens, mask = row * n_tokens + span.tokens, span.mask
-        written = tl.load(terms.written + tokens, mask=mask, other=0.0)
-        dtotal = tl.load(terms.read + tokens, mask=mask, other=0.0)
+        written = tl.load(terms.written + tokens, mask=mask, other=0.0).to(wide)
+        dtotal = tl.load(terms.read + tokens, mask=mask, other=0.0).to(wide)
         of_columns = written
         for part in tl.static_range(CHUNK // PAIR_ROWS + 1):
-            pairs = tl.load(terms.pairs + part * terms.n_rows * n_tokens + tokens, mask=mask, other=0.0)
+            pairs = tl.load(terms.pairs + part * terms.n_rows * n_tokens + tokens, mask=mask, other=0.0).to(wide)
             is_row = part <= rows // PAIR_ROWS
             dtotal += tl.where(is_row, pairs, 0.0)
             of_columns += tl.where(is_row, 0.0, pairs)
-        steps = tl.load(steps_ptr + tokens, mask=mask, other=0.0)
+        steps = tl.load(steps_ptr + tokens, mask=mask, other=0.0).to(wide)
         dtotal -= steps * of_columns
         dlast = tl.sum(steps * written, 0)
         for block in tl.static_range(BLOCKS):
@@ -287,8 +289,8 @@ def step_gradients(rule: SSD, chunk: int, terms: GateTerms, gradients: SSDGradie
     """Writes the gradients of g, dt and D."""
     sizes = chunk, PAIR_ROWS[rule.x.ptr.element_size()], len(terms.kept)
     _step_gradients_kernel[len(rule.total) * rule.n_slots * rule.n_heads](
-        terms, rule.steps, rule.products, gradients.dg, gradients.ddt, rule.table, rule.n_tokens, rule.n_slots,
-        rule.n_heads, rule.group, sizes, num_warps=1,
+        terms, rule.total, rule.steps, rule.products, gradients.dg, gradients.ddt, rule.table, rule.n_tokens,
+        rule.n_slots, rule.n_heads, rule.group, sizes, num_warps=1,
     )  # fmt: skip
     if gradients.dd.numel() > 0:
         gradients.dd.copy_(terms.skip.sum((0, 2)))

@@ -123,12 +123,12 @@ def _prepare_kernel(
             totals = (batch * rule.n_heads + heads)[None, :] * rule.n_tokens + whole.tokens[:, None]
             tl.store(rule.total + totals, tl.cumsum(g.to(rule.total.dtype.element_ty), 0), mask=mask)
             tl.store(rule.steps + totals, tl.load(dt_ptr + gates, mask=mask, other=0.0).to(tl.float32), mask=mask)
-        products = tl.zeros((ROWS, CHUNK), dtype=tl.float32)
+        products = tl.zeros((ROWS, CHUNK), dtype=rule.total.dtype.element_ty)  # of large terms that cancel, as G
         for first in range(0, rule.key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
             c = load_tile(rule.c, own, key_head, features, rule.key_dim)
             b = load_columns(rule.b, whole, key_head, features, rule.key_dim)
-            products = tl.dot(c, b, products, input_precision="ieee")
+            products += tl.dot(c, b, input_precision="ieee").to(products.dtype)
         row = batch * n_groups + key_head
         ptrs = square_ptrs(rule.products, rule, own, row, own_rows[:, None], rows[None, :], CHUNK)
         tl.store(ptrs, products.to(rule.products.dtype.element_ty), mask=own.mask[:, None])

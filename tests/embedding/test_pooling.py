@@ -51,7 +51,7 @@ def test_a_text_has_the_same_bits_whatever_is_around_it(device: str) -> None:
     alone = pooling(x[7:33], torch.tensor([0, 26], device=device))
     assert packed.dtype == torch.bfloat16
     assert torch.equal(packed[1:2], alone)
-    torch.testing.assert_close(packed[1, :8], x[7:33].float().mean(0).bfloat16(), rtol=2**-8, atol=0)  # an ulp
+    torch.testing.assert_close(packed[1, :8], x[7:33].float().mean(0).bfloat16(), rtol=2**-7, atol=0)  # an ulp
 
 
 def test_modules_after_pooling() -> None:
