@@ -142,7 +142,8 @@ def compare_logs(case: Case, one: Path, many: Path) -> None:
 
     Muon amplifies rounding: other weights by 1e-7 change the next gradient of one process by 1e-3, with AdamW by 1e-5.
     """
-    later = 5e-3 if case.changes.get("optimizer") == "muon" else 5e-4
+    is_muon = case.changes.get("optimizer") == "muon"
+    later = 5e-3 if is_muon else 5e-4
     logs = [read_log(output / "log.jsonl") for output in (one, many)]
     assert [list(entry) for entry in logs[0]] == [list(entry) for entry in logs[1]], str(case)
     for expected, found in zip(*logs, strict=True):
@@ -150,7 +151,8 @@ def compare_logs(case: Case, one: Path, many: Path) -> None:
         for column in expected.keys() - set(UNEQUAL):
             # KTO pairs prompts and completions in an order that depends on the processes.
             is_paired = case.method == "kto" and "eval" in column
-            if not (is_paired or "logits/" in column or column.endswith("seconds")):
+            is_sampled = is_muon and column == "eval_reward"  # of texts that may differ in a token
+            if not (is_paired or is_sampled or "logits/" in column or column.endswith("seconds")):
                 close = pytest.approx(expected[column], rel=error, abs=error)
                 assert found[column] == close, (str(case), column, expected["step"])
 
