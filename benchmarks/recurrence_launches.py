@@ -122,7 +122,7 @@ def candidates(kernel: str, shape: str) -> Iterator[Item]:
     values = (16, 32) if is_scan else (16, 32, 64, 128) if present.values else (0,)
     largest = 128 if kernel == "prepare" else padded_size(value_dim)  # `prepare` has blocks of the keys
     warps = sorted({max(1, present.warps // 2), present.warps, min(8, 2 * present.warps)})
-    for launch in product(values, warps, (1, 2, 3), REGISTERS):
+    for launch in product(values, warps, (1, 2, 3), sorted({*REGISTERS, present.registers})):
         has_few_rows = is_scan or rows.get(kernel, 64) < 64
         if launch[0] <= largest and (has_few_rows or launch[1] <= 2):
             yield Item(kernel, Launch(*launch), shape)

@@ -226,8 +226,11 @@ def test_compact_json_is_json_with_a_line_for_each_row() -> None:
 @pytest.mark.parametrize("shape", ["4B", "Nemotron-H-8B"])
 def test_launches_to_try_include_the_present_one_and_no_wgmma(shape: str) -> None:
     launches = recurrence_launches.SHAPES[shape].launches
-    assert launches.keys() >= {"prepare", "scan", "outputs", "reverse_scan", "query_gradients", "key_gradients"}
-    rows = dict.fromkeys(("query_gradients", "key_gradients"), 32) | ({} if shape == "4B" else {"prepare": 32})
+    by_tokens = (
+        ["query_gradients", "key_gradients"] if shape == "4B" else ["group_gradients", "pair_weights", "prepare"]
+    )
+    rows = dict.fromkeys(by_tokens, 32)
+    assert launches.keys() >= {"prepare", "scan", "outputs", "reverse_scan", *rows}
     for kernel in launches:
         items = [item.launch for item in recurrence_launches.candidates(kernel, shape)]
         assert launches[kernel][2] in items
