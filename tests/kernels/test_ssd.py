@@ -156,7 +156,7 @@ def test_nan_in_a_segment_stays_there(backend: Any, device: str) -> None:
 def test_more_segments_than_programs_and_more_chunks_than_slots(device: str) -> None:
     torch.manual_seed(0)
     segment_start = starts_of([*range(SEGMENT_PROGRAMS + 2), 85, 90], device)
-    inputs = tensors(1, 90, (1, 2), device=device)  # of one head, D would be judged by many draws
+    inputs = tensors(1, 90, (1, 3), device=device)  # of two heads, D would be judged by many draws
     judge(scan(segment_start=segment_start), oracle(segment_start=segment_start), inputs)
 
 
