@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.chunk_tiles import (
+    ChunkTable,
     Launch,
     by_token,
     chunk_count,
@@ -439,3 +440,42 @@ def key_gradients(
 def _key_programs(rule: DeltaRule) -> int:
     """Programs of a kernel with one for each half chunk and key head."""
     return len(rule.v.ptr) * rule.n_slots * (rule.n_heads // rule.group) * (CHUNK // ROWS)
+
+
+@kernel(unspecialized=("n_tokens",))  # so that a segment is added up as the segment alone
+def _gate_gradients_kernel(dtotals_ptr, dg_ptr, table, n_tokens, n_slots, n_heads, n_rows, SIZES: tl.constexpr):
+    CHUNK: tl.constexpr = SIZES[0]
+    TERMS: tl.constexpr = SIZES[1]
+    PARTS: tl.constexpr = SIZES[2]
+    head, slot, batch = split_program(n_heads, n_slots)
+    row = batch * n_heads + head
+    rows = tl.arange(0, CHUNK)
+    for chunk in range(slot, chunk_count(table, n_tokens, batch, CHUNK), n_slots):
+        span = chunk_span(table, n_tokens, batch, chunk, rows, CHUNK)
+        dtotal = tl.load(dtotals_ptr + row * n_tokens + span.tokens, mask=span.mask, other=0.0)
+        for term in tl.static_range(1, TERMS):
+            dtotal += tl.load(dtotals_ptr + (term * n_rows + row) * n_tokens + span.tokens, mask=span.mask, other=0.0)
+        for part in tl.static_range(PARTS):
+            dlast = tl.load(dtotals_ptr + ((TERMS + part) * n_rows + row) * n_tokens + span.start)
+            dtotal += tl.where(span.tokens == span.end - 1, dlast, 0.0)
+        dg = tl.cumsum(dtotal, 0, reverse=True)
+        gates = (batch * n_tokens + span.tokens) * n_heads + head
+        tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=span.mask)
+
+
+def gate_gradients(table: ChunkTable, dtotals: Tensor, dg: Tensor, chunk: int, parts: int) -> None:
+    """Writes the gradient of g, (B, T, V).
+
+    Args:
+        table: the chunks.
+        dtotals: (terms + parts, B, V, T) fp32, terms of the gradient of G: those of tokens, then those of the last
+            token of a chunk, which are at its first token.
+        dg: the gradient.
+        chunk: tokens of a chunk.
+        parts: terms of the last token.
+    """
+    terms, batch, heads, n_tokens = dtotals.shape
+    slots = cdiv(n_tokens, chunk)
+    _gate_gradients_kernel[batch * slots * heads](
+        dtotals, dg, table, n_tokens, slots, heads, batch * heads, (chunk, terms - parts, parts), num_warps=1
+    )

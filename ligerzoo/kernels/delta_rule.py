@@ -29,7 +29,7 @@ from torch import Tensor
 from ligerzoo.kernels import delta_chunk_gradients as backward_pass
 from ligerzoo.kernels import delta_chunks as forward_pass
 from ligerzoo.kernels.autograd import FusedFunction, if_needed, once_differentiable
-from ligerzoo.kernels.chunk_tiles import gate_gradients, total_dtype
+from ligerzoo.kernels.chunk_tiles import total_dtype
 from ligerzoo.kernels.delta_channel_gradients import Given, key_and_gate_gradients
 from ligerzoo.kernels.delta_channels import prepare_channels
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
@@ -204,7 +204,7 @@ def _backward(
     dtotals = backward_pass.allocate_dtotals(inputs.v)
     backward_pass.query_gradients(rule, states, do, dattention, gradients, dtotals)
     backward_pass.key_gradients(rule, errors, (states, dstates), (dattention, dsystem), gradients, dtotals)
-    gate_gradients(rule.table, dtotals, gradients.dg, CHUNK, CHUNK // backward_pass.ROWS)
+    backward_pass.gate_gradients(rule.table, dtotals, gradients.dg, CHUNK, CHUNK // backward_pass.ROWS)
     return gradients
 
 

@@ -23,7 +23,7 @@ from ligerzoo.kernels import ssd_chunk_gradients as backward_pass
 from ligerzoo.kernels import ssd_chunks as forward_pass
 from ligerzoo.kernels.autograd import FusedContext, FusedFunction, if_needed, once_differentiable
 from ligerzoo.kernels.chunk_tiles import total_dtype
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, empty_result, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, empty_result, uses_triton
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.ssd_chunk_gradients import EndGradients, SSDGradients
 from ligerzoo.kernels.ssd_chunks import SSDInputs
@@ -120,10 +120,10 @@ def _backward_flops(inputs: SSDInputs) -> int:
 def _backward_peak(inputs: SSDInputs) -> int:
     """At the gradients of groups: results; states and their gradients; squares of products, and of weights by share."""
     x, b, c, g, dt = inputs[:5]
-    rows, shares = x.shape[0] * x.shape[1], -(-x.shape[2] // b.shape[2] // HEADS)
+    rows, shares = x.shape[0] * x.shape[1], cdiv(x.shape[2] // b.shape[2], HEADS)
     squares = rows * b.shape[2] * inputs.chunk * x.element_size()
     partial = 4 * rows * b.shape[2] * b.shape[3] * (shares + 1) if shares > 1 else 0
-    blocks = -(-x.shape[3] // backward_pass.REVERSE_SCAN[x.element_size()].values)
+    blocks = cdiv(x.shape[3], backward_pass.REVERSE_SCAN[x.element_size()].values)
     terms = 4 * rows * x.shape[2] * (4 + inputs.chunk // backward_pass.PAIR_ROWS[x.element_size()] + blocks)
     results = sum(t.nbytes for t in (x, b, c, g, dt)) + 2 * _state_bytes(inputs)
     return results + 2 * _states_bytes(inputs) + _prepared_bytes(inputs) + shares * squares + partial + terms
